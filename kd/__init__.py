@@ -1,0 +1,38 @@
+"""kd: distil a large vision transformer into a small one, and do not pay for work that teaches nothing.
+
+    import kd
+    run = kd.train("configs/vit_food.yaml", "run.epochs=5")
+    print(run.metrics["accuracy"], run.folder)
+
+`import kd` is light: torch and timm are imported when something is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kd.api import Distilled, distill, train
+    from kd.config import load as load_config
+    from kd.errors import KdError
+    from kd.schema import Config
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "train"]
+
+_HOMES = {
+    "Config": ("kd.schema", "Config"),
+    "Distilled": ("kd.api", "Distilled"),
+    "KdError": ("kd.errors", "KdError"),
+    "distill": ("kd.api", "distill"),
+    "load_config": ("kd.config", "load"),
+    "train": ("kd.api", "train"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kd' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)

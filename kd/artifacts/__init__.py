@@ -1,0 +1,1 @@
+"""What a run leaves on the disk: safetensors and JSON, never pickle."""

@@ -1,0 +1,167 @@
+"""4. ARTIFACTS. The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
+
+Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from kd.artifacts import checkpoint
+from kd.artifacts.files import disk_error, write_json, write_text
+from kd.errors import RunError
+from kd.types import State
+
+
+class RunDir:
+    """The folder of one run. See `kd.contracts.Sink`."""
+
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
+        self.path, self.rank, self.keep = path, rank, keep
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def open(self, config: str, differences: Iterable[str] = ()) -> None:
+        """Make the folder or enter it again; rank 0 then holds it against other processes.
+
+        Args:
+            config: the resolved configuration, written before step 1.
+            differences: keys in which a stored configuration differs from this one (see `stored_config`).
+
+        Raises:
+            RunError: the folder holds another run, another process is writing it, or it cannot be written.
+        """
+        keys = list(differences)
+        if keys:
+            raise RunError(
+                "run.name",
+                f"'{self.path}' holds another run; it differs in {', '.join(keys)}",
+                "One folder, one run",
+                "Choose another run.name, or remove the folder",
+            )
+        if self.path.exists() and not self.config_file.exists() and any(self.path.iterdir()):
+            remedy = "Choose another run.name or run.folder"
+            raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
+        if self.rank != 0:
+            return
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            for leftover in self.checkpoints.glob(".*.tmp"):  # of a process that was killed while writing
+                shutil.rmtree(leftover, ignore_errors=True)
+        except OSError as error:
+            raise disk_error(error, self.path, "run.folder") from error
+        if not self.config_file.exists():
+            write_text(self.config_file, config)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    def stored_config(self) -> str | None:
+        """Return the configuration of the run that this folder holds, or None."""
+        return self.config_file.read_text() if self.config_file.is_file() else None
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what manifest.json records; empty before the first `record`."""
+        file = self.path / "manifest.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to manifest.json; rank 0 only."""
+        if self.rank == 0:
+            write_json(self.path / "manifest.json", {**self.manifest(), **facts})
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Append a row to metrics.jsonl."""
+        if self.rank != 0:
+            return
+        row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
+        row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
+        try:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise disk_error(error, self.path / "metrics.jsonl", "run.folder") from error
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of a kind, oldest first."""
+        file = self.path / "metrics.jsonl"
+        if not file.is_file():
+            return []
+        rows = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
+        return [row for row in rows if row["kind"] == kind]
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Write checkpoints/step_N, name it the best if it is, and drop old ones."""
+        checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info)
+        if best:
+            write_text(self.checkpoints / "best", f"step_{state.step:08d}\n")
+        kept = {self._best_name(), *(folder.name for folder in self._folders()[-self.keep :])}
+        for folder in self._folders():
+            if folder.name not in kept:
+                shutil.rmtree(folder)
+
+    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest checkpoint; metrics written after it belong to steps that will be made again."""
+        folders = self._folders()
+        if not folders:
+            self._truncate_metrics(0)
+            return None
+        found = checkpoint.read(folders[-1])
+        self._truncate_metrics(found[0].step)
+        return found
+
+    def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
+        """Return the best checkpoint.
+
+        Raises:
+            RunError: the run has written none yet.
+        """
+        name = self._best_name()
+        if name is None or not (self.checkpoints / name).is_dir():
+            raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
+        return checkpoint.read(self.checkpoints / name)
+
+    def close(self) -> None:
+        """Let other processes enter."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _folders(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+
+    def _best_name(self) -> str | None:
+        file = self.checkpoints / "best"
+        return file.read_text().strip() if file.is_file() else None
+
+    def _truncate_metrics(self, step: int) -> None:
+        file = self.path / "metrics.jsonl"
+        if self.rank == 0 and file.is_file():
+            rows = [line for line in file.read_text().splitlines() if line.endswith("}")]
+            write_text(file, "".join(f"{line}\n" for line in rows if json.loads(line)["step"] <= step))
+
+    def _take_lock(self) -> None:
+        file = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            remedy = "Wait for it, or choose another run.name"
+            raise RunError("run.name", f"process {holder} is writing '{self.path}'", "", remedy) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._lock = file

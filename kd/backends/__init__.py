@@ -1,0 +1,1 @@
+"""Backends: the world of one process. See `kd.contracts.Backend`."""

@@ -1,0 +1,144 @@
+"""What all torch.distributed backends share. A concrete one differs in its device and its init string.
+
+Rules kept here (each was a trap somewhere): SUM then divide, never AVG; no second process group; world collectives
+only; one owner of the gradient reduction (DDP); the world is proven by an all-reduce before anything is trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from kd.backends._launch import place, require_meeting_point
+from kd.errors import BackendError
+from kd.types import Batch
+
+
+class DDPBackend:
+    """One process of a torch.distributed world, or of none. See `kd.contracts.Backend`."""
+
+    kind = ""
+    init = ""
+    """Name of the torch.distributed backend."""
+
+    def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
+        where = place()
+        self.place = where
+        self.device = device
+        self.rank, self.local_rank, self.world_size = where.rank, where.local_rank, where.world_size
+        self.local_world_size = where.local_world_size
+        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self._joined = False
+
+    def setup(self) -> None:
+        """Join the world and require it to be as large as the launcher promised."""
+        if self.world_size == 1:
+            return
+        require_meeting_point(self.place)
+        # mpirun sets its own variables only; the rendezvous reads these two
+        os.environ.setdefault("RANK", str(self.rank))
+        os.environ.setdefault("WORLD_SIZE", str(self.world_size))
+        dist.init_process_group(self.init, timeout=self.timeout)
+        self._joined = True
+        present = torch.ones(1, device=self.device)
+        dist.all_reduce(present)
+        if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
+            raise BackendError(
+                "backend.kind",
+                f"{int(present.item())} processes answered, but {self.place.launcher} promised {self.world_size}",
+                "Every rank must take part in the reduction",
+                "Start all ranks with the same command and the same `backend.kind`",
+            )
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators, the device's too."""
+        torch.manual_seed(seed)
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move batches to the device without waiting for the copy."""
+        for batch in batches:
+            yield batch.to(self.device, non_blocking=True)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Wrap in DDP, which makes ranks start equal and owns the reduction; alone, return the module itself."""
+        if self.world_size == 1:
+            return module
+        devices = [self.device.index] if self.device.index is not None else None
+        return DistributedDataParallel(
+            module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Hold DDP's reduction back."""
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in bfloat16 where the precision says so."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype is not None)
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1).
+
+        parameters_as_bucket_view: one broadcast a rank and step instead of one a parameter.
+        """
+        if zero and self.world_size > 1:
+            return ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+        return cls(groups, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip, step, drop the gradients. DDP has already reduced them."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if max_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm.detach()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state as a plain optimizer's, whole on rank 0 and empty elsewhere."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if self.rank == 0 else {}
+
+    def end_step(self) -> None:
+        """Nothing to do: these devices run eagerly."""
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        total = tensor.clone()
+        if self._joined:
+            dist.all_reduce(total)
+        return total
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over ranks: SUM, then divide (smddp refuses AVG)."""
+        return self.reduce_sum(tensor) / self.world_size
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite with rank 0's."""
+        if self._joined:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. A reduction, since not every backend's barrier takes the same arguments."""
+        self.reduce_sum(torch.zeros(1, device=self.device)).item()
+
+    def close(self) -> None:
+        """Leave the world."""
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False

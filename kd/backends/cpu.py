@@ -1,0 +1,41 @@
+"""Any machine: torch on the CPU, several processes over gloo."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from kd.backends._ddp import DDPBackend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of the CPU backend."""
+
+    threads: int = 0
+    """Threads of torch in one rank. 0: the machine's cores divided by the ranks on it."""
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ValueError(f"threads must be >= 0, is {self.threads}")
+
+
+class CPU(DDPBackend):
+    """Train on the CPU."""
+
+    kind = "cpu"
+    init = "gloo"
+
+    def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
+        super().__init__(torch.device("cpu"), precision, timeout_seconds)
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
+        torch.set_num_threads(threads or max(1, cores // self.local_world_size))
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> CPU:
+    """Build the CPU backend; `setup` joins the world."""
+    return CPU(precision, timeout_seconds, options.threads)

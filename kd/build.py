@@ -1,0 +1,387 @@
+"""2. BUILD. Config -> Run. The only module that meets concrete parts."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kd import parts
+from kd.config import Config
+from kd.contracts import Backend, Sink, Source, Teacher, Watcher
+from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
+from kd.data.transforms import Evaluate, Train, build_policy
+from kd.data.views import Mixing, Views
+from kd.engine.criterion import Criterion, Distillation
+from kd.engine.evaluate import Evaluator
+from kd.engine.probe import fastest
+from kd.engine.run import Length, Run
+from kd.errors import ConfigError, DataError
+from kd.models.classifier import Classifier, set_attention
+from kd.models.load import Spec, load
+from kd.models.select import select_weights
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.optim.ema import EMA
+from kd.optim.groups import groups
+from kd.optim.schedule import Schedule
+from kd.seeds import seed_from
+from kd.types import Batch, Dims, Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The two splits of a run."""
+
+    train: Source
+    val: Source
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of both listings and the class order."""
+        text = "\n".join([self.train.fingerprint, self.val.fingerprint, *self.train.classes])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How the global batch is divided."""
+
+    batch_size: int
+    world_size: int
+    micro_batch: int
+    accumulate: int
+    eval_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
+
+
+def backend(config: Config) -> Backend:
+    """Build the backend; the caller sets it up and closes it."""
+    section = config.backend
+    precision = "fp32" if section.precision == "auto" else section.precision
+    context = {"precision": precision, "timeout_seconds": section.timeout_seconds}
+    return parts.build("backends", section.kind, section.options, "backend.kind", **context)
+
+
+def data(config: Config) -> Data:
+    """List both splits; nothing is decoded or rendered yet.
+
+    Raises:
+        DataError: missing or empty folders, fewer than two classes.
+    """
+    section = config.data
+    train = parts.build("datasets", section.kind, section.options, "data.kind", split="train", classes=None)
+    val = parts.build("datasets", section.kind, section.options, "data.kind", split="val", classes=train.classes)
+    if len(train.classes) < 2:
+        raise DataError(
+            "data.kind",
+            f"the training split has {len(train.classes)} class ({', '.join(train.classes)})",
+            "At least two classes",
+            "Check that each class has a folder of its own",
+        )
+    if list(val.classes) != list(train.classes):
+        raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
+    return Data(train, val)
+
+
+def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
+    """Divide the global batch over ranks and micro-batches.
+
+    Raises:
+        ConfigError: it does not divide, or there are fewer images than a batch.
+    """
+    section = config.data
+    share, rest = divmod(section.batch_size, world_size)
+    micro = section.micro_batch or share
+    if rest or not share or share % micro:
+        near = max(1, round(section.batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
+        raise ConfigError(
+            "data.batch_size",
+            f"{section.batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
+            "batch_size = ranks x micros x micro_batch, all whole",
+            f"Set data.batch_size={near}, or change data.micro_batch",
+        )
+    if num_images < section.batch_size:
+        raise ConfigError(
+            "data.batch_size",
+            f"is {section.batch_size}, but the training split has {num_images} images",
+            "At most the size of the training split",
+            f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
+        )
+    return Arithmetic(section.batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+
+
+def criterion(config: Config, dims: Dims) -> Criterion:
+    """Build the loss terms and check what they need.
+
+    Raises:
+        ConfigError: a term needs a teacher or hard labels that the run does not have.
+    """
+    terms = []
+    mixing = config.data.augment.mixup > 0 or config.data.augment.cutmix > 0
+    for i, section in enumerate(config.losses):
+        where = f"losses[{i}]"
+        term = parts.build("losses", section.kind, section.options, where, dims=dims)
+        if "hard_labels" in term.needs and mixing and config.data.augment.mix_probability > 0:
+            raise ConfigError(
+                f"{where}.kind",
+                f"'{section.kind}' needs one label an image, but mixup or cutmix is on",
+                "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
+                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
+            )
+        terms.append((section.kind, section.weight, term))
+    return Criterion(terms)
+
+
+def needs(config: Config) -> frozenset[str]:
+    """Return what the losses of a config need, before any model is built.
+
+    Raises:
+        ConfigError: a loss needs a teacher and there is none.
+    """
+    found: set[str] = set()
+    for i, section in enumerate(config.losses):
+        module = parts.find("losses", section.kind, f"losses[{i}].kind")
+        probe = module.build(section.options, Dims(2, 1, 1))
+        found |= probe.needs
+        if "teacher" in probe.needs and not config.teacher.model:
+            remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
+            raise ConfigError("teacher.model", f"is missing, but losses[{i}] ('{section.kind}') needs it", "", remedy)
+    return frozenset(found)
+
+
+def student_model(config: Config, classes: Any, with_features: bool) -> Classifier:
+    """Build the student from the run's seed."""
+    section = config.student
+    torch.manual_seed(seed_from(config.run.seed, "student"))
+    spec = Spec("student", section.model, section.args, classes, section.checkpoint, section.init == "pretrained")
+    return load(spec, config.data.image_size, with_features)
+
+
+def teacher_model(config: Config, classes: Any, with_features: bool, folder: str = "") -> Classifier:
+    """Load the teacher with its weights; its classes must be the data's.
+
+    Args:
+        config: the configuration.
+        classes: class names in the data's order.
+        with_features: return pooled features too.
+        folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
+    """
+    section = config.teacher
+    if folder:
+        spec = Spec("teacher", folder, {}, classes, pretrained=True, exact_head=True)
+    else:
+        own = not section.checkpoint
+        spec = Spec("teacher", section.model, section.args, classes, section.checkpoint, own, exact_head=True)
+    return load(spec, config.data.image_size, with_features)
+
+
+def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> tuple[LocalLoader, LocalLoader]:
+    """Build the training and the validation loader."""
+    section, augment = config.data, config.data.augment
+    if augment.policy:
+        try:
+            build_policy(augment.policy, section.image_size)
+        except ValueError as error:
+            remedy = "Try rand-m9-mstd0.5, or leave it empty"
+            raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
+    train_transform = Train(section.image_size, augment.crop, augment.flip, augment.jitter, augment.policy)
+    mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability)
+    common = {"size": section.image_size, "seed": config.run.seed, "on_corrupt": section.on_corrupt}
+    train = Views(data.train, train_transform, mixing=mixing, **common)
+    val = Views(data.val, Evaluate(section.image_size, section.eval_crop), **common)
+    local = getattr(backend, "local_world_size", backend.world_size)
+    workers = resolve_workers(section.workers, backend.device.type, local)
+    place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}
+    pin = backend.device.type == "cuda"
+    return (
+        LocalLoader(train, split.batch_size, split.accumulate, pin_memory=pin, **place),
+        LocalLoader(val, split.eval_batch * split.world_size, 1, pin_memory=pin, **place),
+    )
+
+
+def length(config: Config, split: Arithmetic) -> Length:
+    """Return how long the run is."""
+    section = config.run
+    return Length(
+        epochs=section.epochs,
+        steps=section.steps,
+        batch_size=split.batch_size,
+        accumulate=split.accumulate,
+        views=config.data.views,
+        log=section.every.log,
+        evaluate=section.every.evaluate,
+        checkpoint=section.every.checkpoint,
+    )
+
+
+def optimizer(config: Config, module: nn.Module, backend: Backend) -> torch.optim.Optimizer:
+    """Build the optimizer with fused kernels where the device has them."""
+    section = config.optimizer
+    parameters = groups(_owners(module), section.weight_decay)
+    fused = backend.device.type in ("cpu", "cuda")
+    if section.kind == "sgd":
+        options: dict[str, Any] = {"momentum": section.momentum, "nesterov": section.momentum > 0}
+        cls: type[torch.optim.Optimizer] = torch.optim.SGD
+    else:
+        options, cls = {"betas": tuple(section.betas)}, torch.optim.AdamW
+    return backend.optimizer(parameters, cls, section.zero, lr=section.lr, fused=fused, **options)
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """Return the student's network, which knows what must not decay, and the criterion."""
+    network = getattr(module.student, "network", module.student)
+    return [network, module.criterion]  # type: ignore[list-item]
+
+
+def run(
+    config: Config,
+    data: Data,
+    backend: Backend,
+    teacher: Classifier | None,
+    sink: Sink,
+    watcher: Watcher,
+    pinned: Mapping[str, str] = {},
+) -> tuple[Run, dict[str, Any]]:
+    """Build a run.
+
+    Args:
+        config: the configuration.
+        data: both splits.
+        backend: set up.
+        teacher: the loaded teacher, or None for labels alone.
+        sink: where results go.
+        watcher: who shows them.
+        pinned: kernel choices of an earlier start of this run, so that a resumed run computes the same bits.
+
+    Returns:
+        The run, and what was measured and chosen, for the manifest.
+    """
+    required = needs(config)
+    classes = data.train.classes
+    split = arithmetic(config, backend.world_size, len(data.train))
+    student = student_model(config, classes, "features" in required)
+    if config.student.init == "teacher" and teacher is not None:
+        select_weights(student.network, teacher.network)
+    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
+    torch.manual_seed(seed_from(config.run.seed, "criterion"))
+    distillation = Distillation(student, criterion(config, dims)).to(backend.device)
+    images = torch.randint(
+        256, (min(split.micro_batch, 32), 3, config.data.image_size, config.data.image_size), dtype=torch.uint8
+    )
+    choices = dict(pinned)
+    measured: dict[str, dict[str, float]] = {}
+    live, measured["teacher"] = choose_teacher(config, teacher, images, backend, choices)
+    measured["student"] = choose_student(config, distillation, live, images, backend, choices)
+    train_loader, val_loader = loaders(config, data, backend, split)
+    sifter_context = {"num_images": len(data.train), "batch_size": split.batch_size, "seed": config.run.seed}
+    section = config.optimizer
+    module = backend.wrap(distillation)
+    stepper = optimizer(config, distillation, backend)
+    built = Run(
+        seed=config.run.seed,
+        length=length(config, split),
+        max_norm=section.clip,
+        backend=backend,
+        module=module,
+        distillation=distillation,
+        teacher=live if "teacher" in required else NoTeacher(),
+        loader=train_loader,
+        sifter=parts.build("sifters", config.sifter.kind, config.sifter.options, "sifter.kind", **sifter_context),
+        optimizer=stepper,
+        schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
+        average=EMA(student, section.ema) if section.ema else None,
+        evaluator=Evaluator(
+            backend,
+            val_loader,
+            evaluation_plan(len(data.val), split.eval_batch * split.world_size),
+            live,
+            has_teacher=teacher is not None,
+            num_classes=len(classes),
+        ),
+        sink=sink,
+        watcher=watcher,
+    )
+    facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
+    return built, facts
+
+
+def choose_teacher(
+    config: Config, model: Classifier | None, images: torch.Tensor, backend: Backend, choices: dict[str, str]
+) -> tuple[Teacher, dict[str, float]]:
+    """Pick the precision and the attention kernel of the frozen forward; write them into `choices`."""
+    if model is None:
+        return NoTeacher(), {}
+    section = config.teacher
+    batch = _batch(images.to(backend.device))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+    def candidate(precision: str, attention: str) -> LiveTeacher:
+        live = LiveTeacher(model, backend.device, dtypes[precision], section.micro_batch)
+        set_attention(live.model, attention == "fused")
+        return live
+
+    options = _options(section.precision, section.attention, choices.get("teacher"))
+    built = {name: candidate(*name.split("+")) for name in options}
+    work: dict[str, Callable[[], torch.Tensor]] = {n: (lambda t=t: t(batch).logits) for n, t in built.items()}
+    name, table = fastest(work, backend)
+    choices["teacher"] = name
+    return built[name], table
+
+
+def choose_student(
+    config: Config,
+    distillation: Distillation,
+    teacher: Teacher,
+    images: torch.Tensor,
+    backend: Backend,
+    choices: dict[str, str],
+) -> dict[str, float]:
+    """Pick the precision and the attention kernel of the student's step; set them and write them into `choices`."""
+    batch = _batch(images.to(backend.device))
+    answers: Outputs = teacher(batch)
+    trial = copy.deepcopy(distillation)
+
+    def apply(name: str, module: nn.Module) -> None:
+        precision, attention = name.split("+")
+        backend.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        set_attention(module, attention == "fused")
+
+    def work(name: str) -> torch.Tensor:
+        apply(name, trial)
+        with backend.autocast():
+            _, scores = trial(batch, answers)
+        loss = scores["loss"].mean()
+        loss.backward()
+        trial.zero_grad()
+        backend.end_step()
+        return loss.detach()
+
+    options = _options(config.backend.precision, config.student.attention, choices.get("student"))
+    name, table = fastest({name: (lambda name=name: work(name)) for name in options}, backend)
+    apply(name, distillation)
+    choices["student"] = name
+    return table
+
+
+def _options(precision: str, attention: str, pinned: str | None) -> list[str]:
+    """List the combinations that a probe tries; one where nothing is left to choose."""
+    if pinned:
+        return [pinned]
+    precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
+    attentions = ["fused", "unfused"] if attention == "auto" else [attention]
+    return ["+".join(pair) for pair in itertools.product(precisions, attentions)]
+
+
+def _batch(images: torch.Tensor) -> Batch:
+    """Make a batch of `images` with label 0, for measurements."""
+    zeros = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    ones = torch.ones(len(images), device=images.device)
+    return Batch(zeros, images, zeros, zeros, ones, ones)

@@ -1,0 +1,76 @@
+"""What the commands share: one line for a user's error, a traceback for ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+
+from kd import config
+from kd.errors import KdError
+
+EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def guarded(command: Callable[[], None]) -> int:
+    """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
+    try:
+        command()
+    except KdError as error:
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_OK
+    except Exception:
+        traceback.print_exc()
+        print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
+        return EXIT_BUG
+    return EXIT_OK
+
+
+class KeysHelp(argparse.Action):
+    """Print the usage and every key of the configuration."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="explain every key of the configuration and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        """Print and exit."""
+        parser.print_help()
+        print("\nkeys of CONFIG, each also as key=value on the command line:\n")
+        for key, allowed, default, meaning in config.explain():
+            default = "" if default == "required" else f", default {default}"
+            print(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
+            print(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
+        parser.exit()
+
+
+def parser(command: str, summary: str, example: str, with_config: bool = True) -> argparse.ArgumentParser:
+    """Build the parser of a command.
+
+    Args:
+        command: its name.
+        summary: one sentence.
+        example: shown below the options.
+        with_config: takes CONFIG and `key=value`; then `--help` explains every key.
+    """
+    made = argparse.ArgumentParser(
+        prog=command,
+        description=summary,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=not with_config,
+    )
+    if with_config:
+        made.add_argument("-h", "--help", action=KeysHelp)
+        made.add_argument("config", metavar="CONFIG", help="a YAML file")
+        made.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+    return made

@@ -1,0 +1,30 @@
+"""`kd-teach CONFIG [key=value ...]`: fit the teacher that a configuration describes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kd.cli._common import guarded, parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    made = parser(
+        "kd-teach",
+        "Fit the teacher of CONFIG on the labels, keep its best epoch, and print its folder. "
+        "One fitted before from the same content is reused.",
+        "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
+    )
+    given = made.parse_intermixed_args(argv)
+
+    def command() -> None:
+        from kd import config, jobs
+
+        print(jobs.teach(config.load(given.config, given.overrides)))
+
+    return guarded(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""`kd-train CONFIG [key=value ...] [--check]`: distil a teacher into a student."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kd.cli._common import guarded, parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    made = parser(
+        "kd-train",
+        "Distil a frozen teacher into a small student. The same command resumes a run that was interrupted.",
+        "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
+    )
+    made.add_argument("--check", action="store_true", help="check everything in seconds and train nothing")
+    given = made.parse_intermixed_args(argv)
+
+    def command() -> None:
+        from kd import config, jobs
+        from kd.check import check
+
+        settings = config.load(given.config, given.overrides)
+        if given.check:
+            print(check(settings, given.config))
+            return
+        text = jobs.train(settings).report
+        if text:
+            print("\n" + text)
+
+    return guarded(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What the parts promise each other. Read this first.
+
+The engine knows these protocols and nothing concrete; a part is one file in the folder of its contract
+(`losses/`, `sifters/`, `datasets/`, `backends/`) with exactly two public names: `Options`, a frozen dataclass
+whose fields are its YAML keys with a docstring under each, and `build(options, ...)`.
+
+Shape legend: B images of a batch, C classes, D feature width, H W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from kd.types import Batch, Outputs, Plan, Sample, State
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where images lie: `datasets/NAME.py: build(options, split, classes) -> Source`.
+
+    `split` is "train" or "val". `classes` is None for the training split, which defines the class order; the
+    validation split gets the training classes and must label by them, whichever of them it lacks.
+    """
+
+    classes: Sequence[str]
+    """Class names; the position is the label."""
+    fingerprint: str
+    """A hash of the listing (names, labels, sizes), the same wherever the data lies."""
+
+    def __len__(self) -> int: ...
+
+    def label(self, id: int) -> int:
+        """Return the label of one image without decoding it."""
+        ...
+
+    def name(self, id: int) -> str:
+        """Return what a person would call this image (a path, a key), for messages."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the images exist (render, unpack) where they do not; called by rank 0 before anything is decoded.
+
+        Listing must not need it, so that `--check` answers at once.
+        """
+        ...
+
+    def decode(self, id: int) -> Image.Image:
+        """Return the image as RGB, 8 bits a channel; raise DataError with its name where it cannot be read."""
+        ...
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Views of a source. Pure: the same (id, view) gives the same bits, whoever asks, in whatever order."""
+
+    classes: Sequence[str]
+
+    def __len__(self) -> int: ...
+
+    def load(self, id: int, view: int) -> Sample: ...
+
+
+class Loader(Protocol):
+    """Turns a plan into this rank's micro-batches, in the plan's order."""
+
+    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the micro-batches of all steps from optimizer step `start` of the plan on."""
+        ...
+
+
+class Sifter(Protocol):
+    """Decides which images an epoch visits: `sifters/NAME.py: build(options, num_images, batch_size, seed)`."""
+
+    def plan(self, epoch: int) -> Plan:
+        """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size."""
+        ...
+
+    def stream(self, batches: Iterable[Batch], score: Callable[[Batch], Tensor]) -> Iterator[Batch]:
+        """Yield full batches of one shape out of `batches`; `score` gives one loss per image [B]."""
+        ...
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Remember the per-image losses [B] of a step; must not wait for the device."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Teacher(Protocol):
+    """Answers for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
+
+    def __call__(self, batch: Batch) -> Outputs: ...
+
+
+class Loss(Protocol):
+    """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module.
+
+    Inputs are the two models' outputs in any float dtype; the result is float32 [B], one value an image, in
+    nats where it is a divergence, so that a sifter can see it and weights can be applied. A term whose formula is
+    a mean over the batch spreads it so that the mean over B is the paper's number. Gradients reach the student only.
+    """
+
+    needs: frozenset[str]
+    """Any of "teacher", "features", "hard_labels": what `build` must provide; hard labels rule mixup out."""
+
+    def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+
+class Backend(Protocol):
+    """The world of one process: `backends/NAME.py: build(options) -> Backend`. The engine asks it for everything
+    that differs between machines, and so imports neither torch.distributed nor torch_xla.
+    """
+
+    kind: str
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+    autocast_dtype: torch.dtype | None
+    """bfloat16, or None for float32."""
+
+    def setup(self) -> None:
+        """Join the world and prove it: all-reduce a 1 and require the launcher's WORLD_SIZE.
+
+        Raises:
+            BackendError: the world is smaller than the launcher promised, or the device is missing.
+        """
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed this process's generators, the device's too."""
+        ...
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move batches to the device, ahead of their use where the device can."""
+        ...
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Make all ranks start equal and give the gradient reduction its one owner."""
+        ...
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Hold the reduction back: all but the last micro-batch of a step."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer, with its state sharded over the ranks where `zero`."""
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip (0 = do not), step, drop the gradients; return the norm before clipping, on the device."""
+        ...
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the whole state on rank 0 (others: empty). All ranks must call it."""
+        ...
+
+    def end_step(self) -> None:
+        """Mark the end of a step; XLA cuts its graph here."""
+        ...
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over ranks (SUM, then divide)."""
+        ...
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor: ...
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite `tensors` with those of rank 0."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Watcher(Protocol):
+    """Shows a person how a run goes; never waits for the device."""
+
+    def step(self, state: State, progress: float) -> None: ...
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
+
+
+class Sink(Protocol):
+    """Where a run leaves what it found; rank 0 writes one folder."""
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Write a row of metrics: `kind` is "train" or "val"."""
+        ...
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Write a checkpoint, atomically: after a crash there is the old one or the new one."""
+        ...
+
+    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest whole checkpoint, or None for a fresh run."""
+        ...

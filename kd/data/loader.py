@@ -1,0 +1,128 @@
+"""From a plan to this rank's micro-batches, in this process or in workers. The order is the plan's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
+
+from kd.contracts import Dataset
+from kd.types import Batch, Plan
+
+
+class Request(NamedTuple):
+    """What a worker needs to make one micro-batch."""
+
+    ids: list[int]
+    weights: list[float]
+    view: int
+
+
+class LocalLoader:
+    """Load micro-batches on this machine. See `kd.contracts.Loader`.
+
+    Step s of a plan is `plan.ids[s * batch_size : (s + 1) * batch_size]`, cut into accumulate x world micro-batches;
+    rank r takes number r of every `world`. So a step is the same set of images on any number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        workers: int,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
+        self.unreadable: set[int] = set()
+        """Ids of images that could not be decoded, as far as they were asked for."""
+        self._requests = _Requests()
+        self._batches = DataLoader(
+            _Fetch(dataset),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+            prefetch_factor=4 if workers else None,
+            # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        )
+
+    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of the steps from `start` on."""
+        micro = self.batch_size // (self.accumulate * self.world_size)
+        # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
+        ids, weights = plan.ids.tolist(), plan.weights.tolist()
+        requests = []
+        for step in range(start, len(ids) // self.batch_size):
+            for i in range(self.accumulate):
+                first = step * self.batch_size + (i * self.world_size + self.rank) * micro
+                requests.append(Request(ids[first : first + micro], weights[first : first + micro], view))
+        self._requests.now = requests
+        for batch in self._batches:
+            self.unreadable.update(batch.unreadable)
+            yield batch
+
+
+class _Requests(Sampler[Request]):
+    """The requests of the epoch at hand; the DataLoader asks anew each epoch and keeps its workers."""
+
+    def __init__(self) -> None:
+        self.now: Sequence[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.now)
+
+    def __len__(self) -> int:
+        return len(self.now)
+
+
+class _Fetch(TorchDataset[Batch]):
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, request: Request) -> Batch:
+        samples = [self.dataset.load(id, request.view) for id in request.ids]
+        readable = torch.tensor([sample.readable for sample in samples])
+        return Batch(
+            ids=torch.tensor(request.ids),
+            image=torch.stack([sample.pixels for sample in samples]),
+            label=torch.tensor([sample.label for sample in samples]),
+            partner_label=torch.tensor([sample.partner_label for sample in samples]),
+            lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
+            weight=torch.tensor(request.weights, dtype=torch.float32) * readable,
+            view=request.view,
+            unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
+        )
+
+
+def resolve_workers(workers: int | str, device_type: str, local_world_size: int) -> int:
+    """Turn `auto` into a number of worker processes for this rank.
+
+    On a CPU one worker: it hides the decoder's latency, and a second one would take its core from the step. Beside an
+    accelerator the cores have nothing else to do: all of this rank's share but one, 16 at the most.
+    """
+    if workers != "auto":
+        return int(workers)
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    share = cores // max(1, local_world_size)
+    if device_type == "cpu":
+        return 1 if share > 1 else 0
+    return max(1, min(16, share - 1))
+
+
+def evaluation_plan(num_images: int, batch_size: int) -> Plan:
+    """Return all images in order, padded with image 0 at weight 0 to a multiple of `batch_size`."""
+    padding = -num_images % batch_size
+    ids = torch.cat([torch.arange(num_images), torch.zeros(padding, dtype=torch.int64)])
+    weights = torch.cat([torch.ones(num_images), torch.zeros(padding)])
+    return Plan(ids=ids, weights=weights)

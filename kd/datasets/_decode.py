@@ -1,0 +1,240 @@
+"""What the datasets share: bytes to an RGB image, and a listing that takes little memory.
+
+Not a part (the name begins with an underscore). Decoding lies in one place so that a corrupt image reads the same
+whether it came from a folder, a shard or a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from kd.errors import DataError, did_you_mean
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+EXIF_ORIENTATION = 0x0112
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIZES_PROBED = 256
+"""How many image sizes enter a fingerprint where each costs a request to the storage."""
+
+
+def decode(data: bytes, subject: str, where: str) -> Image.Image:
+    """Turn the bytes of an image file into RGB, 8 bits a channel, upright.
+
+    Transparent pixels are laid over white, as the pages that such pictures were drawn for; dropping the alpha channel
+    instead would show whatever colour the file hides there. 16-bit grey keeps its upper 8 bits (what Pillow does to
+    16-bit RGB), CMYK goes through Pillow's plain formula, of an animation the first frame is taken, and the EXIF
+    orientation is applied and removed. Not handled: colour profiles, and damage that leaves a JPEG decodable.
+
+    Args:
+        data: the whole file.
+        subject: what a person would call it, for messages: "file 'apple/1.jpg'".
+        where: config path for messages.
+
+    Raises:
+        DataError: empty, truncated, no image, too large, or of pixels without a known range.
+    """
+    if not data:
+        raise refuse(subject, where, "it is empty (0 bytes)")
+    try:
+        # Pillow warns of broken EXIF and odd palettes: noise to users, and the image is fine. catch_warnings swaps a
+        # global of the process and is not thread-safe: two threads here may leave the filter behind, which is why it
+        # silences nothing but Pillow, and why no result depends on it.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                _check_size(image)
+                image.load()
+                return _to_rgb(image)
+    except UnidentifiedImageError as error:
+        if data.startswith(MAGIC):
+            raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
+        raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
+    except MemoryError:
+        raise  # the machine's trouble, not the image's
+    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        detail = str(error) or type(error).__name__
+        verb = "is truncated" if "truncated" in detail.lower() or isinstance(error, EOFError) else "cannot be decoded"
+        raise refuse(subject, where, f"the image {verb} ({detail})") from error
+
+
+def refuse(subject: str, where: str, wrong: str) -> DataError:
+    """Return the error for an image that cannot be used."""
+    return DataError(
+        where,
+        f"{subject}: {wrong}",
+        f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",
+        "Replace or delete it, or set data.on_corrupt=skip",
+    )
+
+
+def _check_size(image: Image.Image) -> None:
+    limit = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
+    if limit and image.width * image.height > limit:
+        raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {limit}")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
+        upper = np.asarray(image).astype(np.uint16) >> 8  # convert() would clip at 255: a white image
+        rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits a channel have")
+    elif image.getbands()[-1] in ("A", "a") or "transparency" in image.info:
+        canvas = Image.new("RGBA", image.size, "white")
+        canvas.alpha_composite(image.convert("RGBA"))
+        rgb = canvas.convert("RGB")
+    else:
+        rgb = image.convert("RGB")  # a copy even of RGB, free of the file behind it
+    turn = _turn(image)
+    if turn is not None:
+        rgb = rgb.transpose(turn)
+    rgb.info.clear()  # it still holds the EXIF: whoever applied that again would turn the image twice
+    return rgb
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    try:
+        return TURNS.get(image.getexif().get(EXIF_ORIENTATION, 1))
+    except Exception:  # a broken EXIF block does not make the pixels worse
+        return None
+
+
+class Names:
+    """Many names in one buffer: about 30 bytes each instead of 100 or more as objects.
+
+    A list of strings would also be copied page by page into every forked worker, since reading an element writes its
+    reference count.
+    """
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self.buffer = b"\0".join(names)  # no file name holds a zero byte
+        self._ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)) + 1)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, id: int) -> bytes:
+        start = self._ends[id - 1] if id else 0
+        return self.buffer[start : self._ends[id] - 1]
+
+
+def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Turn labels as written into class names.
+
+    Args:
+        raw: the label of each image: an integer in digits, which is a position in `names`, or a class name.
+        names: the class names in order; empty where only the labels tell: integers are then their own names.
+
+    Returns:
+        The class name of each image, and all classes in order.
+    """
+    distinct = set(raw)
+    integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
+    if names:
+        inside = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
+        known = list(names)
+    elif len(integers) == len(distinct):
+        inside = {text: str(value) for text, value in integers.items()}
+        known = [str(value) for value in range(max(integers.values(), default=-1) + 1)]
+    else:
+        inside, known = {}, sorted(distinct)
+    return [inside.get(text, text) for text in raw], known
+
+
+def assign_labels(
+    found: Sequence[str], known: Sequence[str], classes: Sequence[str] | None, where: str, split: str
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the class order and the label of each image, int32 [N].
+
+    Args:
+        found: the class name of each image.
+        known: the classes of this split in their own order.
+        classes: the training classes, which go before `known`; None for the training split itself.
+        where: config path for messages.
+        split: "train" or "val".
+
+    Raises:
+        DataError: no images, only one class, or a class that training does not know.
+    """
+    if not found:
+        raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
+    order = tuple(known if classes is None else classes)
+    if len(order) < 2:
+        raise DataError(
+            where,
+            f"the split '{split}' has only one class, '{next(iter(order), '')}'",
+            "A classifier needs at least two classes",
+            "Point it at the folder or table that holds all classes",
+        )
+    position = {name: label for label, name in enumerate(order)}
+    unknown = sorted(set(found) - set(position))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
+        raise DataError(
+            where,
+            f"the split '{split}' has the class '{unknown[0]}'{more}, which is not among the {len(order)} classes "
+            + ("listed" if classes is None else "of training"),
+            f"Allowed: {shown}",
+            did_you_mean(unknown[0], order) or "Rename or remove it",
+        )
+    return order, np.fromiter((position[name] for name in found), np.int32, len(found))
+
+
+def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Choose the validation images: bool [N], about `fraction` of each class.
+
+    The images of a class are ranked by the hash of their key and the first are held out, so that the choice depends
+    on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at
+    least one on either side. Images that belong together (frames of one film) are not kept together.
+    """
+    digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
+    order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
+    held = np.zeros(len(labels), bool)
+    stops = np.cumsum(np.bincount(labels))
+    for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
+        count = int(stop - start)
+        if count > 1:
+            held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
+    return held
+
+
+def probe(num_images: int) -> np.ndarray:
+    """Return evenly spaced ids, the images whose sizes enter the fingerprint.
+
+    Asking the size of every image is a request each on network storage. A sample costs little and still notices what
+    happens in practice: a whole dataset resized or encoded anew under the same names.
+    """
+    return np.linspace(0, num_images - 1, min(num_images, SIZES_PROBED)).astype(np.int64)
+
+
+def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:
+    """Hash a listing; equal listings hash alike on every machine."""
+    digest = hashlib.sha256()
+    parts = (
+        "\0".join(classes).encode("utf-8", "surrogatepass"),
+        names,
+        np.asarray(labels, "<i4").tobytes(),
+        np.asarray(sizes, "<i8").tobytes(),
+    )
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

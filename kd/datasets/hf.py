@@ -1,0 +1,213 @@
+"""A Hugging Face dataset: from the hub by name, from a local folder, or saved with `save_to_disk`.
+
+Needs the extra: `pip install 'kd[hf]'`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, probe, refuse
+from kd.errors import DataError, MissingExtra, did_you_mean
+
+WHERE = "data.path"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Which dataset, which splits, which columns."""
+
+    path: str
+    """Name on the hub (`ethz/food101`), or a local folder of images, of parquet files or from `save_to_disk`."""
+    name: str = ""
+    """Configuration of the dataset, where it has several."""
+    train_split: str = "train"
+    """Split to train on."""
+    val_split: str = "validation"
+    """Split to validate on; not used with `val_fraction`."""
+    val_fraction: float = 0.0
+    """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
+    image_key: str = ""
+    """Column of the images; empty: the only image column."""
+    label_key: str = ""
+    """Column of the labels; empty: the only class-label column."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty; it must be a dataset name or a folder")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
+        if not self.train_split or not self.val_split:
+            raise ValueError("train_split and val_split must not be empty")
+        if self.train_split == self.val_split and not self.val_fraction:
+            raise ValueError("train_split and val_split are the same; to share one split, set val_fraction")
+
+
+class HuggingFace:
+    """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
+
+    def __init__(
+        self, table: Any, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], split: str, image_key: str
+    ) -> None:
+        self.classes = tuple(classes)
+        self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
+        sizes = [self._size(id) for id in probe(len(rows))]
+        self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def label(self, id: int) -> int:
+        """Return the label of one image."""
+        return int(self._labels[id])
+
+    def name(self, id: int) -> str:
+        """Return split and row, `train[12]`."""
+        return f"{self._split}[{self._rows[id]}]"
+
+    def prepare(self) -> None:
+        """Do nothing: the images are there."""
+
+    def decode(self, id: int) -> Image.Image:
+        """Return one image as RGB, 8 bits a channel.
+
+        Raises:
+            DataError: the row holds no whole image, or names a file that is gone.
+        """
+        subject = f"image '{self.name(id)}'"
+        data, path = self._stored(id)
+        if data is None and path is None:
+            raise refuse(subject, WHERE, "the row holds no image")
+        if data is None:
+            subject = f"image '{self.name(id)}' ({os.path.basename(path)})"
+            try:
+                with open(path, "rb") as file:
+                    data = file.read()
+            except OSError as error:
+                raise refuse(subject, WHERE, f"it cannot be read ({error.strerror})") from error
+        return decode(data, subject, WHERE)
+
+    def _stored(self, id: int) -> tuple[bytes | None, Any]:
+        cell = self._table[int(self._rows[id])][self._image_key] or {}
+        return cell.get("bytes"), cell.get("path")
+
+    def _size(self, id: int) -> int:
+        data, path = self._stored(id)
+        if data is not None:
+            return len(data)
+        return os.path.getsize(path) if path and os.path.isfile(path) else -1
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None) -> HuggingFace:
+    """Load a split.
+
+    Raises:
+        MissingExtra: the package `datasets` is not installed.
+        DataError: no such dataset, split or column, a missing label, a class that training does not know.
+    """
+    hub = _import_datasets()
+    shared = bool(options.val_fraction)
+    key = "train_split" if split == "train" or shared else "val_split"
+    splits = _load(hub, options)
+    wanted = getattr(options, key)
+    if wanted not in splits:
+        raise DataError(
+            f"data.{key}",
+            f"'{options.path}' has no split '{wanted}'",
+            f"Allowed: {', '.join(splits)}",
+            did_you_mean(wanted, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images",
+        )
+    table = splits[wanted]
+    image_key = _image_key(hub, table.features, options.image_key)
+    label_key = _label_key(hub, table.features, options.label_key)
+    raw = [_written(value, row, label_key) for row, value in enumerate(table.with_format(None)[label_key])]
+    found, known = name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, labels = assign_labels(found, known, classes, WHERE, split)
+    rows = np.arange(len(raw))
+    if shared:
+        held = hold_out((str(row).encode() for row in rows), labels, options.val_fraction)
+        rows = np.flatnonzero(held == (split == "val"))
+        if not len(rows):
+            raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
+    table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
+    return HuggingFace(table, rows, labels[rows], order, wanted, image_key)
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise  # it is installed; something that it needs is not
+        raise MissingExtra(
+            "data.kind", "the dataset 'hf' needs the package datasets", "", "Run: pip install 'kd[hf]'"
+        ) from error
+    return datasets
+
+
+def _load(hub: Any, options: Options) -> dict[str, Any]:
+    """Return all splits; the hub's loader prepares all of them in any case."""
+    path = os.path.expanduser(options.path)
+    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(path, name))]
+    if not os.path.exists(path) and (path.startswith((".", "/")) or path.count("/") > 1):
+        raise DataError(
+            WHERE, f"the folder '{path}' does not exist", "A folder, or a name on the hub", "Check the path"
+        )
+    try:
+        loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
+    except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(
+            WHERE,
+            f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})",
+            "A folder, or a name on the hub with data.name where it has several configurations",
+            "Check the name, the network and, for a private dataset, `hf auth login`",
+        ) from error
+    return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+
+
+def _image_key(hub: Any, features: Any, key: str) -> str:
+    fits = [name for name, feature in features.items() if isinstance(feature, hub.Image)]
+    if key:
+        binary = [name for name, feature in features.items() if getattr(feature, "dtype", "") in ("binary",)]
+        return _check_column("image_key", key, features, fits + binary, "images")
+    return _only("image_key", fits, features, "image")
+
+
+def _label_key(hub: Any, features: Any, key: str) -> str:
+    if key:
+        kinds = ("string", "large_string", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+        fits = [name for name, feature in features.items() if getattr(feature, "dtype", "") in kinds]
+        return _check_column("label_key", key, features, fits, "class labels, integers or text")
+    return _only(
+        "label_key", [n for n, f in features.items() if isinstance(f, hub.ClassLabel)], features, "class-label"
+    )
+
+
+def _check_column(option: str, key: str, features: Any, fits: list[str], what: str) -> str:
+    if key in fits:
+        return key
+    wrong = f"the column '{key}' does not hold {what}" if key in features else f"there is no column '{key}'"
+    remedy = did_you_mean(key, fits) or "Choose one of them"
+    raise DataError(f"data.{option}", wrong, f"Allowed: {', '.join(fits) or 'none fits'}", remedy)
+
+
+def _only(option: str, fits: list[str], features: Any, what: str) -> str:
+    if len(fits) == 1:
+        return fits[0]
+    wrong = f"several {what} columns: {', '.join(fits)}" if fits else f"no {what} column"
+    raise DataError(f"data.{option}", wrong, f"Columns: {', '.join(features)}", f"Set data.{option}")
+
+
+def _written(value: Any, row: int, key: str) -> str:
+    if value is None or value == "" or value == -1:  # -1: the hub's mark of an unlabelled row
+        raise DataError(
+            "data.label_key", f"row {row} has no label in the column '{key}' ({value!r})", "", "Choose a labelled split"
+        )
+    return str(value)

@@ -1,0 +1,1 @@
+"""The loop. It knows contracts and nothing concrete."""

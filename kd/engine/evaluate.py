@@ -1,0 +1,109 @@
+"""Student, teacher and their agreement on the validation split.
+
+Shape legend: B images of a batch, C classes, K calibration bins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kd.contracts import Backend, Loader, Teacher
+from kd.types import Plan
+
+NUM_BINS = 15
+
+
+class Evaluator:
+    """Score models on one validation split.
+
+    The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
+    """
+
+    def __init__(
+        self, backend: Backend, loader: Loader, plan: Plan, teacher: Teacher, has_teacher: bool, num_classes: int
+    ) -> None:
+        self.backend, self.loader, self.plan = backend, loader, plan
+        self.teacher, self.has_teacher, self.num_classes = teacher, has_teacher, num_classes
+        self._teacher_logits: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, student: nn.Module, limit: int = 0) -> dict[str, float]:
+        """Evaluate over all ranks.
+
+        Args:
+            student: maps uint8 images [B, 3, H, W] to Outputs.
+            limit: stop after so many batches a rank; 0: the whole split.
+
+        Returns:
+            For the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
+            arXiv:1706.04599); with a teacher also `teacher_accuracy`, `teacher_top5`, `teacher_nll`, `teacher_ece`,
+            `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Padding has weight 0.
+        """
+        was_training = student.training
+        student.eval()
+        keep = self.has_teacher and not self._teacher_logits and not limit
+        sums: dict[str, Tensor] = {}
+        for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
+            if limit and i >= limit:
+                break
+            with self.backend.autocast():
+                student_BC = student(batch.image).logits.float()
+            scores = score(student_BC, batch.label, batch.weight)
+            if self.has_teacher:
+                known = i < len(self._teacher_logits)
+                teacher_BC = self._teacher_logits[i] if known else self.teacher(batch).logits.float()
+                if keep:
+                    self._teacher_logits.append(teacher_BC)
+                of_teacher = score(teacher_BC, batch.label, batch.weight)
+                scores.update({f"teacher_{name}": value for name, value in of_teacher.items()})
+                scores.update(compare(student_BC, teacher_BC, batch.weight))
+            scores["images"] = batch.weight.sum().double()
+            sums = {name: sums[name] + value if sums else value for name, value in scores.items()}
+            self.backend.end_step()
+        student.train(was_training)
+        return self._finish(sums)
+
+    def _finish(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        flat = torch.cat([value.flatten() for value in sums.values()])
+        total = self.backend.reduce_sum(flat)
+        parts = torch.split(total, [value.numel() for value in sums.values()])
+        by_name = dict(zip(sums, parts, strict=True))
+        images = by_name.pop("images")
+        values = {}
+        for name, value in by_name.items():
+            if name.endswith("bins"):
+                confidence_K, correct_K = value.view(2, NUM_BINS)
+                values[name.removesuffix("bins") + "ece"] = ((confidence_K - correct_K).abs().sum() / images).item()
+            else:
+                values[name] = (value / images).item()
+        return values
+
+
+def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Tensor]:
+    """Return weighted sums, float64: accuracy, top5, nll and the calibration bins [2, K]."""
+    weight_B = weight_B.double()
+    log_prob_BC = logits_BC.log_softmax(-1)
+    hits_B5 = logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
+    confidence_B = log_prob_BC.amax(-1).exp().double()
+    correct_B = hits_B5[:, 0].double()
+    bin_B = (confidence_B * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    bins = torch.zeros(2, NUM_BINS, dtype=torch.float64, device=logits_BC.device)
+    bins[0].index_add_(0, bin_B, weight_B * confidence_B)
+    bins[1].index_add_(0, bin_B, weight_B * correct_B)
+    nll_B = -log_prob_BC.gather(1, label_B[:, None])[:, 0].double()
+    return {
+        "accuracy": (weight_B * correct_B).sum(),
+        "top5": (weight_B * hits_B5.any(-1)).sum(),
+        "nll": (weight_B * nll_B).sum(),
+        "bins": bins,
+    }
+
+
+def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[str, Tensor]:
+    """Return weighted sums, float64: KL(teacher || student) at temperature 1 and top-1 agreement."""
+    student_log_BC, teacher_log_BC = student_BC.log_softmax(-1), teacher_BC.log_softmax(-1)
+    kl_B = (teacher_log_BC.exp() * (teacher_log_BC - student_log_BC)).sum(-1)
+    same_B = student_BC.argmax(-1) == teacher_BC.argmax(-1)
+    return {"kl": (weight_B * kl_B).double().sum(), "agreement": (weight_B * same_B).double().sum()}
+

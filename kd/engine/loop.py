@@ -1,0 +1,174 @@
+"""3. ENGINE. The loop: read `train` top to bottom, it is the whole program."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kd.engine.run import Run
+from kd.engine.snapshot import restore, snapshot
+from kd.errors import NonFiniteLoss
+from kd.seeds import seed_from
+from kd.types import Batch, State
+
+
+def train(run: Run) -> State:
+    """Distil the teacher into the student and return how far the run came.
+
+    Everything random in a step is seeded by (seed, step, rank), the data by (seed, view, id), the order by
+    (seed, epoch): a run that is killed and resumed is the run that was not.
+
+    Raises:
+        NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed.
+    """
+    length, backend = run.length, run.backend
+    state = restore(run)
+    meter = Meter(run, state)
+    run.distillation.train()
+    while not length.finished(state):
+        plan = run.sifter.plan(state.epoch)
+        steps_in_epoch = len(plan.ids) // length.batch_size
+        loaded = run.loader.epoch(plan, length.view(state.epoch), start=state.step_in_epoch)
+        batches = run.sifter.stream(backend.put(loaded), lambda batch: score(run, batch))
+        for micros in grouped(batches, length.accumulate):
+            backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
+            progress = length.progress(state, steps_in_epoch)
+            lr = run.schedule.apply(run.optimizer, progress)
+            meter.add(update(run, micros, state))
+            state = advance(state, length.batch_size, steps_in_epoch)
+            run.watcher.step(state, progress)
+            last = length.finished(state)
+            evaluating = due(length.evaluate, state) or last
+            checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
+            if due(length.log, state) or evaluating or checkpointing:
+                state = meter.flush(state, lr)
+            improved = False
+            if evaluating:
+                state, improved = evaluate(run, state)
+            if checkpointing or improved:
+                snapshot(run, state, improved)
+            meter.resume()
+            if last:
+                break
+    return state
+
+
+def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
+    """Make one optimizer step over the micro-batches; return means over this rank's images, still on the device."""
+    sums: dict[str, Tensor] = {}
+    for i, batch in enumerate(micros):
+        teacher = run.teacher(batch)  # first, so that no student activations are alive beside it
+        more = i + 1 < len(micros)
+        with run.backend.no_sync(run.module) if more else nullcontext():
+            with run.backend.autocast():
+                logits_BC, scores = run.module(batch, teacher)
+            (scores["loss"].mean() / len(micros)).backward()
+        run.sifter.observe(batch.ids, scores["loss"].detach())
+        scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
+        for name, score_B in scores.items():
+            mean = score_B.detach().mean() / len(micros)
+            sums[name] = sums[name] + mean if name in sums else mean
+    sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
+    if run.average is not None:
+        run.average.update(state.step + 1)
+    run.backend.end_step()
+    return sums
+
+
+@torch.no_grad()
+def score(run: Run, batch: Batch) -> Tensor:
+    """Return the distillation loss per image [B] without training, for sifters that score."""
+    run.distillation.eval()
+    with run.backend.autocast():
+        _, scores = run.distillation(batch, run.teacher(batch))
+    run.distillation.train()
+    return scores["loss"]
+
+
+def evaluate(run: Run, state: State) -> tuple[State, bool]:
+    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
+    with run.average.applied() if run.average is not None else nullcontext():
+        values = run.evaluator(run.distillation.student)
+    improved = values["accuracy"] > state.best
+    state = replace(state, best=max(state.best, values["accuracy"]))
+    run.sink.log("val", state, values)
+    run.watcher.log("val", state, values)
+    return state, improved
+
+
+def advance(state: State, images: int, steps_in_epoch: int) -> State:
+    """Return the state after one more step."""
+    done = state.step_in_epoch + 1
+    turn = done >= steps_in_epoch
+    return replace(
+        state,
+        step=state.step + 1,
+        images=state.images + images,
+        epoch=state.epoch + turn,
+        step_in_epoch=0 if turn else done,
+    )
+
+
+def due(every: int, state: State) -> bool:
+    """Return whether something that happens every `every` steps is due; 0: at the end of each epoch."""
+    return state.step % every == 0 if every else state.step_in_epoch == 0
+
+
+def grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    """Yield `size` micro-batches at a time; an unfinished group at the end is dropped."""
+    while len(group := list(itertools.islice(batches, size))) == size:
+        yield group
+
+
+class Meter:
+    """Sums metrics on the device; `flush` is the only point where the loop waits for it."""
+
+    def __init__(self, run: Run, state: State) -> None:
+        self.run, self.since = run, state
+        self.sums: dict[str, Tensor] = {}
+        self.clock = time.perf_counter()
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        """Add the means of one step."""
+        self.sums = {name: self.sums[name] + value for name, value in values.items()} if self.sums else values
+
+    def flush(self, state: State, lr: float) -> State:
+        """Log the means since the last flush and return the state with the time spent.
+
+        Raises:
+            NonFiniteLoss: naming the term and the window of steps.
+        """
+        steps = state.step - self.since.step
+        if not steps:
+            return state
+        stacked = torch.stack([value.float() for value in self.sums.values()])
+        means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
+        values = dict(zip(self.sums, means, strict=True))
+        seconds = time.perf_counter() - self.clock
+        broken = [name for name, value in values.items() if not math.isfinite(value)]
+        if broken:
+            raise NonFiniteLoss(
+                "losses" if broken != ["grad_norm"] else "optimizer",
+                f"{', '.join(broken)} became NaN or infinite in steps {self.since.step + 1} to {state.step}",
+                "All terms must stay finite",
+                "Lower optimizer.lr, set optimizer.clip, or backend.precision=fp32; the same command resumes from the "
+                "last checkpoint",
+            )
+        state = replace(state, seconds=state.seconds + seconds)
+        values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
+        self.run.sink.log("train", state, values)
+        self.run.watcher.log("train", state, values)
+        self.since, self.sums = state, {}
+        return state
+
+    def resume(self) -> None:
+        """Start the clock anew where a flush ended the window: evaluation and checkpoints are not training."""
+        if not self.sums:
+            self.clock = time.perf_counter()

@@ -1,0 +1,43 @@
+"""Choose by measurement: run the candidates in turns, take the medians, keep the table."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kd.contracts import Backend
+
+
+def fastest(
+    candidates: Mapping[str, Callable[[], torch.Tensor]], backend: Backend, rounds: int = 3, budget_seconds: float = 20.0
+) -> tuple[str, dict[str, float]]:
+    """Return the name of the fastest candidate and the median milliseconds of each.
+
+    The candidates are interleaved, so that a noisy neighbour slows them alike; the first round only warms up. All
+    ranks take rank 0's answer. Stops early, after one measured round, when the budget is spent.
+
+    Args:
+        candidates: each does the work once and returns a tensor that is waited for.
+        backend: for the broadcast.
+        rounds: measured rounds.
+        budget_seconds: for the whole probe.
+    """
+    names = list(candidates)
+    if len(names) == 1:
+        return names[0], {}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    for turn in range(rounds + 1):
+        if turn > 1 and time.perf_counter() - start > budget_seconds:
+            break
+        for name, work in candidates.items():
+            before = time.perf_counter()
+            work().sum().item()  # waits for the device
+            samples[name].append(time.perf_counter() - before)
+    table = {name: 1000 * statistics.median(times[1:] or times) for name, times in samples.items()}
+    choice = torch.tensor([names.index(min(table, key=table.__getitem__))], device=backend.device)
+    backend.broadcast_([choice])
+    return names[int(choice.item())], {name: round(value, 2) for name, value in table.items()}

@@ -1,0 +1,83 @@
+"""Everything the loop needs, built and ready. Contracts only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from kd.contracts import Backend, Loader, Sifter, Sink, Teacher, Watcher
+from kd.engine.criterion import Distillation
+from kd.engine.evaluate import Evaluator
+from kd.types import State
+
+
+class Schedule(Protocol):
+    """Sets the learning rate from the share of the run that is done."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float: ...
+
+
+class Average(Protocol):
+    """Averaged weights."""
+
+    average: dict[str, torch.Tensor]
+
+    def update(self, step: int) -> None: ...
+    def applied(self): ...
+    def load(self, average: dict[str, torch.Tensor]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long the run is and how often things happen, in optimizer steps; 0 means each epoch."""
+
+    epochs: int
+    steps: int
+    """0: `epochs` decides."""
+    batch_size: int
+    """Images per optimizer step, all ranks."""
+    accumulate: int
+    """Micro-batches per optimizer step on one rank."""
+    views: int
+    log: int
+    evaluate: int
+    checkpoint: int
+
+    def progress(self, state: State, steps_in_epoch: int) -> float:
+        """Return the share of the run that is done in the middle of the next step, 0 to 1."""
+        if self.steps:
+            return min(1.0, (state.step + 0.5) / self.steps)
+        return min(1.0, (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs)
+
+    def finished(self, state: State) -> bool:
+        """Return whether nothing is left to train."""
+        return state.step >= self.steps if self.steps else state.epoch >= self.epochs
+
+    def view(self, epoch: int) -> int:
+        """Return which view of the images an epoch sees."""
+        return epoch % self.views if self.views else epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run."""
+
+    seed: int
+    length: Length
+    max_norm: float
+    backend: Backend
+    module: nn.Module
+    """`distillation` as the backend wrapped it."""
+    distillation: Distillation
+    teacher: Teacher
+    loader: Loader
+    sifter: Sifter
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    average: Average | None
+    evaluator: Evaluator
+    sink: Sink
+    watcher: Watcher

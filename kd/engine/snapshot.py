@@ -1,0 +1,52 @@
+"""What a run must remember: weights, averages, optimizer, sifter. Nothing random, and never the teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kd.engine.run import Run
+from kd.types import State
+
+
+def snapshot(run: Run, state: State, best: bool) -> None:
+    """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
+    optimizer = run.backend.optimizer_state(run.optimizer)
+    if run.backend.rank == 0:
+        tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
+        if run.average is not None:
+            tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
+        tensors |= {f"sifter.{name}": value for name, value in run.sifter.state_dict().items()}
+        info = {"optimizer_groups": optimizer["param_groups"]}
+        for index, entries in optimizer["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entries.items()}
+        run.sink.checkpoint(state, tensors, info, best)
+    run.backend.barrier()
+
+
+def restore(run: Run) -> State:
+    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
+    found = run.sink.restore()
+    if found is None:
+        return State()
+    state, tensors, info = found
+    run.distillation.load_state_dict(_under("model.", tensors))
+    if run.average is not None:
+        run.average.load(_under("average.", tensors))
+    run.sifter.load_state_dict(_under("sifter.", tensors))
+    run.optimizer.load_state_dict(_optimizer_state(tensors, info))
+    return state
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _optimizer_state(tensors: dict[str, Tensor], info: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in _under("optimizer.", tensors).items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    return {"state": state, "param_groups": info["optimizer_groups"]}

@@ -1,0 +1,91 @@
+"""What can go wrong, as one tree.
+
+    KdError                 every error that a user can cause and repair; the CLI prints it without a traceback
+    |-- ConfigError         a key or value of the configuration
+    |   `-- ConfigErrors    several of them, reported at once
+    |-- PartNotFound        no loss, sifter, dataset or backend of that name
+    |-- MissingExtra        an optional package is not installed
+    |-- DataError           a folder, an image or a label
+    |-- ModelError          a model, its weights, its classes
+    |-- BackendError        the world of processes is not what the launcher promised
+    |-- RunError            the run folder, a checkpoint, the disk
+    `-- NonFiniteLoss       training diverged
+
+Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KdError(Exception):
+    """Tell the user in one line what is wrong, what is allowed and what to do."""
+
+    exit_code = 2
+
+    def __init__(self, where: str, wrong: str, allowed: str = "", remedy: str = "") -> None:
+        self.where, self.wrong, self.allowed, self.remedy = where, wrong, allowed, remedy
+        sentences = [_sentence(part) for part in (wrong, allowed, remedy) if part.strip()]
+        super().__init__(f"{where}: {' '.join(sentences)}")
+
+    def __reduce__(self):
+        # Exceptions cross the process border of the data loader's workers; four fields must survive it.
+        return type(self), (self.where, self.wrong, self.allowed, self.remedy)
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "?", "!")) else text + "."
+
+
+class ConfigError(KdError):
+    """A key or a value of the configuration is wrong."""
+
+
+class ConfigErrors(ConfigError):
+    """Several configuration errors, one a line."""
+
+    def __init__(self, errors: Iterable[KdError]) -> None:
+        self.errors = list(errors)
+        first = self.errors[0]
+        super().__init__(first.where, first.wrong, first.allowed, first.remedy)
+        self.args = ("\n".join(str(error) for error in self.errors),)
+
+    def __reduce__(self):
+        return type(self), (self.errors,)
+
+
+class PartNotFound(ConfigError):
+    """No part of that name exists."""
+
+
+class MissingExtra(KdError):
+    """An optional package is not installed; the remedy names the extra that brings it."""
+
+
+class DataError(KdError):
+    """A dataset cannot be used as it is."""
+
+
+class ModelError(KdError):
+    """A model, its weights or its classes do not fit the run."""
+
+
+class BackendError(KdError):
+    """The processes of this run do not form the world that the launcher promised."""
+
+
+class RunError(KdError):
+    """The run folder, a checkpoint or the disk is not usable."""
+
+
+class NonFiniteLoss(KdError):
+    """A loss term became NaN or infinite."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `Did you mean 'x'` for the nearest of `choices`, or an empty string."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,85 @@
+"""Predict the teacher's pooled features from the student's through a learned projector.
+
+Romero et al. 2014 (FitNets, arXiv:1412.6550), equation 3, on the features before the classifier; the teacher's are
+standardized as in Wei et al. 2022 (arXiv:2205.14141), so that a few loud channels do not decide the loss:
+
+    target = LayerNorm(teacher), without affine parameters
+    L = mean_d (W student + b - target)_d^2     or     1 - cos(W student + b, target)
+
+The projector is trained with the student and is not exported. It is there even where the two widths agree, for equal
+widths do not mean equal axes. It draws its first weights from torch's global generator.
+
+Not handled: features of single tokens or of inner layers.
+
+Shape legend: B images of a batch, D teacher features, E student features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.contracts import Loss
+from kd.errors import ModelError
+from kd.types import Batch, Dims, Outputs
+
+Distance = Literal["mse", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: feature`."""
+
+    distance: Distance = "mse"
+    """`mse`: squared error, the mean over features. `cosine`: 1 - cosine, blind to the length of the features."""
+    normalize: bool = True
+    """Give each image's teacher features mean 0 and variance 1 first."""
+
+    def __post_init__(self) -> None:
+        if self.distance not in get_args(Distance):
+            raise ValueError(f"distance must be one of {', '.join(get_args(Distance))}, is '{self.distance}'")
+
+
+class Feature(nn.Module):
+    """Score how far the projected student features are from the teacher's."""
+
+    needs: frozenset[str] = frozenset({"teacher", "features"})
+
+    def __init__(self, student_features: int, teacher_features: int, distance: Distance, normalize: bool) -> None:
+        super().__init__()
+        self.project = nn.Linear(student_features, teacher_features)
+        self.distance = distance
+        self.normalize = normalize
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the distance of each image [B]; `batch` is not read."""
+        assert student.features is not None
+        assert teacher.features is not None
+        target_BD = teacher.features.detach().float()
+        if self.normalize:
+            target_BD = F.layer_norm(target_BD, target_BD.shape[1:])
+        # float() before: the weights are float32. float() after: autocast multiplies in bfloat16.
+        projected_BD = self.project(student.features.float()).float()
+        if self.distance == "cosine":
+            return 1 - F.cosine_similarity(projected_BD, target_BD, dim=1)
+        return (projected_BD - target_BD).square().mean(dim=1)
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss with a projector between the widths of `dims`.
+
+    Raises:
+        ModelError: one of the models has no features.
+    """
+    for model, width in (("student", dims.student_features), ("teacher", dims.teacher_features)):
+        if width < 1:
+            raise ModelError(
+                "losses.feature",
+                f"the {model} has no features",
+                "Both models must give pooled features",
+                "Choose a live teacher whose model has them, or a loss on logits, such as kl",
+            )
+    return Feature(dims.student_features, dims.teacher_features, options.distance, options.normalize)

@@ -1,0 +1,43 @@
+"""Learn the teacher's first choice as if it were the label: DeiT's hard distillation.
+
+Touvron et al. 2020 (arXiv:2012.12877), equation 3, its teacher half:
+
+    L = - log softmax(student)_k,   k = argmax_c teacher_c
+
+The teacher sees the mixed image, so mixup is allowed. The label half of equation 3 is the loss `ce`.
+
+Not handled: DeiT's distillation token; both terms act on the one classifier.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.contracts import Loss
+from kd.types import Batch, Dims, Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """`kind: hard` has no keys: the paper neither softens nor smooths the teacher's choice."""
+
+
+class Hard(nn.Module):
+    """Score the student against the class that the teacher puts first."""
+
+    needs: frozenset[str] = frozenset({"teacher"})
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the cross-entropy of each image [B], in nats; `batch` is not read."""
+        choice_B = teacher.logits.argmax(dim=1)
+        return F.cross_entropy(student.logits.float(), choice_B, reduction="none")
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; `dims` is not needed."""
+    return Hard()

@@ -1,0 +1,264 @@
+"""Any timm model by name, local folder, safetensors file or hub id; a class count that does not fit is an error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from kd.errors import ModelError, did_you_mean
+from kd.models.classifier import Classifier
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which model, with which weights, for which classes."""
+
+    where: str
+    """Config path of the section, `student` or `teacher`, for messages."""
+    model: str
+    args: dict[str, Any]
+    classes: Sequence[str]
+    checkpoint: str = ""
+    """A .safetensors file or a folder."""
+    pretrained: bool = False
+    """Load the weights that come with the name, the folder or the hub id."""
+    exact_head: bool = False
+    """The pretrained head must have these very classes in this order; otherwise it is replaced."""
+
+
+def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
+    """Build a model and load its weights.
+
+    Args:
+        spec: what to load.
+        image_size: what the data delivers, pixels; taken as the model's input size where the model can choose it.
+        with_features: return pooled features beside the logits.
+
+    Raises:
+        ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
+    """
+    source = _source(spec)
+    weights = _weights(spec)
+    pretrained = spec.pretrained and weights is None
+    network = _create(spec, source, pretrained, image_size)
+    if spec.exact_head and pretrained:
+        _check_pretrained_head(spec, network)
+    if weights is not None:
+        _load_weights(spec, network, *weights)
+    config = _data_config(network)
+    return Classifier(
+        network,
+        num_classes=len(spec.classes),
+        input_size=config["input_size"][-1],
+        mean=config["mean"],
+        std=config["std"],
+        with_features=with_features,
+    )
+
+
+def _source(spec: Spec) -> str:
+    """Return the name as timm wants it: a registered name, `local-dir:FOLDER` or `hf-hub:ID`."""
+    import timm
+
+    name = spec.model
+    if name.startswith(("hf-hub:", "hf_hub:")):
+        return name
+    folder = Path(name.removeprefix("local-dir:"))
+    if name.startswith("local-dir:") or (folder.is_dir() and (folder / "config.json").is_file()):
+        if not (folder / "config.json").is_file():
+            remedy = "Point at a folder written by `kd-export` or timm.models.save_for_hf"
+            raise ModelError(f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy)
+        return f"local-dir:{folder}"
+    if not timm.is_model(name.partition(".")[0]):
+        near = did_you_mean(name, timm.list_models())
+        allowed = "A timm model name, a folder with config.json, or hf-hub:owner/name"
+        remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
+        raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
+    return name
+
+
+def _create(spec: Spec, source: str, pretrained: bool, image_size: int) -> nn.Module:
+    import timm
+
+    args = dict(spec.args)
+    if source.startswith("local-dir:") and not pretrained:
+        args.setdefault("pretrained", False)
+    errors = []
+    # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
+    for sized in ({"img_size": image_size}, {}) if "img_size" not in args and not _is_stored(source) else ({},):
+        try:
+            return timm.create_model(
+                source, **{"pretrained": pretrained, **args, **sized, "num_classes": len(spec.classes)}
+            )
+        except TypeError as error:
+            errors.append(error)
+        except (RuntimeError, ValueError, AssertionError, OSError) as error:
+            raise _creation_error(spec, error) from error
+    raise _creation_error(spec, errors[-1]) from errors[-1]
+
+
+def _is_stored(source: str) -> bool:
+    return source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
+
+
+def _creation_error(spec: Spec, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:300]
+    allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
+    return ModelError(
+        f"{spec.where}.model",
+        f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
+        allowed,
+        f"Correct {spec.where}.model or {spec.where}.args; pretrained weights of a bare name need the network",
+    )
+
+
+def _weights(spec: Spec) -> tuple[dict[str, Tensor], list[str] | None] | None:
+    """Read the checkpoint: tensors by name and the class names written beside them, where there are any."""
+    if not spec.checkpoint:
+        return None
+    path = Path(spec.checkpoint)
+    file = path / "model.safetensors" if path.is_dir() else path
+    where = f"{spec.where}.checkpoint"
+    if not file.is_file():
+        remedy = "Check the path, or fit a teacher with `kd-teach`" if spec.where == "teacher" else "Check the path"
+        raise ModelError(where, f"no file '{file}'", "A .safetensors file or a folder with model.safetensors", remedy)
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
+    return tensors, folder_classes(file.parent)
+
+
+def folder_classes(folder: Path) -> list[str] | None:
+    """Return the class names that an exported folder records, or None."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    content = json.loads(config.read_text())
+    names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
+    return list(names) if names else None
+
+
+def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
+    """Refuse weights of another class list; timm would put a random head in their place and go on."""
+    config = getattr(network, "pretrained_cfg", None) or {}
+    _check_count(f"{spec.where}.model", config.get("num_classes"), spec.classes)
+    folder = Path(spec.model.removeprefix("local-dir:"))
+    names = config.get("label_names") or (folder_classes(folder) if folder.is_dir() else None)
+    if names:
+        check_classes(f"{spec.where}.model", list(names), spec.classes)
+
+
+def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
+    """Require the model's class names to be the data's, in the same order.
+
+    Raises:
+        ModelError: naming the first difference.
+    """
+    _check_count(where, len(names), classes)
+    for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
+        if name != expected:
+            same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
+            raise ModelError(
+                where,
+                f"class {i} is '{name}', the data's is '{expected}'{same_set}",
+                "Classes and their order must be the data's",
+                "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            )
+
+
+def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
+    if count is not None and count != len(classes):
+        raise ModelError(
+            where,
+            f"has {count} classes, the data has {len(classes)}",
+            "Both must be equal: a new head would be random",
+            "Use a teacher fitted on this data, or `kd-teach` to fit one",
+        )
+
+
+def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
+    where = f"{spec.where}.checkpoint"
+    own = network.state_dict()
+    head = next((name for name in _head_names(network) if name in tensors), None)
+    if head is not None and spec.exact_head:
+        _check_count(where, tensors[head].shape[0], spec.classes)
+    if names is not None and spec.exact_head:
+        check_classes(where, names, spec.classes)
+    if not spec.exact_head:  # a student that starts from foreign weights keeps its own, fresh head
+        tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
+        tensors = {**{name: own[name] for name in _head_names(network) if name in own}, **tensors}
+    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    shapes = [f"{n} {tuple(t.shape)} != {tuple(own[n].shape)}" for n, t in tensors.items() if n in own]
+    shapes = [text for text in shapes if text.split(" ", 1)[1].split(" != ")[0] != text.split(" != ")[1]]
+    if missing or unexpected or shapes:
+        problems = {"missing": missing, "unexpected": unexpected, "other shape": shapes}
+        told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
+        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    network.load_state_dict(tensors)
+
+
+def _head_names(network: nn.Module) -> list[str]:
+    get = getattr(network, "get_classifier", None)
+    head = get() if get else None
+    modules = {id(module): name for name, module in network.named_modules()}
+    prefix = modules.get(id(head), "head") if head is not None else "head"
+    return [f"{prefix}.weight", f"{prefix}.bias"]
+
+
+def _data_config(network: nn.Module) -> dict[str, Any]:
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(network)
+    embed = getattr(network, "patch_embed", None)
+    size = getattr(embed, "img_size", None)
+    if size is not None:  # what the model was built for, not what its pretrained weights were
+        config["input_size"] = (3, *size)
+    return config
+
+
+def digest(network: nn.Module) -> str:
+    """Return a hash of the weights (names, shapes, dtypes, bits)."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def export_files(
+    network: nn.Module, classes: Sequence[str], crop: float
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
+
+    Args:
+        network: the timm model.
+        classes: written as `label_names`, in the order of the logits.
+        crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
+    """
+    from timm.models._hub import save_config_for_hf
+
+    config = _data_config(network)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        save_config_for_hf(
+            network,
+            str(path),
+            model_config={"num_classes": len(classes), "label_names": list(classes)},
+            data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
+        )
+        content = json.loads(path.read_text())
+    for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
+        content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
+    return content, tensors

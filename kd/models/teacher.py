@@ -1,0 +1,60 @@
+"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from kd.models.classifier import Classifier
+from kd.types import Batch, Outputs
+
+
+class LiveTeacher:
+    """Run the teacher's forward for each batch. See `kd.contracts.Teacher`.
+
+    Not an nn.Module, so that no `.train()`, no DDP and no state_dict of the run can reach it.
+    """
+
+    def __init__(
+        self, model: Classifier, device: torch.device, dtype: torch.dtype = torch.float32, micro_batch: int = 0
+    ) -> None:
+        """Freeze a copy of `model` on `device`.
+
+        Args:
+            model: the classifier; not changed.
+            device: where it runs.
+            dtype: of its weights and activations; normalization stays float32.
+            micro_batch: images per forward; 0: all at once.
+        """
+        frozen = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        frozen.network.to(dtype)
+        self.model, self.micro_batch = frozen, micro_batch
+
+    @torch.inference_mode()
+    def _forward(self, image: Tensor) -> list[Outputs]:
+        with torch.autocast(image.device.type, enabled=False):
+            return [self.model(part) for part in image.split(self.micro_batch or image.shape[0])]
+
+    def __call__(self, batch: Batch) -> Outputs:
+        """Return float32 logits [B, C] and features [B, D], ordinary tensors that autograd may save."""
+        parts = self._forward(batch.image)
+        logits = torch.cat([part.logits for part in parts]).float().clone()
+        if parts[0].features is None:
+            return Outputs(logits)
+        features = torch.cat([part.features for part in parts if part.features is not None])
+        return Outputs(logits, features.float().clone())
+
+
+class NoTeacher:
+    """Stands where a run learns from labels alone: logits of width 0 that no loss may ask for."""
+
+    def __call__(self, batch: Batch) -> Outputs:
+        """Return empty outputs."""
+        return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,1 @@
+"""Parameter groups, schedule, weight averaging."""

@@ -1,0 +1,80 @@
+"""Find a part by its file name, type-check its Options, build it. The folder is the registry.
+
+`kind: kl` in the section `losses` is `kd/losses/kl.py`; `kind: mylab.losses.foo` is a module outside the repository.
+A part has exactly two public names that matter here: `Options` (frozen dataclass = its YAML keys) and `build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+from kd.errors import PartNotFound, did_you_mean
+
+FOLDERS = ("losses", "sifters", "datasets", "backends")
+
+
+def names(folder: str) -> list[str]:
+    """List the parts of a folder: its public modules."""
+    package = importlib.import_module(f"kd.{folder}")
+    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_"))
+
+
+def find(folder: str, kind: str, where: str) -> ModuleType:
+    """Import the module of a part.
+
+    Args:
+        folder: one of `FOLDERS`.
+        kind: a file name without ending, or a dotted module path outside the repository.
+        where: config path for the error.
+
+    Raises:
+        PartNotFound: no such file, or the module lacks `Options` or `build`.
+    """
+    path = kind if "." in kind else f"kd.{folder}.{kind}"
+    known = names(folder)
+    if "." not in kind and kind not in known:
+        remedy = did_you_mean(kind, known) or "Run `kd-parts` to see what each does"
+        raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name and not (path == error.name or path.startswith(error.name + ".")):
+            raise  # the part exists; a package that it imports does not
+        raise PartNotFound(
+            where,
+            f"the module '{path}' cannot be imported",
+            f"Allowed: {', '.join(known)}, or the dotted path of an importable module",
+            "Check the spelling and PYTHONPATH",
+        ) from error
+    options = getattr(module, "Options", None)
+    if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
+        raise PartNotFound(
+            where,
+            f"the module '{path}' is not a part",
+            "A part has a frozen dataclass `Options` and a function `build`",
+            f"Add them, or choose one of: {', '.join(known)}",
+        )
+    return module
+
+
+def options_type(folder: str, kind: str, where: str) -> type[Any]:
+    """Return the Options dataclass of a part."""
+    return find(folder, kind, where).Options
+
+
+def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
+    """Build a part from checked options and the context that its contract names."""
+    return find(folder, kind, where).build(options, **context)
+
+
+def describe(folder: str) -> list[tuple[str, str]]:
+    """Return (name, first docstring line) of every part of a folder."""
+    rows = []
+    for name in names(folder):
+        doc = importlib.import_module(f"kd.{folder}.{name}").__doc__ or ""
+        rows.append((name, doc.strip().splitlines()[0] if doc.strip() else ""))
+    return rows

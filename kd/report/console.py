@@ -1,0 +1,119 @@
+"""Progress for a person: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kd.types import State
+
+
+class Console:
+    """Show how a run goes. See `kd.contracts.Watcher`."""
+
+    def __init__(self, title: str, quiet: bool = False, listeners: list[Callable[..., None]] | None = None) -> None:
+        """Show a run.
+
+        Args:
+            title: what is trained, at the head of each line.
+            quiet: say nothing (other ranks).
+            listeners: called with (kind, values, step) for each row, such as experiment trackers.
+        """
+        self.title, self.quiet, self.listeners = title, quiet, listeners or []
+        self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._train, self._val = "", ""
+        self._started = time.monotonic()
+        self._first_progress: float | None = None
+
+    def __enter__(self) -> Console:
+        if not self.quiet and self._console.is_terminal:
+            columns = [
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f} %"),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
+            self._task = self._bar.add_task(self.title, total=1.0, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self.quiet:
+            (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+
+    def step(self, state: State, progress: float) -> None:
+        """Move the bar."""
+        if self._first_progress is None:
+            self._first_progress = progress
+            self._started = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress, text=f"step {state.step} {self._train} {self._val}")
+        self._progress = progress
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Show a row of metrics and hand it to the listeners."""
+        if self.quiet:
+            return
+        for listener in self.listeners:
+            listener(kind, values, state.step)
+        if kind == "train":
+            self._train = _training_text(values)
+        else:
+            self._val = _validation_text(values)
+        if self._bar is None:
+            text = self._train if kind == "train" else self._val
+            print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
+
+    def _left(self) -> str:
+        """Return the time left as text, from the speed since this start."""
+        done = getattr(self, "_progress", 0.0) - (self._first_progress or 0.0)
+        if done <= 0:
+            return ""
+        left = (time.monotonic() - self._started) / done * (1 - self._progress)
+        return f"({100 * self._progress:.0f} %, {left:.0f} s left) "
+
+
+def _training_text(values: Mapping[str, float]) -> str:
+    skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
+    terms = " ".join(f"{name} {value:.3f}" for name, value in values.items() if name not in skip)
+    return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+
+
+def _validation_text(values: Mapping[str, float]) -> str:
+    text = f"val accuracy {percent(values['accuracy'])}"
+    if "teacher_accuracy" in values:
+        text += f" (teacher {percent(values['teacher_accuracy'])}, agreement {percent(values['agreement'])})"
+    return text
+
+
+def percent(share: float) -> str:
+    """Return 0.934 as `93.4 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as an aligned Markdown table, readable on a terminal and in report.md alike."""
+    columns = list(rows[0])
+    cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    aligned = [[cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))] for line in cells]
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])

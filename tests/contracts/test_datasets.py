@@ -1,0 +1,286 @@
+"""What every dataset promises (`kd.contracts.Source`), for each file in `kd/datasets`.
+
+A new dataset needs one line in `RECIPES`: how to make a little data of its kind. Without it these tests fail.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import io
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd import parts
+from kd.contracts import Source
+from kd.errors import DataError
+
+KINDS = parts.names("datasets")
+TRAIN, VAL = ("pear", "apple", "apple", "fig"), ("fig", "pear")  # validation lacks a class
+BROKEN = "fig"  # in the training split the image of this class is text
+
+
+def jpeg(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 7, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def images(split: str) -> list[tuple[str, bytes]]:
+    if split == "val":
+        return [(name, jpeg(10 + id)) for id, name in enumerate(VAL)]
+    return [(name, b"not an image" if name == BROKEN else jpeg(id)) for id, name in enumerate(TRAIN)]
+
+
+def make_imagefolder(root: Path) -> dict[str, Any]:
+    for split in ("train", "val"):
+        for id, (name, data) in enumerate(images(split)):
+            path = root / split / name / f"{id}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return {"root": str(root)}
+
+
+def make_webdataset(root: Path) -> dict[str, Any]:
+    for split in ("train", "val"):
+        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
+            for id, (name, data) in enumerate(images(split)):
+                for ending, content in (("jpg", data), ("cls", name.encode())):
+                    info = tarfile.TarInfo(f"{id}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return {"train": str(root / "train-{0..0}.tar"), "val": str(root / "val-*.tar")}
+
+
+def make_hf(root: Path) -> dict[str, Any]:
+    hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
+    names = sorted(set(TRAIN))
+    features = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=names)})
+    splits = {
+        split: hub.Dataset.from_dict(
+            {
+                "image": [{"bytes": data, "path": None} for _, data in images(key)],
+                "label": [names.index(name) for name, _ in images(key)],
+            },
+            features=features,
+        )
+        for split, key in (("train", "train"), ("validation", "val"))
+    }
+    hub.DatasetDict(splits).save_to_disk(str(root / "saved"))
+    return {"path": str(root / "saved")}
+
+
+def make_food_mini(root: Path) -> dict[str, Any]:
+    return {"root": str(root), "train_images": 2, "val_images": 2}
+
+
+RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "food_mini": make_food_mini,
+    "hf": make_hf,
+    "imagefolder": make_imagefolder,
+    "webdataset": make_webdataset,
+}
+PAINTED = {"food_mini"}  # it makes its own images: none of them is broken
+
+
+@dataclasses.dataclass
+class Built:
+    kind: str
+    module: ModuleType
+    train: Source
+    val: Source
+    again: Source
+    """The training split of the same data in another place."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request, tmp_path_factory) -> Built:
+    kind = request.param
+    if kind not in RECIPES:
+        pytest.fail(f"no recipe for the dataset '{kind}': add a line to RECIPES in {Path(__file__).name}")
+    module = importlib.import_module(f"kd.datasets.{kind}")
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    options = module.Options(**RECIPES[kind](here))
+    train = module.build(options, "train", None)
+    val = module.build(options, "val", train.classes)
+    again = module.build(module.Options(**RECIPES[kind](there)), "train", None)
+    listings = [listing(source) for source in (train, val, again)]
+    for source in (train, val, again):
+        source.prepare()
+        source.prepare()  # a run that starts again prepares again
+    assert [listing(source) for source in (train, val, again)] == listings, "listing must not need prepare()"
+    return Built(kind, module, train, val, again)
+
+
+def listing(source: Source) -> tuple:
+    return (source.fingerprint, [(source.name(id), source.label(id)) for id in range(len(source))])
+
+
+def readable(built: Built) -> list[int]:
+    source = built.train
+    return [id for id in range(len(source)) if built.kind in PAINTED or source.classes[source.label(id)] != BROKEN]
+
+
+def digest(source: Source, id: int) -> str:
+    image = source.decode(id)
+    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
+
+
+def send_digests(end: Connection, source: Source, ids: list[int]) -> None:
+    end.send(digests(source, ids))
+
+
+def digests(source: Source, ids: list[int]) -> list[str]:
+    return [digest(source, id) for id in ids]
+
+
+def test_it_is_a_source(built):
+    for source in (built.train, built.val):
+        assert isinstance(source, Source)
+        assert len(source) > 0
+        assert isinstance(source.fingerprint, str)
+        assert len(source.fingerprint) >= 32
+
+
+def test_classes(built):
+    assert len(built.train.classes) == len(set(built.train.classes)) >= 2
+    assert all(isinstance(name, str) for name in built.train.classes)
+    assert tuple(built.val.classes) == tuple(built.train.classes)
+
+
+def test_labels_are_python_integers_in_range(built):
+    for source in (built.train, built.val):
+        found = [source.label(id) for id in range(len(source))]
+        assert all(type(label) is int for label in found)
+        assert set(found) <= set(range(len(source.classes)))
+
+
+def test_labels_are_those_of_the_data(built):
+    if built.kind in PAINTED:
+        pytest.skip("it makes its own images")
+    for source, wanted in ((built.train, TRAIN), (built.val, VAL)):
+        assert sorted(source.classes[source.label(id)] for id in range(len(source))) == sorted(wanted)
+
+
+def test_names_are_unique(built):
+    for source in (built.train, built.val):
+        found = [source.name(id) for id in range(len(source))]
+        assert len(set(found)) == len(found)
+        assert not any(os.path.isabs(name) for name in found)
+
+
+def test_decode_gives_plain_rgb(built):
+    for id in readable(built):
+        image = built.train.decode(id)
+        assert image.mode == "RGB"
+        assert min(image.size) >= 1
+
+
+def test_decode_is_pure(built):
+    ids = readable(built)
+    first = digests(built.train, ids)
+    assert digests(built.train, ids[::-1]) == first[::-1]
+    assert digests(built.again, ids) == first
+
+
+def test_decode_gives_each_caller_its_own_image(built):
+    id = readable(built)[0]
+    before = digest(built.train, id)
+    built.train.decode(id).paste((1, 2, 3), (0, 0, 1, 1))
+    assert digest(built.train, id) == before
+
+
+def test_broken_image_is_a_data_error_with_its_name(built):
+    if built.kind in PAINTED:
+        pytest.skip("it makes its own images")
+    broken = set(range(len(built.train))) - set(readable(built))
+    assert broken
+    for id in broken:
+        with pytest.raises(DataError, match="it is not an image") as caught:
+            built.train.decode(id)
+        assert built.train.name(id) in str(caught.value)
+        assert caught.value.where.startswith("data.")
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # out of a worker
+
+
+def test_fingerprint_is_of_the_listing_and_not_of_the_place(built):
+    assert built.again.fingerprint == built.train.fingerprint
+    assert built.val.fingerprint != built.train.fingerprint
+
+
+def test_spawned_process_sees_the_same(built, tmp_path):
+    ids = readable(built)
+    (tmp_path / "source.pickle").write_bytes(pickle.dumps(built.train))
+    code = (
+        "import pickle, sys\n"
+        "source = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "for id in sys.argv[2:]:\n"
+        "    print(source.name(int(id)), source.label(int(id)), source.decode(int(id)).tobytes().hex())\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "source.pickle"), *map(str, ids)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=120
+    )
+    source = built.train
+    wanted = [f"{source.name(id)} {source.label(id)} {source.decode(id).tobytes().hex()}" for id in ids]
+    assert run.stdout.splitlines() == wanted
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
+def test_forked_processes_see_the_same_at_the_same_time(built):
+    ids = readable(built) * 20
+    context = multiprocessing.get_context("fork")  # it hands the source over as it is: nothing is pickled
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    workers = [context.Process(target=send_digests, args=(end, built.train, ids), daemon=True) for _, end in pipes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking beside threads: loaders do it too
+        for worker in workers:
+            worker.start()
+    wanted = digests(built.train, ids)
+    for (end, _), worker in zip(pipes, workers, strict=True):
+        assert end.poll(60)
+        assert end.recv() == wanted
+        worker.join()
+
+
+def test_threads_see_the_same_at_the_same_time(built):
+    ids = readable(built) * 20
+    with ThreadPoolExecutor(4) as threads:
+        shares = list(threads.map(lambda _: digests(built.train, ids), range(4)))
+    assert shares == [digests(built.train, ids)] * 4
+
+
+def _options_class(module: ModuleType) -> ast.ClassDef:
+    tree = ast.parse(inspect.getsource(module))
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_are_frozen_and_explained(kind):
+    module = importlib.import_module(f"kd.datasets.{kind}")
+    assert (module.__doc__ or "").strip()
+    assert module.Options.__dataclass_params__.frozen
+    body = _options_class(module).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+            assert isinstance(told, str), f"{kind}: no docstring under {ast.unparse(node.target)}"
+    fields = dataclasses.fields(module.Options)
+    assert all(field.kw_only for field in fields)

@@ -1,0 +1,259 @@
+"""What `kd.contracts.Loss` promises, asked of every file in `kd/losses`: a new one is tested with no test edited.
+
+Shape legend: B images of a batch, C classes, D feature width.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+import typing
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kd import parts
+from kd.types import Batch, Dims, Outputs
+
+B, C = 6, 5
+STUDENT_D, TEACHER_D = 8, 12
+
+every_loss = pytest.mark.parametrize("name", parts.names("losses"))
+
+
+def build(name: str, num_classes: int = C) -> nn.Module:
+    torch.manual_seed(0)  # losses with learned parameters draw them here
+    module = parts.find("losses", name, "losses")
+    return module.build(module.Options(), Dims(num_classes, STUDENT_D, TEACHER_D))
+
+
+def make_batch(name: str, num_classes: int = C) -> Batch:
+    """Return labels mixed in pairs, or plain ones for a loss that needs hard labels."""
+    generator = torch.Generator().manual_seed(1)
+    label, partner = torch.randint(num_classes, (2, B), generator=generator)
+    lam = torch.rand(B, generator=generator)
+    if "hard_labels" in build(name, num_classes).needs:
+        partner, lam = label, torch.ones(B)
+    image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
+    return Batch(ids=torch.arange(B), image=image, label=label, partner_label=partner, lam=lam, weight=torch.ones(B))
+
+
+def make_outputs(width: int, num_classes: int = C, scale: float = 3.0, seed: int = 2) -> Outputs:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(B, num_classes, generator=generator)
+    return Outputs(logits, scale * torch.randn(B, width, generator=generator))
+
+
+def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
+    """Return copies of the tensors in `dtype` that collect gradients."""
+    assert outputs.features is not None
+    logits, features = (t.to(dtype, copy=True).requires_grad_() for t in (outputs.logits, outputs.features))
+    return Outputs(logits, features)
+
+
+def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
+    """Return every gradient that a backward pass left in the student and in the loss itself."""
+    leaves = [student.logits, student.features, *loss.parameters()]
+    return [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+
+
+@every_loss
+def test_options_are_frozen_keyword_only_and_all_have_defaults(name):
+    options_type = parts.options_type("losses", name, "losses")
+    assert options_type.__dataclass_params__.frozen
+    for field in dataclasses.fields(options_type):
+        assert field.kw_only, field.name
+        assert field.default is not dataclasses.MISSING, field.name
+    assert not hasattr(options_type(), "__dict__"), "slots=True is missing"
+
+
+@every_loss
+def test_every_option_has_a_docstring(name):
+    source = inspect.getsource(parts.find("losses", name, "losses"))
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    (options,) = [node for node in classes if node.name == "Options"]
+    for field, below in zip(options.body, [*options.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign):
+            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            assert documented, f"no docstring under {ast.unparse(field.target)}"
+
+
+@every_loss
+def test_options_reject_what_no_option_can_mean(name):
+    options_type = parts.options_type("losses", name, "losses")
+    for key, kind in typing.get_type_hints(options_type).items():
+        nonsense = {float: [math.nan, math.inf, -math.inf], bool: []}.get(kind, ["no such choice"])
+        for value in nonsense:
+            with pytest.raises(ValueError, match=key):
+                options_type(**{key: value})
+
+
+@every_loss
+def test_docstring_opens_with_one_sentence_and_cites_a_source(name):
+    doc = parts.find("losses", name, "losses").__doc__
+    first = doc.splitlines()[0]
+    assert first.endswith(".")
+    assert len(first) > 30
+    assert re.search(r"arXiv:\d{4}\.\d{4,5}", doc)
+    assert "Not handled:" in doc
+
+
+@every_loss
+def test_needs_are_known_words(name):
+    assert build(name).needs <= {"teacher", "features", "hard_labels"}
+
+
+@every_loss
+def test_reads_nothing_that_it_does_not_declare(name):
+    loss, batch = build(name), make_batch(name)
+    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    expected_B = loss(student, teacher, batch)
+    if "teacher" not in loss.needs:
+        teacher = Outputs(torch.full((B, C), math.nan))
+    if "features" not in loss.needs:
+        student, teacher = replace(student, features=None), replace(teacher, features=None)
+    torch.testing.assert_close(loss(student, teacher, batch), expected_B, rtol=0, atol=0)
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gives_one_float32_value_an_image(name, dtype):
+    student, teacher = as_leaves(make_outputs(STUDENT_D), dtype), as_leaves(make_outputs(TEACHER_D, seed=3), dtype)
+    loss = build(name)
+    loss_B = loss(student, teacher, make_batch(name))
+    loss_B.mean().backward()
+    assert loss_B.shape == (B,)
+    assert loss_B.dtype == torch.float32
+    assert loss_B.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, student))
+
+
+@every_loss
+def test_computes_in_float32_from_low_precision_inputs(name):
+    # The same bf16 numbers, given as bf16 and as float32, must lead to the same loss: nothing is computed in bf16.
+    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    student, teacher = as_leaves(student, torch.bfloat16), as_leaves(teacher, torch.bfloat16)
+    wide = as_leaves(student), as_leaves(teacher)
+    loss, batch = build(name), make_batch(name)
+    torch.testing.assert_close(loss(student, teacher, batch), loss(*wide, batch), rtol=0, atol=0)
+
+
+@every_loss
+def test_stays_float32_under_autocast(name):
+    student, teacher, batch = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3), make_batch(name)
+    loss = build(name)
+    expected_B = loss(student, teacher, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_B = loss(student, teacher, batch)
+    assert loss_B.dtype == torch.float32
+    # A learned projector may multiply in bf16 (8 bits of mantissa); logits may not.
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if "features" in loss.needs else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(loss_B, expected_B, **tolerance)
+
+
+EXTREMES = {
+    "large": lambda num_classes, label: (
+        make_outputs(STUDENT_D, num_classes, scale=1e4),
+        make_outputs(TEACHER_D, num_classes, scale=1e4, seed=3),
+    ),
+    "certain and wrong teacher": lambda num_classes, label: (
+        make_outputs(STUDENT_D, num_classes),
+        replace(
+            make_outputs(TEACHER_D), logits=1e4 * nn.functional.one_hot((label + 1) % num_classes, num_classes).float()
+        ),
+    ),
+    "certain and right student": lambda num_classes, label: (
+        replace(make_outputs(STUDENT_D), logits=1e4 * nn.functional.one_hot(label, num_classes).float()),
+        make_outputs(TEACHER_D, num_classes, seed=3),
+    ),
+    "equal models": lambda num_classes, label: (
+        make_outputs(STUDENT_D, num_classes),
+        replace(make_outputs(TEACHER_D), logits=make_outputs(STUDENT_D, num_classes).logits),
+    ),
+    "untrained student": lambda num_classes, label: (
+        Outputs(torch.zeros(B, num_classes), torch.zeros(B, STUDENT_D)),
+        make_outputs(TEACHER_D, num_classes, seed=3),
+    ),
+    "constant logits": lambda num_classes, label: (
+        Outputs(torch.zeros(B, num_classes), torch.zeros(B, STUDENT_D)),
+        Outputs(torch.zeros(B, num_classes), torch.zeros(B, TEACHER_D)),
+    ),
+}
+
+
+@every_loss
+@pytest.mark.parametrize("num_classes", [2, 3, 1000])
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
+    if extreme == "untrained student" and dtype == torch.float16:
+        dtype = torch.bfloat16  # `dist` and `zscore` document gradients of 1e7 here, beyond float16's range
+    batch = make_batch(name, num_classes)
+    student, teacher = (as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, batch.label))
+    loss = build(name, num_classes)
+    loss_B = loss(student, teacher, batch)
+    loss_B.mean().backward()
+    assert loss_B.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, student))
+
+
+@every_loss
+def test_gradient_reaches_the_student_only(name):
+    student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
+    loss = build(name)
+    loss(student, teacher, make_batch(name)).mean().backward()
+    taught = student.features if "features" in loss.needs else student.logits
+    assert taught is not None
+    assert taught.grad is not None
+    assert (taught.grad != 0).any(dim=1).all(), "an image teaches nothing"
+    assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
+    assert teacher.logits.grad is None
+    assert teacher.features is not None
+    assert teacher.features.grad is None
+
+
+@every_loss
+@pytest.mark.parametrize("num_classes", [2, C, 1000])
+def test_is_never_negative(name, num_classes):
+    loss, batch = build(name, num_classes), make_batch(name, num_classes)
+    student, teacher = make_outputs(STUDENT_D, num_classes), make_outputs(TEACHER_D, num_classes, seed=3)
+    # Where the models agree a divergence is 0, and rounding may land on either side of it.
+    assert (loss(student, teacher, batch) >= -1e-5).all()
+    assert (loss(student, replace(teacher, logits=student.logits), batch) >= -1e-5).all()
+
+
+@every_loss
+def test_follows_a_permutation_of_the_batch(name):
+    loss, batch = build(name), make_batch(name)
+    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+
+    def shuffled(record):
+        tensors = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        return replace(record, **{key: t[order] for key, t in tensors.items() if isinstance(t, Tensor)})
+
+    expected_B = loss(student, teacher, batch)[order]
+    torch.testing.assert_close(loss(shuffled(student), shuffled(teacher), shuffled(batch)), expected_B)
+
+
+@every_loss
+def test_leaves_the_weight_to_the_criterion(name):
+    loss, batch = build(name), make_batch(name)
+    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    weighted = replace(batch, weight=torch.linspace(0, 4, B))
+    torch.testing.assert_close(loss(student, teacher, weighted), loss(student, teacher, batch), rtol=0, atol=0)
+
+
+@every_loss
+def test_the_two_labels_of_a_mixed_image_may_trade_places(name):
+    loss, batch = build(name), make_batch(name)
+    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)
+    if "hard_labels" in loss.needs:
+        traded = batch = replace(batch, partner_label=batch.label)  # nothing is mixed; lam is 1
+    torch.testing.assert_close(loss(student, teacher, traded), loss(student, teacher, batch))

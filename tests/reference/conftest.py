@@ -1,0 +1,86 @@
+"""Compare a loss with its paper's formula, written plainly in float64 by each test.
+
+Shape legend: B images of a batch, C classes, D feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kd.types import Batch, Outputs
+
+SHAPES = [(4, 2), (5, 3), (8, 101), (3, 1000)]
+STUDENT_D, TEACHER_D = 6, 10
+
+Formula = Callable[[Outputs, Outputs, Batch], Tensor]
+
+
+def draw(shape: tuple[int, int]) -> tuple[Outputs, Outputs, Batch]:
+    """Return float32 outputs of both models, and a batch with mixed labels."""
+    B, C = shape
+    generator = torch.Generator().manual_seed(100 * B + C)
+    normal = lambda *size: 3 * torch.randn(*size, generator=generator)  # noqa: E731
+    student = Outputs(normal(B, C), normal(B, STUDENT_D))
+    teacher = Outputs(normal(B, C), normal(B, TEACHER_D))
+    label, partner = torch.randint(C, (2, B), generator=generator)
+    return student, teacher, batch_of(label, partner, torch.rand(B, generator=generator))
+
+
+def batch_of(label: Tensor, partner: Tensor | None = None, lam: Tensor | None = None) -> Batch:
+    """Return a batch whose images do not matter."""
+    B = len(label)
+    return Batch(
+        ids=torch.arange(B),
+        image=torch.zeros(B, 3, 1, 1, dtype=torch.uint8),
+        label=label,
+        partner_label=label if partner is None else partner,
+        lam=torch.ones(B) if lam is None else lam,
+        weight=torch.ones(B),
+    )
+
+
+def leaves(outputs: Outputs, dtype: torch.dtype) -> Outputs:
+    assert outputs.features is not None
+    return Outputs(*(t.to(dtype, copy=True).requires_grad_() for t in (outputs.logits, outputs.features)))
+
+
+def gradient(value: Tensor, student: Outputs) -> Tensor:
+    """Return the gradient by logits and features side by side [B, C + D]."""
+    assert student.features is not None
+    found = torch.autograd.grad(value, [student.logits, student.features], materialize_grads=True)
+    return torch.cat([found[0], found[1]], dim=1).double()
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request) -> tuple[int, int]:
+    """[B, C], from two classes to a thousand."""
+    return request.param
+
+
+@pytest.fixture
+def agree(shape) -> Callable[[nn.Module, Formula], None]:
+    """Assert that a loss and a formula have the same value and the same gradient."""
+
+    def check(loss: nn.Module, formula: Formula) -> None:
+        student, teacher, batch = draw(shape)
+        narrow, wide = leaves(student, torch.float32), leaves(student, torch.float64)
+        found_B = loss(narrow, teacher, batch)
+        expected_B = formula(wide, leaves(teacher, torch.float64), batch)
+        # float32 has 24 bits, 6e-8; a sum over 1,000 classes and one cancellation leave 1e-5 of the largest value.
+        torch.testing.assert_close(found_B.double(), expected_B, rtol=1e-5, atol=1e-5)
+        expected = gradient(expected_B.mean(), wide)
+        # The constant is for two classes, where some losses have no gradient at all.
+        tolerance = 1e-5 * expected.abs().max().item() + 1e-7
+        torch.testing.assert_close(gradient(found_B.mean(), narrow), expected, rtol=0, atol=tolerance)
+
+    return check
+
+
+@pytest.fixture
+def outputs(shape) -> tuple[Outputs, Outputs, Batch]:
+    """Student, teacher and batch of one shape, for tests of a property."""
+    return draw(shape)

@@ -1,0 +1,286 @@
+"""Bytes to RGB: what images in the wild look like, and what is said of those that are none."""
+
+import hashlib
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from kd.datasets._decode import Names, decode, hold_out, name_labels
+from kd.errors import DataError
+
+RNG = np.random.default_rng(0)
+NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def read(data: bytes) -> Image.Image:
+    image = decode(data, "file 'a/b.jpg'", "data.root")
+    assert type(image) is Image.Image
+    assert image.mode == "RGB"
+    assert image.info == {}
+    return image
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, depth: int, color: int, rows: bytes, *extra: bytes) -> bytes:
+    """Write a PNG by the specification: Pillow does not write every kind that it reads."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(extra) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_rgb_survives_bit_for_bit(kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert np.array_equal(np.asarray(read(stored(NOISE, kind, **options))), np.asarray(NOISE))
+
+
+def test_the_content_decides_and_not_the_name():
+    assert read(stored(NOISE, "WEBP")).size == NOISE.size  # the subject says .jpg
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P"])
+def test_modes_without_alpha_look_as_pillow_shows_them(mode):
+    image = NOISE.convert(mode)
+    assert np.array_equal(np.asarray(read(stored(image))), np.asarray(image.convert("RGB")))
+
+
+def test_one_pixel_is_an_image():
+    assert read(stored(Image.new("RGB", (1, 1), RED))).getpixel((0, 0)) == RED
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_transparent_pixels_become_white_and_half_ones_half_so(kind):
+    image = Image.new("RGBA", (3, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 255, 0))
+    image.putpixel((2, 0), (0, 0, 0, 128))
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    left, middle, right = np.asarray(read(stored(image, kind, **options)))[0].tolist()
+    assert (left, middle) == ([255, 0, 0], [255, 255, 255])
+    assert right == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
+
+
+def test_grey_with_alpha():
+    image = Image.new("LA", (2, 1), (10, 255))
+    image.putpixel((1, 0), (10, 0))
+    assert np.asarray(read(stored(image))).tolist() == [[[10] * 3, [255] * 3]]
+
+
+@pytest.mark.parametrize("transparency", [0, bytes([0, 255])], ids=["index", "bytes"])
+def test_palette_with_transparency(transparency):
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([0, 0, 255, 255, 0, 0])
+    image.putpixel((1, 0), 1)
+    assert np.asarray(read(stored(image, transparency=transparency))).tolist() == [[list(WHITE), list(RED)]]
+
+
+def test_colour_key_of_an_rgb_png_is_transparent():
+    image = Image.new("RGB", (2, 1), (0, 0, 255))
+    image.putpixel((0, 0), RED)
+    assert np.asarray(read(stored(image, transparency=(0, 0, 255)))).tolist() == [[list(RED), list(WHITE)]]
+
+
+def test_sixteen_bit_grey_is_scaled_and_not_clipped():
+    values = np.array([[0, 257 * 100, 65535]], np.uint16)
+    grey = np.asarray(read(stored(Image.fromarray(values))))
+    assert grey.tolist() == [[[0] * 3, [100] * 3, [255] * 3]]
+    tiff = np.asarray(read(stored(Image.fromarray(values), "TIFF")))
+    assert np.array_equal(tiff, grey)
+
+
+def test_sixteen_bit_rgb_keeps_the_upper_bits():
+    row = b"\0" + struct.pack(">6H", 257 * 10, 257 * 20, 257 * 30, 65535, 0, 32768)
+    assert np.asarray(read(png(2, 1, 16, 2, row))).tolist() == [[[10, 20, 30], [255, 0, 128]]]
+
+
+def test_sixteen_bit_colour_key_does_not_break_the_image():
+    row = b"\0" + struct.pack(">3H", 257 * 10, 257 * 20, 257 * 30)
+    key = chunk(b"tRNS", struct.pack(">3H", 1, 2, 65535))
+    assert read(png(1, 1, 16, 2, row, key)).getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_float_pixels_are_refused_with_the_reason():
+    with pytest.raises(DataError, match=r"cannot be decoded .pixels of mode F have no known range"):
+        read(stored(Image.new("F", (2, 2), 0.5), "TIFF"))
+
+
+def test_cmyk_jpeg_opens_with_the_right_colours():
+    data = stored(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95)
+    assert b"Adobe" in data[:64]  # stored inverted, as Photoshop does: reading it plainly would give cyan
+    assert read(data).getpixel((8, 8)) == pytest.approx(RED, abs=4)  # JPEG loses a little
+
+
+def test_cmyk_tiff_is_not_inverted():
+    assert read(stored(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "TIFF")).getpixel((0, 0)) == RED
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_orientation_is_applied_once(kind, orientation):
+    pixels = np.asarray(NOISE)
+    # EXIF 2.3, tag 274: how the stored rows and columns are to be shown.
+    shown = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1),
+        7: np.rot90(pixels, 2).transpose(1, 0, 2),
+        8: np.rot90(pixels, 1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = read(stored(NOISE, kind, exif=exif))
+    assert np.array_equal(np.asarray(image), shown)
+    assert not image.getexif()
+
+
+def test_orientation_of_a_jpeg():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert read(stored(NOISE, "JPEG", exif=exif)).size == (NOISE.height, NOISE.width)
+
+
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01", b"Exif\0\0MM\0*\0\0\xff\0"]
+)
+def test_broken_exif_costs_neither_the_image_nor_a_warning(exif):
+    assert read(stored(NOISE, "JPEG", exif=exif)).size == NOISE.size
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (4, 4), color) for color in (RED, (0, 255, 0))]
+    for kind in ("GIF", "WEBP", "PNG"):
+        data = stored(
+            frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
+        )
+        assert read(data).getpixel((0, 0)) == RED
+
+
+def test_first_picture_of_a_phone_burst():
+    data = stored(Image.new("RGB", (16, 16), RED), "MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))])
+    assert read(data).getpixel((0, 0)) == pytest.approx(RED, abs=4)  # JPEG loses a little
+
+
+def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    read(stored(NOISE, "JPEG", icc_profile=profile))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
+def test_cut_short(kind, share):
+    data = stored(NOISE.resize((200, 150)), kind)
+    with pytest.raises(
+        DataError, match=r"^data\.root: file 'a/b\.jpg': (the image (is trunc|cannot be dec)|it is not)"
+    ):
+        read(data[: int(len(data) * share)])
+
+
+def test_truncated_jpeg_is_called_so_with_the_remedy():
+    data = stored(NOISE.resize((200, 150)), "JPEG")
+    with pytest.raises(DataError) as caught:
+        read(data[: len(data) // 2])
+    text = str(caught.value)
+    assert text.startswith("data.root: file 'a/b.jpg': the image is truncated (")
+    assert "Allowed: whole images in JPEG, PNG" in text
+    assert text.endswith("Replace or delete it, or set data.on_corrupt=skip.")
+
+
+@pytest.mark.parametrize(
+    ("length", "match"), [(3, "the image is truncated or damaged in its first bytes"), (30, "the image is truncated")]
+)
+def test_truncated_in_the_header(length, match):
+    with pytest.raises(DataError, match=match):
+        read(stored(NOISE, "JPEG")[:length])
+
+
+def test_text_named_jpg():
+    with pytest.raises(DataError, match=r"file 'a/b\.jpg': it is not an image .it begins with b'<!DOCTYPE html>"):
+        read(b"<!DOCTYPE html>\n<title>404</title>")
+
+
+def test_empty_file():
+    with pytest.raises(DataError, match=r"file 'a/b.jpg': it is empty \(0 bytes\)"):
+        read(b"")
+
+
+def test_postscript_is_not_handed_to_another_program():
+    with pytest.raises(DataError, match="it is not an image"):
+        read(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+
+
+@pytest.mark.parametrize("side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"])
+def test_decompression_bomb(side, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    data = stored(Image.new("L", (side, side)))
+    if side == 90:
+        read(data)
+    else:
+        with pytest.raises(DataError, match="the image cannot be decoded"):
+            read(data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
+def test_damage_anywhere_gives_an_image_or_a_data_error(kind, seed):
+    rng = np.random.default_rng(seed)
+    data = np.frombuffer(stored(NOISE, kind), np.uint8)
+    for _ in range(60):
+        damaged = data.copy()
+        damaged[rng.integers(0, len(data), 4)] = rng.integers(0, 256, 4)
+        try:
+            read(damaged.tobytes())
+        except DataError:
+            continue  # nothing else may come out
+
+
+def test_filters_of_the_caller_are_left_as_they_were():
+    before = list(warnings.filters)
+    read(stored(NOISE))
+    assert warnings.filters == before
+
+
+def test_names_come_back_in_order():
+    names = [b"a", b"", "é/x".encode(), b"z" * 300]
+    packed = Names(names)
+    assert [packed[id] for id in range(len(packed))] == names
+    assert len(Names([])) == 0
+
+
+def test_hold_out_is_stratified_and_independent_of_order():
+    keys = [f"c{label}/{n}.jpg".encode() for label, count in enumerate((100, 20, 2, 1)) for n in range(count)]
+    labels = np.array([int(key[1:2]) for key in keys])
+    held = hold_out(keys, labels, 0.1)
+    assert np.bincount(labels[held], minlength=4).tolist() == [10, 2, 1, 0]
+    back = hold_out(keys[::-1], labels[::-1], 0.1)
+    assert np.array_equal(back[::-1], held)
+    # Which images are held out must never change: a teacher tuned on one split would be judged on the other.
+    least = sorted(keys[100:120], key=lambda key: hashlib.blake2b(key, digest_size=8).digest())[:2]
+    assert {keys[id] for id in np.flatnonzero(held & (labels == 1))} == set(least) == {b"c1/16.jpg", b"c1/18.jpg"}
+
+
+def test_hold_out_keeps_one_image_on_either_side():
+    for fraction in (0.01, 0.99):
+        assert hold_out([b"a", b"b", b"c"], np.zeros(3, int), fraction).sum() in (1, 2)
+
+
+def test_labels_as_written():
+    assert name_labels(["1", "003"], []) == (["1", "3"], ["0", "1", "2", "3"])
+    assert name_labels(["pear", "7up"], []) == (["pear", "7up"], ["7up", "pear"])
+    assert name_labels(["1", "apple"], ["pear", "apple"]) == (["apple", "apple"], ["pear", "apple"])
+    assert name_labels(["9", "-1"], ["pear", "apple"]) == (["9", "-1"], ["pear", "apple"])

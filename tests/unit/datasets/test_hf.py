@@ -1,0 +1,215 @@
+"""Hugging Face datasets: saved tables, local folders, columns found or named, the hub out of reach."""
+
+import builtins
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd.datasets.hf import Options, build
+from kd.errors import DataError, MissingExtra
+
+hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(hub.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def png(color: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (color, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def table(labels: list, label=None, **more):
+    features = {"image": hub.Image(), "label": label or hub.ClassLabel(names=["pear", "apple"])}
+    columns = {"image": [{"bytes": png(id), "path": None} for id in range(len(labels))], "label": labels}
+    for name, (values, feature) in more.items():
+        columns[name], features[name] = values, feature
+    return hub.Dataset.from_dict(columns, features=hub.Features(features))
+
+
+def save(path, **splits) -> Options:
+    hub.DatasetDict(splits).save_to_disk(str(path))
+    return Options(path=str(path))
+
+
+def labels(source) -> list[int]:
+    return [source.label(id) for id in range(len(source))]
+
+
+def test_saved_splits(tmp_path):
+    chosen = save(tmp_path / "d", train=table([0, 1, 1]), validation=table([1]))
+    train = build(chosen, "train", None)
+    assert (train.classes, labels(train)) == (("pear", "apple"), [0, 1, 1])  # the dataset's order, not the alphabet's
+    assert train.name(2) == "train[2]"
+    assert train.decode(2).getpixel((0, 0)) == (2, 0, 0)
+    val = build(chosen, "val", train.classes)
+    assert (val.name(0), labels(val)) == ("validation[0]", [1])
+    assert train.fingerprint != val.fingerprint
+
+
+def test_val_fraction(tmp_path):
+    save(tmp_path / "d", train=table([0, 1] * 10))
+    chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2)
+    train = build(chosen, "train", None)
+    val = build(chosen, "val", train.classes)
+    assert np.bincount(labels(val)).tolist() == [2, 2]
+    names = {source.name(id) for source in (train, val) for id in range(len(source))}
+    assert names == {f"train[{row}]" for row in range(20)}
+    red = val.decode(0).getpixel((0, 0))[0]
+    assert (val.name(0), val.label(0)) == (f"train[{red}]", red % 2)
+
+
+def test_one_saved_table_is_the_training_split(tmp_path):
+    table([0, 1]).save_to_disk(str(tmp_path / "d"))
+    assert len(build(Options(path=str(tmp_path / "d")), "train", None)) == 2
+
+
+def test_a_selection_keeps_its_rows(tmp_path):
+    save(tmp_path / "d", train=table([0, 1, 0, 1]).select([3, 0]))
+    source = build(Options(path=str(tmp_path / "d")), "train", None)
+    assert [source.decode(id).getpixel((0, 0))[0] for id in (0, 1)] == [3, 0]
+    assert labels(source) == [1, 0]
+
+
+def test_local_folder_of_images(tmp_path):
+    for split in ("train", "validation"):
+        for color, name in enumerate(("apple", "pear")):
+            path = tmp_path / "d" / split / name / "1.png"
+            path.parent.mkdir(parents=True)
+            path.write_bytes(png(color))
+    train = build(Options(path=str(tmp_path / "d")), "train", None)
+    assert train.classes == ("apple", "pear")
+    assert [train.decode(id).getpixel((0, 0))[0] for id in (0, 1)] == [0, 1]
+    (tmp_path / "d/train/apple/1.png").unlink()
+    with pytest.raises(DataError, match=r"image 'train\[0\]' \(1\.png\): it cannot be read"):
+        train.decode(0)
+
+
+def test_parquet_with_text_labels(tmp_path):
+    (tmp_path / "d").mkdir()
+    table(["pear", "fig"], hub.Value("string")).to_parquet(str(tmp_path / "d/train.parquet"))
+    with pytest.raises(DataError, match=r"data\.label_key: no class-label column. Columns: image, label. Set data"):
+        build(Options(path=str(tmp_path / "d")), "train", None)
+    source = build(Options(path=str(tmp_path / "d"), label_key="label"), "train", None)
+    assert (source.classes, labels(source)) == (("fig", "pear"), [1, 0])
+
+
+def test_integer_labels(tmp_path):
+    chosen = save(tmp_path / "d", train=table([2, 0], hub.Value("int64")))
+    source = build(Options(path=chosen.path, label_key="label"), "train", None)
+    assert (source.classes, labels(source)) == (("0", "1", "2"), [2, 0])
+
+
+def test_val_with_its_classes_in_another_order(tmp_path):
+    other = hub.ClassLabel(names=["apple", "pear"])
+    chosen = save(tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other))
+    assert labels(build(chosen, "val", ("pear", "apple"))) == [1, 0]
+
+
+def test_absent_split(tmp_path):
+    chosen = save(tmp_path / "d", train=table([0, 1]), valid=table([1]))
+    with pytest.raises(
+        DataError, match=r"data\.val_split: '.*' has no split 'validation'. Allowed: train, valid. Did you mean 'valid'"
+    ):
+        build(chosen, "val", ("pear", "apple"))
+    chosen = save(tmp_path / "e", train=table([0, 1]))
+    with pytest.raises(DataError, match=r"Allowed: train. Choose one, or set data\.val_fraction=0\.1"):
+        build(chosen, "val", ("pear", "apple"))
+
+
+def test_columns(tmp_path):
+    coarse = ([0, 0], hub.ClassLabel(names=["fruit"]))
+    note = ([0.5, 1.5], hub.Value("float64"))
+    path = save(tmp_path / "d", train=table([0, 1], coarse=coarse, note=note)).path
+    with pytest.raises(DataError, match=r"data\.label_key: several class-label columns: label, coarse"):
+        build(Options(path=path), "train", None)
+    assert build(Options(path=path, label_key="label", image_key="image"), "train", None).classes == ("pear", "apple")
+    with pytest.raises(
+        DataError, match=r"data\.label_key: there is no column 'labl'. Allowed: label, coarse. Did you mean 'label'"
+    ):
+        build(Options(path=path, label_key="labl"), "train", None)
+    with pytest.raises(DataError, match=r"data\.label_key: the column 'note' does not hold class labels"):
+        build(Options(path=path, label_key="note"), "train", None)
+    with pytest.raises(DataError, match=r"data\.image_key: the column 'note' does not hold images. Allowed: image"):
+        build(Options(path=path, label_key="label", image_key="note"), "train", None)
+
+
+def test_bytes_column_as_images(tmp_path):
+    features = hub.Features({"data": hub.Value("binary"), "label": hub.ClassLabel(names=["a", "b"])})
+    path = save(tmp_path / "d", train=hub.Dataset.from_dict({"data": [png(7), png(8)], "label": [0, 1]}, features)).path
+    with pytest.raises(DataError, match=r"data\.image_key: no image column. Columns: data, label"):
+        build(Options(path=path), "train", None)
+    assert build(Options(path=path, image_key="data"), "train", None).decode(1).getpixel((0, 0)) == (8, 0, 0)
+
+
+def test_corrupt_and_absent_images(tmp_path):
+    broken = table([0, 1, 0]).map(
+        lambda row, id: {"image": [{"bytes": b"text", "path": None}, None, {"bytes": png(1)[:50], "path": None}][id]},
+        with_indices=True,
+        features=table([0]).features,
+    )
+    source = build(save(tmp_path / "d", train=broken), "train", None)
+    for id, message in enumerate(("it is not an image", "the row holds no image", "the image is truncated")):
+        with pytest.raises(DataError, match=rf"^data\.path: image 'train\[{id}\]': {message}"):
+            source.decode(id)
+
+
+@pytest.mark.parametrize("value", [-1, None])
+def test_unlabelled_row(tmp_path, value):
+    chosen = save(tmp_path / "d", train=table([0, 1, value]))
+    with pytest.raises(DataError, match=r"data\.label_key: row 2 has no label in the column 'label'"):
+        build(chosen, "train", None)
+
+
+def test_class_unknown_to_training(tmp_path):
+    chosen = save(tmp_path / "d", train=table([0, 1]), validation=table([1]))
+    with pytest.raises(DataError, match="the split 'val' has the class 'apple', which is not among"):
+        build(chosen, "val", ("pear", "fig"))
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(DataError, match=r"data\.path: the folder '.*nowhere' does not exist"):
+        build(Options(path=str(tmp_path / "nowhere")), "train", None)
+
+
+def test_hub_out_of_reach_is_one_line():
+    with pytest.raises(DataError, match=r"data\.path: 'nobody/nothing-here' cannot be loaded \(") as caught:
+        build(Options(path="nobody/nothing-here"), "train", None)
+    assert "\n" not in str(caught.value)
+    assert "the network" in str(caught.value)
+
+
+def test_missing_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **more):
+        if name == "datasets":
+            raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'kd\[hf\]'"):
+        build(Options(path="x"), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"path": ""}, "path is empty"),
+        ({"val_fraction": -0.1}, "val_fraction is -0.1"),
+        ({"val_split": "train"}, "are the same"),
+        ({"val_split": ""}, "must not be empty"),
+    ],
+)
+def test_options(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**{"path": "x", **wrong})

@@ -1,0 +1,329 @@
+"""Folders as people keep them, and what is said of those that cannot be used."""
+
+import os
+import pickle
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd.datasets.imagefolder import Options, build
+from kd.errors import DataError
+
+SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
+
+
+def paint(path: Path, color: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4), (color, 0, 0)).save(path, "PNG")
+    return path
+
+
+def fill(root: Path, *names: str) -> Path:
+    for color, name in enumerate(names):
+        paint(root / name, color)
+    return root
+
+
+def names(source) -> list[str]:
+    return [source.name(id) for id in range(len(source))]
+
+
+def labels(source) -> list[int]:
+    return [source.label(id) for id in range(len(source))]
+
+
+def options(root: Path, **more) -> Options:
+    return Options(root=str(root), **more)
+
+
+def test_train_and_val_folders(tmp_path):
+    fill(tmp_path, "train/pear/2.png", "train/pear/10.png", "train/apple/1.png", "val/pear/1.png")
+    train = build(options(tmp_path), "train", None)
+    assert train.classes == ("apple", "pear")
+    assert names(train) == ["train/apple/1.png", "train/pear/10.png", "train/pear/2.png"]
+    assert labels(train) == [0, 1, 1]
+    val = build(options(tmp_path), "val", train.classes)  # it lacks apples, and pears keep their label
+    assert val.classes == train.classes
+    assert labels(val) == [1]
+    assert val.decode(0).getpixel((0, 0)) == (3, 0, 0)
+
+
+def test_classes_nest_to_any_depth(tmp_path):
+    fill(tmp_path, "train/Fruit/Apple/Golden-Delicious/1.png", "train/Fruit/Pear/1.png", "train/Carrot/1.png")
+    assert build(options(tmp_path), "train", None).classes == ("Carrot", "Fruit/Apple/Golden-Delicious", "Fruit/Pear")
+
+
+def test_order_is_by_bytes(tmp_path):
+    fill(tmp_path, "train/b/1.png", "train/B/1.png", "train/ä/1.png", "train/a-b/1.png", "train/a/1.png")
+    source = build(options(tmp_path), "train", None)
+    assert source.classes == ("B", "a", "a-b", "b", "ä")
+    assert names(source) == sorted(names(source), key=str.encode)
+
+
+def test_endings_in_any_case_and_hidden_files(tmp_path):
+    good = ["1.JPG", "2.jpeg", "3.Png", "4.bmp", "5.webp", "6.gif", "7.tif", "8.TIFF"]
+    other = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]
+    fill(tmp_path, *(f"train/{name}/{file}" for name in "ab" for file in good))
+    for file in other:
+        path = tmp_path / "train" / "a" / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    source = build(options(tmp_path), "train", None)
+    assert [Path(name).name for name in names(source)] == good * 2
+
+
+def test_linked_class_folders_and_files(tmp_path):
+    fill(tmp_path / "store", "apples/1.png", "pear.png")
+    fill(tmp_path / "root", "train/pear/1.png")
+    (tmp_path / "root/train/apple").symlink_to(tmp_path / "store/apples")
+    (tmp_path / "root/train/pear/2.png").symlink_to(tmp_path / "store/pear.png")
+    source = build(options(tmp_path / "root"), "train", None)
+    assert names(source) == ["train/apple/1.png", "train/pear/1.png", "train/pear/2.png"]
+    assert source.decode(2).size == (4, 4)
+
+
+def test_link_in_a_circle(tmp_path):
+    fill(tmp_path, "train/apple/1.png")
+    (tmp_path / "train/apple/again").symlink_to(tmp_path / "train")
+    with pytest.raises(DataError, match=r"data\.root: the folder '.*apple/again' is a link to a folder above it"):
+        build(options(tmp_path), "train", None)
+
+
+def test_dangling_and_circular_file_links_fail_in_decode_only(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
+    (tmp_path / "train/apple/2.png").symlink_to(tmp_path / "gone.png")
+    (tmp_path / "train/apple/3.png").symlink_to(tmp_path / "train/apple/3.png")
+    source = build(options(tmp_path), "train", None)
+    for id in (1, 2):
+        with pytest.raises(DataError, match=rf"file 'train/apple/{id + 1}.png': it cannot be read"):
+            source.decode(id)
+
+
+def test_text_named_jpg_is_named_in_decode(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
+    (tmp_path / "train/apple/1.jpg").write_text("hello")
+    source = build(options(tmp_path), "train", None)
+    with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.jpg': it is not an image"):
+        source.decode(0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")
+def test_file_name_that_is_not_utf8(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
+    try:
+        os.rename(bytes(tmp_path / "train/apple/1.png"), bytes(tmp_path) + b"/train/apple/\xff.png")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    source = build(options(tmp_path), "train", None)
+    assert source.name(0) == "train/apple/\\xff.png"
+    source.decode(0)
+
+
+def test_fingerprint_follows_the_content_and_not_the_place(tmp_path):
+    fill(tmp_path / "here", "train/a/1.png", "train/b/1.png")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    first = build(options(tmp_path / "here"), "train", None).fingerprint
+    assert build(options(tmp_path / "there"), "train", None).fingerprint == first
+    Image.new("RGB", (64, 64), (1, 2, 3)).save(tmp_path / "there/train/a/1.png")
+    resized = build(options(tmp_path / "there"), "train", None).fingerprint
+    (tmp_path / "there/train/a/1.png").rename(tmp_path / "there/train/a/2.png")
+    renamed = build(options(tmp_path / "there"), "train", None).fingerprint
+    assert len({first, resized, renamed}) == 3
+
+
+def test_val_fraction_is_stratified_disjoint_and_portable(tmp_path):
+    fill(
+        tmp_path / "x", *(f"{name}/{n}.png" for name in ("apple", "pear") for n in range(20)), "fig/1.png", "fig/2.png"
+    )
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    train = build(options(tmp_path / "x", val_fraction=0.2), "train", None)
+    val = build(options(tmp_path / "x", val_fraction=0.2), "val", train.classes)
+    assert not set(names(train)) & set(names(val))
+    assert len(set(names(train) + names(val))) == 42
+    assert np.bincount(labels(val)).tolist() == [4, 1, 4]
+    other = build(options(tmp_path / "y", val_fraction=0.2), "val", train.classes)
+    assert names(other) == names(val)
+    assert other.fingerprint == val.fingerprint != train.fingerprint
+
+
+def test_val_fraction_of_a_folder_with_splits(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
+    with pytest.raises(DataError, match=r"data\.val_fraction: data\.root is already split: it has a folder 'train'"):
+        build(options(tmp_path, val_fraction=0.1), "train", None)
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    fill(tmp_path, "train/1.png", "train/2.png", "bus/1.png", "bus/2.png")
+    assert build(options(tmp_path, val_fraction=0.5), "train", None).classes == ("bus", "train")
+
+
+def test_val_fraction_with_one_image_a_class(tmp_path):
+    fill(tmp_path, "apple/1.png", "pear/1.png")
+    train = build(options(tmp_path, val_fraction=0.5), "train", None)
+    assert len(train) == 2
+    with pytest.raises(DataError, match="no class has two images"):
+        build(options(tmp_path, val_fraction=0.5), "val", train.classes)
+
+
+def food101(root: Path) -> Path:
+    fill(root, *(f"images/{name}/{n}.jpg" for name in ("apple_pie", "baklava") for n in (1, 2, 3)))
+    (root / "meta").mkdir()
+    (root / "meta/train.txt").write_text("baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n")
+    (root / "meta/test.txt").write_text("apple_pie/2\nbaklava/2\n")
+    return root
+
+
+def lists(root: Path) -> Options:
+    return options(root / "images", train_list="../meta/train.txt", val_list="../meta/test.txt")
+
+
+def test_food101_as_distributed(tmp_path):
+    chosen = lists(food101(tmp_path))
+    train = build(chosen, "train", None)
+    assert names(train) == ["apple_pie/1.jpg", "baklava/1.jpg", "baklava/3.jpg"]
+    assert train.classes == ("apple_pie", "baklava")
+    val = build(chosen, "val", train.classes)
+    assert names(val) == ["apple_pie/2.jpg", "baklava/2.jpg"]
+    assert val.decode(0).size == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("apple_pie/1\napple_pye/2\n", r"data\.train_list: line 2: 'apple_pye/2' is no image .* Did you mean"),
+        ("apple_pie/1\nbaklava/1\n\napple_pie/1.jpg\n", r"line 4: 'apple_pie/1\.jpg' is listed already in line 1"),
+        ("../../etc/passwd\n", r"line 1: '\.\./\.\./etc/passwd' is no image"),
+        ("baklava/9\nbaklava/9\n", r"line 1: 'baklava/9' is more than one image: baklava/9\.jpg, baklava/9\.png"),
+        ("\n", r"no images for the split 'train'"),
+    ],
+)
+def test_lists_that_do_not_fit(tmp_path, text, message):
+    fill(food101(tmp_path), "images/baklava/9.jpg", "images/baklava/9.png")
+    (tmp_path / "meta/train.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        build(lists(tmp_path), "train", None)
+
+
+def test_missing_list(tmp_path):
+    food101(tmp_path)
+    chosen = options(tmp_path / "images", train_list="meta/train.txt", val_list="meta/test.txt")
+    with pytest.raises(DataError, match=r"data\.train_list: the list '.*' cannot be read .* relative to data\.root"):
+        build(chosen, "train", None)
+
+
+def test_an_image_in_both_lists(tmp_path):
+    chosen = lists(food101(tmp_path))
+    (tmp_path / "meta/test.txt").write_text("baklava/1\n")
+    with pytest.raises(DataError, match=r"data\.val_list: 'baklava/1\.jpg' is also in data\.train_list, line 4"):
+        build(chosen, "val", ("apple_pie", "baklava"))
+
+
+def test_missing_root(tmp_path):
+    (tmp_path / "food101").mkdir()
+    with pytest.raises(DataError, match=r"data\.root: the folder '.*fod101' does not exist. Did you mean 'food101'\?"):
+        build(options(tmp_path / "fod101"), "train", None)
+
+
+def test_root_is_a_file(tmp_path):
+    (tmp_path / "food.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"is a file\. A folder of images. Unpack the archive"):
+        build(options(tmp_path / "food.tar"), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("existing", "split", "message"),
+    [
+        ("trian", "train", r"has no folder 'train'. It has: trian. Did you mean 'trian'\? Set data.train_split"),
+        ("validation", "val", r"has no folder 'val'. It has: validation. Did you mean 'validation'\?"),
+        ("test", "val", r"It has: test. Did you mean 'test'\? Set data.val_split, or data.val_fraction=0.1"),
+        ("apple", "train", r"It has: apple. Set data.train_split, or data.val_fraction=0.1"),
+    ],
+)
+def test_missing_split_folder(tmp_path, existing, split, message):
+    (tmp_path / existing).mkdir()
+    with pytest.raises(DataError, match=message):
+        build(options(tmp_path), split, None if split == "train" else ("a", "b"))
+
+
+def test_no_images(tmp_path):
+    (tmp_path / "train/apple").mkdir(parents=True)
+    with pytest.raises(
+        DataError,
+        match=r"data\.root: no images for the split 'train' in '.*train'. Files in class folders, ending in .jpg",
+    ):
+        build(options(tmp_path), "train", None)
+
+
+def test_one_class(tmp_path):
+    fill(tmp_path, "train/apple/1.png")
+    with pytest.raises(DataError, match=r"data\.root: the split 'train' has only one class, 'apple'"):
+        build(options(tmp_path), "train", None)
+
+
+def test_images_outside_class_folders(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png", "train/1.png", "train/2.png")
+    with pytest.raises(DataError, match=r"the image 'train/1\.png' lies outside any class folder, with 1 more"):
+        build(options(tmp_path), "train", None)
+
+
+def test_val_class_unknown_to_training(tmp_path):
+    fill(tmp_path, "val/aple/1.png", "val/pear/1.png")
+    with pytest.raises(
+        DataError,
+        match=r"the class 'aple', which is not among the 2 classes of training\. "
+        r"Allowed: apple, pear\. Did you mean 'apple'\?",
+    ):
+        build(options(tmp_path), "val", ("apple", "pear"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"root": ""}, "root is empty"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
+        ({"val_fraction": float("nan")}, "val_fraction is nan; it must be"),
+        ({"train_list": "a"}, "go together"),
+        ({"train_list": "a", "val_list": "b", "val_fraction": 0.1}, "exclude each other"),
+        ({"val_split": "train"}, "two different folders"),
+    ],
+)
+def test_options(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**{"root": "x", **wrong})
+
+
+def test_a_listing_is_compact(tmp_path):
+    fill(tmp_path, *(f"train/{name}/{n:03d}.png" for name in "ab" for n in range(50)))
+    assert len(pickle.dumps(build(options(tmp_path), "train", None))) < 100 * 40  # bytes an image: path, end, label
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    path = SHARED / "grocery-fruit.tar"
+    if not path.is_file():
+        pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
+    root = tmp_path_factory.mktemp("photographs")
+    seen: dict[str, int] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            folder = member.name.rpartition("/")[0]
+            if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
+                seen[folder] += 1
+                archive.extract(member, root, filter="data")
+    return root / "grocery-fruit"
+
+
+def test_real_photographs(photographs):
+    train = build(options(photographs), "train", None)
+    assert (len(train.classes), len(train)) == (28, 56)
+    val = build(options(photographs), "val", train.classes)
+    assert len(set(labels(val))) == 22
+    assert all(val.name(id).split("/")[1] == val.classes[val.label(id)] for id in range(len(val)))
+    image = val.decode(0)
+    assert max(image.size) >= 348
+    with Image.open(photographs / val.name(0)) as reference:
+        assert np.array_equal(np.asarray(image), np.asarray(reference.convert("RGB")))

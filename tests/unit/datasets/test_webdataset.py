@@ -1,0 +1,268 @@
+"""Shards as WebDataset writes them, read by position; shards cut short, mislabelled, remote."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kd.datasets.webdataset import Options, _expand_braces, build
+from kd.errors import DataError
+
+
+def png(color: int, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (color, 0, 0)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def shard(path: Path, members: dict[str, bytes | str], **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, data in members.items():
+            data = data.encode() if isinstance(data, str) else data
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def samples(labels: list, ending: str = "cls") -> dict[str, bytes | str]:
+    return {
+        f"{id:04d}.{kind}": data
+        for id, label in enumerate(labels)
+        for kind, data in (("png", png(id)), (ending, label if isinstance(label, str) else str(label)))
+    }
+
+
+def options(tmp_path: Path, **more) -> Options:
+    return Options(**{"train": str(tmp_path / "train.tar"), "val": str(tmp_path / "val.tar"), **more})
+
+
+def labels(source) -> list[int]:
+    return [source.label(id) for id in range(len(source))]
+
+
+def test_integers_over_several_shards(tmp_path):
+    for number in range(11):
+        shard(tmp_path / f"train-{number:06d}.tar", {f"{number}.png": png(number), f"{number}.cls": str(number % 3)})
+    source = build(options(tmp_path, train=str(tmp_path / "train-{000000..000010}.tar")), "train", None)
+    assert source.classes == ("0", "1", "2")
+    assert labels(source) == [number % 3 for number in range(11)]
+    assert source.name(10) == "train-000010.tar/10"
+    assert [source.decode(id).getpixel((0, 0))[0] for id in range(11)] == list(range(11))
+    wild = build(options(tmp_path, train=str(tmp_path / "train-*.tar")), "train", None)
+    assert wild.fingerprint == source.fingerprint
+
+
+def test_names_in_text_and_val_by_the_training_classes(tmp_path):
+    shard(tmp_path / "train.tar", samples(["pear\n", "apple", "fig"]))
+    shard(tmp_path / "val.tar", samples(["pear"]))
+    train = build(options(tmp_path), "train", None)
+    assert (train.classes, labels(train)) == (("apple", "fig", "pear"), [2, 0, 1])
+    val = build(options(tmp_path), "val", train.classes)
+    assert (val.classes, labels(val)) == (train.classes, [2])
+
+
+@pytest.mark.parametrize("value", [1, "1", "pear"])
+def test_json_field(tmp_path, value):
+    (tmp_path / "names.txt").write_text("apple\npear\n")
+    shard(tmp_path / "train.tar", samples([json.dumps({"label": value, "id": 7})], "json"))
+    chosen = options(tmp_path, label_key="json", label_field="label", class_names=str(tmp_path / "names.txt"))
+    source = build(chosen, "train", None)
+    assert (source.classes, labels(source)) == (("apple", "pear"), [1])
+
+
+@pytest.mark.parametrize("text", ["pear\r\napple\r\n", '["pear", "apple"]', "\ufeffpear\napple"])
+def test_class_names(tmp_path, text):
+    (tmp_path / "names").write_text(text, encoding="utf-8")
+    shard(tmp_path / "train.tar", samples([1, "pear"]))
+    source = build(options(tmp_path, class_names=str(tmp_path / "names")), "train", None)
+    assert (source.classes, labels(source)) == (("pear", "apple"), [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb\na\n", "'a' twice"),
+        ("", "is empty"),
+        ('{"0": "a"}', "is no list of names"),
+        ("[1, 2]", "is no list of names"),
+        ("[1", "cannot be read"),
+    ],
+)
+def test_class_names_that_cannot_be_used(tmp_path, text, message):
+    (tmp_path / "names").write_text(text)
+    shard(tmp_path / "train.tar", samples([0, 1]))
+    with pytest.raises(DataError, match=rf"data\.class_names: .*{message}"):
+        build(options(tmp_path, class_names=str(tmp_path / "names")), "train", None)
+
+
+def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
+    members = {
+        "./a/x.seg.png": png(9),
+        "./a/x.JPG": png(1, "JPEG"),
+        "./a/x.png": png(2),
+        "./a/x.cls": "0",
+        "./b/x.png": png(3),
+        "./b/x.cls": "1",
+        "README": "no ending",
+        "manifest.yaml": "no sample",
+        ".hidden.png": png(0),
+    }
+    shard(tmp_path / "train.tar", members)
+    source = build(options(tmp_path, image_keys="png;jpg"), "train", None)
+    assert [source.decode(id).getpixel((0, 0))[0] for id in range(len(source))] == [2, 3]
+    source = build(options(tmp_path), "train", None)
+    assert source.decode(0).getpixel((0, 0))[0] == pytest.approx(1, abs=2)  # JPEG loses a little
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_dialects_with_long_names(tmp_path, kind):
+    long = "d" * 90 + "/" + "x" * 90
+    members = {f"{long}.png": png(5), f"{long}.cls": "0", "y.png": png(6), "y.cls": "1"}
+    shard(tmp_path / "train.tar", members, format=kind)
+    source = build(options(tmp_path), "train", None)
+    assert source.name(0) == f"train.tar/{long}"
+    assert source.decode(1).getpixel((0, 0))[0] == 6
+
+
+def test_every_cut_is_noticed(tmp_path):
+    path = shard(tmp_path / "train.tar", samples([0, 1, 0]))
+    whole = path.read_bytes()
+    end = whole.rstrip(b"\0")
+    content = -(-len(end) // 512) * 512
+    for length in [*range(100, content, 100), *range(512, content + 1, 512)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"^data\.train: the shard '.*train\.tar' (is cut short|cannot be read)"):
+            build(options(tmp_path), "train", None)
+
+
+def test_damaged_header_in_the_middle(tmp_path):
+    path = shard(tmp_path / "train.tar", samples([0, 1, 0]))
+    data = bytearray(path.read_bytes())
+    data[2048 : 2048 + 100] = b"\xff" * 100
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"is cut short or damaged at byte 2048. Whole .tar files"):
+        build(options(tmp_path), "train", None)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello" * 200])
+def test_no_tar_at_all(tmp_path, data):
+    (tmp_path / "train.tar").write_bytes(data)
+    with pytest.raises(DataError, match=r"the shard '.*train.tar' cannot be read"):
+        build(options(tmp_path), "train", None)
+
+
+def test_compressed_shard(tmp_path):
+    with tarfile.open(tmp_path / "train.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(DataError, match=r"uncompressed .tar files. Unpack it first"):
+        build(options(tmp_path, train=str(tmp_path / "train.tar.gz")), "train", None)
+
+
+def test_shard_that_shrinks_after_the_index(tmp_path):
+    path = shard(tmp_path / "train.tar", samples([0, 1]))
+    source = build(options(tmp_path), "train", None)
+    path.write_bytes(path.read_bytes()[:530])
+    with pytest.raises(DataError, match=r"image 'train\.tar/0000': its shard has become shorter"):
+        source.decode(0)
+    path.unlink()
+    with pytest.raises(DataError, match=r"image 'train\.tar/0001': its shard cannot be read"):
+        source.decode(1)
+
+
+def test_corrupt_member(tmp_path):
+    shard(tmp_path / "train.tar", {**samples([0, 1]), "x.png": b"text", "x.cls": "1", "y.png": b"", "y.cls": "0"})
+    source = build(options(tmp_path), "train", None)
+    with pytest.raises(DataError, match=r"^data\.train: image 'train\.tar/x': it is not an image"):
+        source.decode(2)
+    with pytest.raises(DataError, match=r"image 'train\.tar/y': it is empty"):
+        source.decode(3)
+
+
+@pytest.mark.parametrize("url", ["https://host/a.tar", "s3://bucket/{0..9}.tar", "pipe:aws s3 cp s3://x -", "gs://b/a"])
+def test_remote_shards(tmp_path, url):
+    with pytest.raises(DataError, match=r"is remote. Local .tar files. Download the shards or mount the bucket first"):
+        build(options(tmp_path, train=url), "train", None)
+
+
+def test_missing_shards(tmp_path):
+    shard(tmp_path / "train-000.tar", samples([0, 1]))
+    with pytest.raises(
+        DataError, match=r"data\.train: no shard '.*train-001\.tar' and 1 more.*Did you mean 'train-000.tar'"
+    ):
+        build(options(tmp_path, train=str(tmp_path / "train-{000..002}.tar")), "train", None)
+    with pytest.raises(DataError, match=r"no shard '.*nothing-\*\.tar'"):
+        build(options(tmp_path, train=str(tmp_path / "nothing-*.tar")), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"a.png": b"x"}, r"the sample 'a' of the shard '.*' has no label. It has: png.*Set data\.label_key"),
+        ({"a.cls": "1", "a.ppm": b"x"}, r"the sample 'a' .* has no image. It has: cls, ppm.*Set data\.image_keys"),
+        ({"a.txt": "1"}, "no images in 1 shards. Members ending in jpg"),
+        ({"a.png": b"x", "a.cls": ""}, "the label of '.*a' is ''"),
+        ({"a.png": b"x", "a.cls": b"\xff"}, r"the label of '.*a' is b'\\xff'"),
+        ({"a.png": b"x", "a.cls": "-1", "b.png": b"x", "b.cls": "1"}, "has the class '-1', which is not among the 2"),
+        ({"a.png": b"x", "a.cls": "0"}, "only one class, '0'"),
+    ],
+)
+def test_samples_that_cannot_be_used(tmp_path, members, message):
+    shard(tmp_path / "train.tar", members)
+    with pytest.raises(DataError, match=message):
+        build(options(tmp_path), "train", None)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"id": 1}', "1"])
+def test_json_without_the_field(tmp_path, text):
+    shard(tmp_path / "train.tar", samples([text], "json"))
+    with pytest.raises(DataError, match=r"Allowed: JSON with the key 'label'"):
+        build(options(tmp_path, label_key="json", label_field="label"), "train", None)
+
+
+def test_member_twice_and_links(tmp_path):
+    path = tmp_path / "train.tar"
+    with tarfile.open(path, "w") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("a.png"))
+    with pytest.raises(DataError, match=r"has 'a.png' twice"):
+        build(options(tmp_path), "train", None)
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("a.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "b.png"
+        tar.addfile(link)
+    with pytest.raises(DataError, match=r"'a.png' in the shard '.*' is a link"):
+        build(options(tmp_path), "train", None)
+
+
+def test_label_unknown_to_training(tmp_path):
+    shard(tmp_path / "val.tar", samples([0, 2]))
+    with pytest.raises(
+        DataError, match=r"the split 'val' has the class '2', which is not among the 2 classes of training"
+    ):
+        build(options(tmp_path), "val", ("0", "1"))
+
+
+def test_braces():
+    assert _expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
+    assert _expand_braces("a-{8..11}") == ["a-8", "a-9", "a-10", "a-11"]
+    assert _expand_braces("{b,a}/{1..2}{}") == ["b/1{}", "b/2{}", "a/1{}", "a/2{}"]
+    assert _expand_braces("{2..0}") == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"train": ""}, "train is empty"),
+        ({"image_keys": ";"}, "must name member endings"),
+        ({"label_key": "png"}, "is one of image_keys"),
+        ({"label_key": "json"}, "label_field is empty"),
+    ],
+)
+def test_options(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, **wrong)

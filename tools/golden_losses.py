@@ -1,0 +1,185 @@
+"""Run the papers' official code on one fixed batch and write what it says into a golden file.
+
+    python tools/golden_losses.py CHECKOUTS tests/reference/golden/losses.json
+
+CHECKOUTS holds git clones named `owner/name`; each file is read at the commit given here and run in memory, in
+float64. Only numbers are kept: none of that code is part of this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+B, C = 6, 5
+
+MDISTILLER = ("megvii-research/mdistiller", "a08d46f10d6102bd6e3f258ca5ac880b020ea259")
+STANDARDIZATION = ("sunshangquan/logit-standardization-KD", "f6e5aa5172bad618e801163c3385322eea673754")
+DIST_KD = ("hunto/DIST_KD", "2418f18b1fedd7c2646a7b1b9a27d5c674c2170b")
+TTM = ("zkxufo/TTM", "fe457b33a71ba27536ec04fe3d32c5b04963522f")
+CLS_KD = ("yzd-v/cls_KD", "1e5d48f36957ee460d39d7ebc592c6cc7f8f3d66")
+DEIT = ("facebookresearch/deit", "7e160fe43f0252d17191b71cbb5826254114ea5b")
+
+
+class Source(NamedTuple):
+    """One of our losses, and the call of official code that must give the same number."""
+
+    loss: str
+    options: dict[str, float]
+    origin: tuple[str, str]
+    path: str
+    call: str
+    """Evaluated inside the file at `path`, with `student`, `teacher` (logits) and `label` defined."""
+
+
+SOURCES = [
+    Source(
+        "kl",
+        {"temperature": 4.0},
+        MDISTILLER,
+        "mdistiller/distillers/KD.py",
+        "kd_loss(student, teacher, temperature=4.0)",
+    ),
+    Source(
+        "zscore",
+        {"temperature": 2.0},
+        STANDARDIZATION,
+        "mdistiller/distillers/KD.py",
+        "kd_loss(student, teacher, temperature=2.0, logit_stand=True)",
+    ),
+    Source(
+        "dkd",
+        {"alpha": 1.0, "beta": 8.0, "temperature": 4.0},
+        MDISTILLER,
+        "mdistiller/distillers/DKD.py",
+        "dkd_loss(student, teacher, label, alpha=1.0, beta=8.0, temperature=4.0)",
+    ),
+    Source(
+        "dkd",
+        {"alpha": 1.0, "beta": 0.5, "temperature": 1.0},
+        MDISTILLER,
+        "mdistiller/distillers/DKD.py",
+        "dkd_loss(student, teacher, label, alpha=1.0, beta=0.5, temperature=1.0)",
+    ),
+    Source(
+        "nkd",
+        {"gamma": 1.5, "temperature": 1.0},
+        CLS_KD,
+        "mmcls/models/dis_losses/nkd.py",
+        "NKDLoss('nkd', True, temp=1.0, gamma=1.5)(student, teacher, label)",
+    ),
+    Source(
+        "nkd",
+        {"gamma": 3.5, "temperature": 3.0},
+        CLS_KD,
+        "mmcls/models/dis_losses/nkd.py",
+        "NKDLoss('nkd', True, temp=3.0, gamma=3.5)(student, teacher, label)",
+    ),
+    Source(
+        "dist",
+        {"beta": 1.0, "gamma": 1.0, "temperature": 1.0},
+        DIST_KD,
+        "segmentation/losses/dist_kd.py",
+        "DIST(beta=1.0, gamma=1.0)(student, teacher)",
+    ),
+    Source(
+        "dist",
+        {"beta": 1.0, "gamma": 2.0, "temperature": 2.0},
+        TTM,  # the DIST authors' own code has no temperature
+        "distiller_zoo/dist.py",
+        "DIST(beta=1.0, gamma=2.0, tau=2.0)(student, teacher)",
+    ),
+    Source(
+        "wttm",
+        {"gamma": 0.2},
+        TTM,
+        "distiller_zoo/wttm.py",
+        "WTTM(l=0.2)(student, teacher)",
+    ),
+    Source(
+        "hard",
+        {},
+        DEIT,
+        "losses.py",
+        # alpha = 1 leaves the distillation half; the "teacher model" maps its input to logits, so identity will do.
+        "DistillationLoss(torch.nn.CrossEntropyLoss(), torch.nn.Identity(), 'hard', alpha=1.0, tau=1.0)"
+        "(teacher, (student, student), label)",
+    ),
+]
+
+WITHOUT_OFFICIAL_CODE = {
+    "ce": "cross-entropy has no official code; see test_ce.py for its formula",
+    "feature": "our own combination of two papers; see test_feature.py for its formula",
+}
+
+
+def load(checkouts: Path, source: Source) -> types.ModuleType:
+    """Run one file of a clone as a module, with empty shells for the framework classes that it imports."""
+    repository, commit = source.origin
+    command = ["git", "-C", str(checkouts / repository), "show", f"{commit}:{source.path}"]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registry = types.SimpleNamespace(register_module=lambda: lambda cls: cls)
+    shells = {
+        "official": {"__path__": []},
+        "official._base": {"Distiller": nn.Module},
+        "mmcls": {},
+        "mmcls.registry": {"MODELS": registry},
+    }
+    for name, members in shells.items():
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__dict__.update(members)
+    module = types.ModuleType("official.loss")
+    module.__package__ = "official"
+    exec(compile(code, source.path, "exec"), module.__dict__)
+    return module
+
+
+def main(checkouts: str, target: str) -> None:
+    """Write the golden file."""
+    generator = torch.Generator().manual_seed(20)
+    student_BC = (3 * torch.randn(B, C, generator=generator)).double()  # exact in float32, computed with in float64
+    teacher_BC = (3 * torch.randn(B, C, generator=generator)).double()
+    label_B = torch.randint(C, (B,), generator=generator)
+
+    outputs = []
+    for source in SOURCES:
+        leaf_BC = student_BC.clone().requires_grad_()
+        arguments = {"student": leaf_BC, "teacher": teacher_BC, "label": label_B}
+        value = eval(source.call, load(Path(checkouts), source).__dict__, arguments)
+        (gradient_BC,) = torch.autograd.grad(value, leaf_BC)
+        repository, commit = source.origin
+        outputs.append(
+            {
+                "loss": source.loss,
+                "options": source.options,
+                "repository": repository,
+                "commit": commit,
+                "path": source.path,
+                "call": source.call,
+                "value": value.item(),
+                "gradient_BC": gradient_BC.tolist(),
+            }
+        )
+
+    record = {
+        "about": "Loss and gradient by official code, in float64. Made by tools/golden_losses.py.",
+        "torch": torch.__version__,
+        "without_official_code": WITHOUT_OFFICIAL_CODE,
+        "inputs": {"student_BC": student_BC.tolist(), "teacher_BC": teacher_BC.tolist(), "label_B": label_B.tolist()},
+        "outputs": outputs,
+    }
+    text = json.dumps(record, indent=1)
+    one_row_a_line = re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    Path(target).write_text(one_row_a_line + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
