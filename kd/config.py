@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import math
 import textwrap
 import types
@@ -126,7 +127,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
         path = f"{where}.{key}" if where else str(key)
         if key in types_of:
             values[key] = _value(cls, key, types_of[key], value, path, errors)
-        elif key in part_types:
+        elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
         elif part_type is not None or "kind" not in types_of:
             known = [*types_of, *part_types]
@@ -175,7 +176,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         filled = tuple(_fill(item, entry, f"{where}[{i}]", errors) for i, entry in enumerate(value))
         return _INVALID if len(errors) > before else filled
     try:
-        node = OmegaConf.merge(OmegaConf.structured(cls), {key: value})[key]
+        node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: value}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException:
         errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
@@ -283,10 +284,9 @@ def field_docs(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for node, following in zip(body, body[1:], strict=False):
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
-            docs[node.target.id] = " ".join(str(following.value.value).split())
+    for node, following in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
     return docs
 
 

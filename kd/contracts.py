@@ -69,6 +69,9 @@ class Dataset(Protocol):
 class Loader(Protocol):
     """Turns a plan into this rank's micro-batches, in the plan's order."""
 
+    unreadable: set[int]
+    """Ids of images that could not be decoded, as far as they were asked for."""
+
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of all steps from optimizer step `start` of the plan on."""
         ...

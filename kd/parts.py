@@ -66,6 +66,11 @@ def options_type(folder: str, kind: str, where: str) -> type[Any]:
     return find(folder, kind, where).Options
 
 
+def default_options(folder: str, kind: str, **changes: Any) -> Any:
+    """Return the Options of one of our own parts, for runs that are derived from another."""
+    return options_type(folder, kind, folder)(**changes)
+
+
 def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
     """Build a part from checked options and the context that its contract names."""
     return find(folder, kind, where).build(options, **context)

@@ -55,7 +55,7 @@ class RunSection:
     baseline: bool = False
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()
-    """Experiment trackers beside metrics.jsonl: any that accelerate knows (tensorboard, wandb, mlflow, trackio, ...)."""
+    """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class TeacherSection:
     """The frozen model that is distilled."""
 
     model: str = ""
-    """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`. Empty: no teacher."""
+    """A timm model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`. Empty: none."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
     checkpoint: str = ""

@@ -20,11 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         from kd import config, jobs
-        from kd.check import check
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(check(settings, given.config))
+            print(jobs.check(settings, given.config))
             return
         text = jobs.train(settings).report
         if text:

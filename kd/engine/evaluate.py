@@ -106,4 +106,3 @@ def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[st
     kl_B = (teacher_log_BC.exp() * (teacher_log_BC - student_log_BC)).sum(-1)
     same_B = student_BC.argmax(-1) == teacher_BC.argmax(-1)
     return {"kl": (weight_B * kl_B).double().sum(), "agreement": (weight_B * same_B).double().sum()}
-

@@ -12,7 +12,10 @@ from kd.contracts import Backend
 
 
 def fastest(
-    candidates: Mapping[str, Callable[[], torch.Tensor]], backend: Backend, rounds: int = 3, budget_seconds: float = 20.0
+    candidates: Mapping[str, Callable[[], torch.Tensor]],
+    backend: Backend,
+    rounds: int = 3,
+    budget_seconds: float = 20.0,
 ) -> tuple[str, dict[str, float]]:
     """Return the name of the fastest candidate and the median milliseconds of each.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class Average(Protocol):
     average: dict[str, torch.Tensor]
 
     def update(self, step: int) -> None: ...
-    def applied(self): ...
+    def applied(self) -> AbstractContextManager[None]: ...
     def load(self, average: dict[str, torch.Tensor]) -> None: ...
 
 

@@ -236,9 +236,7 @@ def digest(network: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def export_files(
-    network: nn.Module, classes: Sequence[str], crop: float
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def export_files(network: nn.Module, classes: Sequence[str], crop: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
 
     Args:

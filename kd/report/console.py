@@ -114,6 +114,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     columns = list(rows[0])
     cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    aligned = [[cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))] for line in cells]
+    aligned = [
+        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+        for line in cells
+    ]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])

@@ -31,8 +31,3 @@ def test_equals_the_official_code(row):
     # The official code ran in float64, ours in float32 on the same numbers: only rounding may differ.
     assert value.item() == pytest.approx(row["value"], rel=2e-6)
     torch.testing.assert_close(gradient_BC, torch.tensor(row["gradient_BC"]), rtol=1e-4, atol=1e-6)
-
-
-def test_every_loss_is_accounted_for():
-    covered = {row["loss"] for row in GOLDEN["outputs"]} | set(GOLDEN["without_official_code"])
-    assert covered == set(parts.names("losses"))

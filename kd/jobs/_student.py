@@ -1,0 +1,94 @@
+"""Train one student in a run folder, from where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kd import build, config
+from kd.artifacts import manifest
+from kd.artifacts.run_dir import RunDir
+from kd.config import Config
+from kd.contracts import Backend
+from kd.engine.loop import train as engine_train
+from kd.engine.run import Run
+from kd.errors import ModelError
+from kd.jobs._folder import flatten, require_same
+from kd.models.classifier import Classifier
+from kd.models.load import digest
+from kd.models.teacher import count_parameters
+from kd.report.console import Console, percent
+from kd.report.trackers import listeners
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run leaves."""
+
+    folder: Path
+    metrics: dict[str, float]
+    """The validation row of the best checkpoint."""
+    parameters: int
+    images_per_second: float
+    """Over all of the training so far, evaluation left out."""
+    teacher_parameters: int = 0
+    baseline: Result | None = None
+    report: str = ""
+
+
+def distil(
+    settings: Config, data: build.Data, backend: Backend, teacher: Classifier | None, folder: RunDir, title: str
+) -> Result:
+    """Train one student in an opened run folder, from where it stands."""
+    known = folder.manifest()
+    flat = flatten(config.to_dict(settings))
+    trackers = listeners(settings.run.trackers, settings.run.name, folder.path, flat) if backend.rank == 0 else []
+    with Console(title, quiet=backend.rank != 0, listeners=trackers) as console:
+        pinned = known.get("choices", {})
+        run, facts = build.run(settings, data, backend, teacher, folder, console, pinned)
+        facts |= {
+            "world_size": backend.world_size,
+            "backend": backend.kind,
+            "classes": list(data.train.classes),
+            "data": data.fingerprint,
+            "teacher": digest(teacher.network) if teacher is not None else None,
+            "surroundings": manifest.surroundings(),
+        }
+        require_same("data", known, facts)
+        require_same("teacher", known, facts)
+        if pinned:
+            facts["measured_ms"] = known.get("measured_ms", {})
+        folder.record(**facts)
+        console.say(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+        if teacher is not None:
+            check_teacher(settings, run, console)
+        state = engine_train(run)
+        if run.loader.unreadable:
+            names = [data.train.name(id) for id in sorted(run.loader.unreadable)]
+            folder.record(unreadable=names)
+            console.say(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
+    rows = folder.metrics("val") if backend.rank == 0 else []
+    return Result(
+        folder=folder.path,
+        metrics=max(rows, key=lambda row: row["accuracy"]) if rows else {},
+        parameters=count_parameters(run.distillation.student),
+        images_per_second=state.images / max(state.seconds, 1e-9),
+        teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
+    )
+
+
+def check_teacher(settings: Config, run: Run, console: Console) -> None:
+    """Score the teacher before step 1: a wrong one must not be found out after a day."""
+    values = run.evaluator(run.distillation.student)
+    accuracy, chance = values["teacher_accuracy"], 1 / run.evaluator.num_classes
+    console.say(
+        f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
+    )
+    least = settings.teacher.min_accuracy if settings.teacher.min_accuracy >= 0 else min(0.5, 2 * chance)
+    if accuracy < least:
+        raise ModelError(
+            "teacher",
+            f"is right on {percent(accuracy)} of the validation images; guessing is right on {percent(chance)}",
+            f"At least {percent(least)} (teacher.min_accuracy)",
+            "Check that its classes stand in the data's order and that its weights were loaded",
+        )

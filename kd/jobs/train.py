@@ -1,0 +1,104 @@
+"""Teacher, student, baseline, report: the main job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kd import build
+from kd.artifacts.files import write_text
+from kd.artifacts.run_dir import RunDir
+from kd.config import Config
+from kd.errors import ConfigError
+from kd.jobs._folder import enter
+from kd.jobs._student import Result, distil
+from kd.jobs._world import prepared, world
+from kd.jobs.teach import obtain_teacher
+from kd.parts import default_options
+from kd.report.console import percent, table
+from kd.schema import LossSection, SifterSection, TeacherSection
+
+
+def train(settings: Config) -> Result:
+    """Run a configuration: fit the teacher if needed, distil, train the baseline if asked, write the report.
+
+    Raises:
+        KdError: anything that the user can repair, in one line.
+    """
+    build.needs(settings)
+    with world(settings) as backend:
+        data = prepared(settings, backend)
+        build.arithmetic(settings, backend.world_size, len(data.train))
+        folder = RunDir(Path(settings.run.folder) / settings.run.name, backend.rank, settings.run.keep)
+        enter(folder, settings)
+        try:
+            teacher = obtain_teacher(settings, data, backend)
+            result = distil(settings, data, backend, teacher, folder, settings.run.name)
+            if settings.run.baseline:
+                alone = labels_alone(settings)
+                inner = RunDir(folder.path / "labels_only", backend.rank, settings.run.keep)
+                enter(inner, alone)
+                baseline = distil(alone, data, backend, None, inner, f"{settings.run.name} (labels only)")
+                inner.close()
+                result = replace(result, baseline=baseline)
+            result = replace(result, report=report(settings, result))
+            if backend.rank == 0:
+                write_text(folder.path / "report.md", result.report)
+        finally:
+            folder.close()
+    return result
+
+
+def labels_alone(settings: Config) -> Config:
+    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
+    init = settings.student.init
+    if init == "teacher":
+        raise ConfigError(
+            "run.baseline",
+            "is true, but student.init is 'teacher'",
+            "The labels-only student must not know the teacher",
+            "Set student.init=scratch or run.baseline=false",
+        )
+    return replace(
+        settings,
+        run=replace(settings.run, baseline=False),
+        teacher=TeacherSection(),
+        losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
+        sifter=SifterSection(options=default_options("sifters", "none")),
+    )
+
+
+def report(settings: Config, result: Result) -> str:
+    """Return the table of a run as Markdown, and what to type next."""
+    if not result.metrics:
+        return ""
+    rows = []
+    if "teacher_accuracy" in result.metrics:
+        rows.append(_row("teacher", result.metrics, result.teacher_parameters, None, "teacher_"))
+    rows.append(
+        _row("student, distilled" if rows else "student", result.metrics, result.parameters, result.images_per_second)
+    )
+    if result.baseline is not None:
+        alone = result.baseline
+        rows.append(_row("student, labels only", alone.metrics, alone.parameters, alone.images_per_second))
+    lines = [f"# {settings.run.name}", "", table(rows), ""]
+    if "agreement" in result.metrics:
+        lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
+    lines += [
+        f"Best of the evaluations on the validation split; seed {settings.run.seed}; run folder `{result.folder}`.",
+        "",
+        f"Next: `kd-export {result.folder}` writes a folder that timm loads.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, values: dict[str, float], parameters: int, speed: float | None, prefix: str = "") -> dict[str, str]:
+    return {
+        "model": name,
+        "accuracy": percent(values[f"{prefix}accuracy"]),
+        "top-5": percent(values[f"{prefix}top5"]),
+        "calibration error": percent(values[f"{prefix}ece"]),
+        "parameters": f"{parameters / 1e6:.2f} M",
+        "training images/s": f"{speed:.0f}" if speed else "-",
+    }
