@@ -320,7 +320,7 @@ def choose_teacher(
     if model is None:
         return NoTeacher(), {}
     section = config.teacher
-    batch = _batch(images.to(backend.device))
+    batch = _trial_batch(images, backend)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     def candidate(precision: str, attention: str) -> LiveTeacher:
@@ -345,7 +345,7 @@ def choose_student(
     choices: dict[str, str],
 ) -> dict[str, float]:
     """Pick the precision and the attention kernel of the student's step; set them and write them into `choices`."""
-    batch = _batch(images.to(backend.device))
+    batch = _trial_batch(images, backend)
     answers: Outputs = teacher(batch)
     trial = copy.deepcopy(distillation)
 
@@ -380,8 +380,7 @@ def _options(precision: str, attention: str, pinned: str | None) -> list[str]:
     return ["+".join(pair) for pair in itertools.product(precisions, attentions)]
 
 
-def _batch(images: torch.Tensor) -> Batch:
-    """Make a batch of `images` with label 0, for measurements."""
-    zeros = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    ones = torch.ones(len(images), device=images.device)
-    return Batch(zeros, images, zeros, zeros, ones, ones)
+def _trial_batch(images: torch.Tensor, backend: Backend) -> Batch:
+    """Put `images` on the device with label 0, for measurements."""
+    image = images.to(backend.device)
+    return Batch.of(image, torch.zeros(len(image), dtype=torch.int64, device=image.device))

@@ -48,6 +48,19 @@ class Batch:
     unreadable: tuple[int, ...] = ()
     """Ids whose image could not be decoded; they carry weight 0."""
 
+    @classmethod
+    def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
+        """Make a batch of unmixed images of weight 1, as a loop that knows only images and labels has them.
+
+        Args:
+            image: [B, ...], on the device already.
+            label: int64 [B].
+            ids: int64 [B]; 0 to B - 1 where nothing asks for them.
+        """
+        ones = torch.ones(len(label), device=label.device)
+        numbers = torch.arange(len(label), device=label.device)
+        return cls(numbers if ids is None else ids, image, label, label, ones, ones)
+
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with `move` applied to each tensor."""
         names = ("ids", "image", "label", "partner_label", "lam", "weight")

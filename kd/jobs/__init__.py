@@ -1,10 +1,11 @@
 """What the commands do. Each job is config -> build -> engine -> artifacts -> report."""
 
 from kd.jobs._student import Result
+from kd.jobs._world import world
 from kd.jobs.check import check
 from kd.jobs.evaluate import evaluate
 from kd.jobs.export import export
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 
-__all__ = ["Result", "check", "evaluate", "export", "teach", "train"]
+__all__ = ["Result", "check", "evaluate", "export", "teach", "train", "world"]

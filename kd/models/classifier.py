@@ -70,6 +70,18 @@ class Classifier(nn.Module):
         return int(width) if width else 0
 
 
+class Plain(nn.Module):
+    """Wrap any module that maps images, as they come, to logits [B, C]: no normalization, no resizing, no features."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Classify images [B, ...]."""
+        return Outputs(self.network(image))
+
+
 def set_attention(module: nn.Module, fused: bool) -> int:
     """Choose torch's fused attention kernel or plain matrix products; return how many layers were set.
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, Plain
 from kd.types import Batch, Outputs
 
 
@@ -18,7 +18,11 @@ class LiveTeacher:
     """
 
     def __init__(
-        self, model: Classifier, device: torch.device, dtype: torch.dtype = torch.float32, micro_batch: int = 0
+        self,
+        model: Classifier | Plain,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        micro_batch: int = 0,
     ) -> None:
         """Freeze a copy of `model` on `device`.
 

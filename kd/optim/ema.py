@@ -41,6 +41,11 @@ class EMA:
             with torch.no_grad():
                 self._copy(kept)
 
+    def apply(self) -> None:
+        """Put the average into the module for good."""
+        with torch.no_grad():
+            self._copy(self.average)
+
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         torch._foreach_copy_(list(self._live.values()), [tensors[name] for name in self._live])
 

@@ -1,0 +1,43 @@
+"""The criterion, the frozen teacher and the sifter alone, in a plain PyTorch loop that you keep.
+
+Run: python examples/plain_loop.py
+"""
+
+import torch
+from own_modules import blobs, network
+
+from kd.engine.criterion import Criterion
+from kd.losses.ce import CE
+from kd.losses.kl import KL
+from kd.models.classifier import Plain
+from kd.models.teacher import LiveTeacher
+from kd.sifters.none import Everything
+from kd.types import Batch, Outputs
+
+
+def main() -> float:
+    """Train a student for 30 steps and return the last loss."""
+    torch.manual_seed(0)
+    images, labels = blobs(512, seed=1).tensors
+    teacher = LiveTeacher(Plain(network(32)), torch.device("cpu"))
+    student = network(4)
+    criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.1, CE(label_smoothing=0.0))])
+    sifter = Everything(num_images=512, batch_size=64, seed=0)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    loss = torch.tensor(0.0)
+    for epoch in range(4):
+        plan = sifter.plan(epoch)
+        for ids in plan.ids.split(64):
+            batch = Batch.of(images[ids], labels[ids], ids)
+            scores = criterion(Outputs(student(batch.image)), teacher(batch), batch)
+            sifter.observe(ids, scores["loss"].detach())
+            loss = scores["loss"].mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(f"loss {loss.item():.3f}")
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main()

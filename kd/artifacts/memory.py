@@ -1,0 +1,27 @@
+"""A sink for runs that leave no folder: rows are kept, checkpoints are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kd.types import State
+
+
+class Memory:
+    """Keep the metrics of a run in memory. See `kd.contracts.Sink`."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Keep a row."""
+        self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Nothing: the caller holds the student."""
+
+    def restore(self) -> None:
+        """Return None: every run is fresh."""
+        return None
