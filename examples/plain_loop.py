@@ -4,7 +4,6 @@ Run: python examples/plain_loop.py
 """
 
 import torch
-from own_modules import blobs, network
 
 from kd.engine.criterion import Criterion
 from kd.losses.ce import CE
@@ -13,6 +12,7 @@ from kd.models.classifier import Plain
 from kd.models.teacher import LiveTeacher
 from kd.sifters.none import Everything
 from kd.types import Batch, Outputs
+from own_modules import blobs, network
 
 
 def main() -> float:

@@ -103,7 +103,7 @@ def distill(
     """
     settings = _settings(losses, sifter, epochs, steps, batch_size, optimizer, backend, seed)
     if isinstance(train, DataLoader):
-        if settings.sifter.kind != "none":
+        if settings.sifter.kind != "none" or not isinstance(sifter, (str, Mapping)):
             remedy = "Pass train.dataset instead of the DataLoader"
             raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
         settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))

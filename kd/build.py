@@ -197,8 +197,7 @@ def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> 
     common = {"size": section.image_size, "seed": config.run.seed, "on_corrupt": section.on_corrupt}
     train = Views(data.train, train_transform, mixing=mixing, **common)
     val = Views(data.val, Evaluate(section.image_size, section.eval_crop), **common)
-    local = getattr(backend, "local_world_size", backend.world_size)
-    workers = resolve_workers(section.workers, backend.device.type, local)
+    workers = resolve_workers(section.workers, backend.device.type, backend.local_world_size)
     place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}
     pin = backend.device.type == "cuda"
     return (

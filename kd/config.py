@@ -34,8 +34,8 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Co
     Raises:
         ConfigErrors: everything that is wrong with it, one line each.
     """
-    raw = _apply(_read(path), overrides)
     errors: list[KdError] = []
+    raw = _apply(_read(path), overrides, errors)
     config = _fill(Config, raw, "", errors)
     if not errors:
         errors.extend(_contradictions(config))
@@ -83,8 +83,7 @@ def _read(path: str | Path | dict[str, Any]) -> Any:
     return raw
 
 
-def _apply(raw: Any, overrides: Sequence[str]) -> dict[str, Any]:
-    errors: list[KdError] = []
+def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> dict[str, Any]:
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -97,12 +96,10 @@ def _apply(raw: Any, overrides: Sequence[str]) -> dict[str, Any]:
             reason = str(error).splitlines()[0]
             errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
     try:
-        values = OmegaConf.to_container(raw, resolve=True)
+        return OmegaConf.to_container(raw, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         errors.append(ConfigError(str(error.full_key or "config"), str(error).splitlines()[0], "", "Correct it"))
-    if errors:
-        raise ConfigErrors(errors)
-    return values  # type: ignore[return-value]
+        raise ConfigErrors(errors) from error
 
 
 def _dotlist_value(override: str) -> Any:
@@ -129,7 +126,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
             values[key] = _value(cls, key, types_of[key], value, path, errors)
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
-        elif part_type is not None or "kind" not in types_of:
+        elif part_type is not None or not _is_part(cls):
             known = [*types_of, *part_types]
             remedy = did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
@@ -181,11 +178,20 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
     except OmegaConfBaseException:
         errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
         return _INVALID
-    bounds = _out_of_range(cls, key, converted)
+    bounds = _allowed(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
     if bounds:
         errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
         return _INVALID
     return converted
+
+
+def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
+    """Return whether OmegaConf took a value that is none: a number as true or false, a list inside a list."""
+    if annotation is bool:
+        return not isinstance(value, bool)
+    if get_origin(annotation) is tuple:
+        return not all(isinstance(item, get_args(annotation)[0]) for item in converted)
+    return False
 
 
 def _out_of_range(cls: type, key: str, value: Any) -> str:
@@ -220,6 +226,10 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
         return None
 
 
+def _is_part(cls: type) -> bool:
+    return any("parts" in f.metadata for f in dataclasses.fields(cls))
+
+
 def _default_kind(cls: type) -> str:
     return next(f.default for f in dataclasses.fields(cls) if f.name == "kind")  # type: ignore[return-value]
 
@@ -247,6 +257,12 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("student.init", f"is '{config.student.init}', but checkpoint is set", allowed, "Set it")
     if config.student.init == "teacher" and not config.teacher.model:
         yield ConfigError("student.init", "is 'teacher', but there is no teacher", "", "Set teacher.model")
+    if config.student.init == "teacher" and config.run.baseline:
+        allowed = "The labels-only student must not know the teacher"
+        remedy = "Set student.init=scratch or run.baseline=false"
+        yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        yield ConfigError("optimizer.betas", f"is {list(config.optimizer.betas)}", "Each >= 0 and < 1", "Change them")
 
 
 # --------------------------------------------------------------------------------------------------- explaining

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from kd.errors import KdError
 from kd.types import Batch, Outputs, Plan, Sample, State
 
 
@@ -129,8 +130,13 @@ class Backend(Protocol):
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
+    """Ranks on this machine."""
     autocast_dtype: torch.dtype | None
     """bfloat16, or None for float32."""
+    preferred: str
+    """`precision+attention` that `auto` takes unmeasured, where trying the candidates would mean to compile each; ""
+    where `auto` measures."""
 
     def setup(self) -> None:
         """Join the world and prove it: all-reduce a 1 and require the launcher's WORLD_SIZE.
@@ -169,7 +175,15 @@ class Backend(Protocol):
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole state on rank 0 (others: empty). All ranks must call it."""
+        """Return the whole state on rank 0 (others: empty), as a plain optimizer's. All ranks must call it."""
+        ...
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` returned, in this world or in one of another size."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Return what this rank counts, for the log: memory, compilations. Must not wait for the device."""
         ...
 
     def end_step(self) -> None:
@@ -187,6 +201,10 @@ class Backend(Protocol):
         ...
 
     def barrier(self) -> None: ...
+
+    def explain(self, error: Exception) -> KdError | None:
+        """Return what a failure of this world means to a user (another rank is gone), or None for any other error."""
+        ...
 
     def close(self) -> None: ...
 

@@ -40,6 +40,8 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
         remedy = did_you_mean(kind, known) or "Run `kd-parts` to see what each does"
         raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
     try:
+        if not all(piece.isidentifier() for piece in path.split(".")):
+            raise ModuleNotFoundError(name=path)
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and not (path == error.name or path.startswith(error.name + ".")):

@@ -47,11 +47,11 @@ class RunDir:
                 "One folder, one run",
                 "Choose another run.name, or remove the folder",
             )
+        if self.rank != 0:  # rank 0 may be making the folder at this moment
+            return
         if self.path.exists() and not self.config_file.exists() and any(self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
-        if self.rank != 0:
-            return
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -161,6 +161,8 @@ class RunDir:
             file.close()
             remedy = "Wait for it, or choose another run.name"
             raise RunError("run.name", f"process {holder} is writing '{self.path}'", "", remedy) from error
+        # A forked data worker that outlives a killed trainer by seconds must not hold the run against its restart.
+        os.register_at_fork(after_in_child=file.close)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -6,7 +6,6 @@ only; one owner of the gradient reduction (DDP); the world is proven by an all-r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends._launch import place, require_meeting_point
-from kd.errors import BackendError
+from kd.backends import _shards
+from kd.backends._launch import announce, place
+from kd.errors import BackendError, KdError
 from kd.types import Batch
 
 
@@ -29,6 +29,8 @@ class DDPBackend:
     kind = ""
     init = ""
     """Name of the torch.distributed backend."""
+    preferred = ""
+    """Nothing: these devices run eagerly, so `auto` measures."""
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
         where = place()
@@ -39,16 +41,17 @@ class DDPBackend:
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def setup(self) -> None:
         """Join the world and require it to be as large as the launcher promised."""
         if self.world_size == 1:
             return
-        require_meeting_point(self.place)
-        # mpirun sets its own variables only; the rendezvous reads these two
-        os.environ.setdefault("RANK", str(self.rank))
-        os.environ.setdefault("WORLD_SIZE", str(self.world_size))
-        dist.init_process_group(self.init, timeout=self.timeout)
+        announce(self.place)
+        try:
+            dist.init_process_group(self.init, timeout=self.timeout)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise _no_meeting(self.place.launcher, self.timeout, error) from error
         self._joined = True
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
@@ -94,8 +97,11 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast a rank and step instead of one a parameter.
         """
         if zero and self.world_size > 1:
-            return ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
-        return cls(groups, **options)
+            made = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+            self._optimizer = made.optim
+            return made
+        self._optimizer = cls(groups, **options)
+        return self._optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip, step, drop the gradients. DDP has already reduced them."""
@@ -110,8 +116,21 @@ class DDPBackend:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state as a plain optimizer's, whole on rank 0 and empty elsewhere."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.consolidate_state_dict(to=0)
+            return _shards.gather(optimizer, self.rank, self.world_size, self.device, self._broadcast)
         return optimizer.state_dict() if self.rank == 0 else {}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load a plain optimizer's whole state; a sharded one takes its share."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            _shards.scatter(optimizer, state)
+        else:
+            optimizer.load_state_dict(state)
+
+    def counters(self) -> dict[str, float]:
+        """Return the optimizer state that this rank holds, MiB."""
+        entries = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
+        return {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
 
     def end_step(self) -> None:
         """Nothing to do: these devices run eagerly."""
@@ -131,14 +150,51 @@ class DDPBackend:
         """Overwrite with rank 0's."""
         if self._joined:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                self._broadcast(tensor, 0)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, src=source)
 
     def barrier(self) -> None:
         """Wait for all ranks. A reduction, since not every backend's barrier takes the same arguments."""
         self.reduce_sum(torch.zeros(1, device=self.device)).item()
 
+    def explain(self, error: Exception) -> KdError | None:
+        """Recognise a collective that failed because another rank is gone."""
+        text = str(error)
+        lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_IS_GONE)
+        if not (self._joined and lost):
+            return None
+        reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
+        return BackendError(
+            "backend",
+            f"rank {self.rank} lost the other ranks ({reason})",
+            "",
+            "See what the rank that ended first said; the same command resumes from the last checkpoint",
+        )
+
     def close(self) -> None:
         """Leave the world."""
         if self._joined:
-            dist.destroy_process_group()
             self._joined = False
+            dist.destroy_process_group()
+
+
+# What gloo says when a peer's process is gone or does not answer; nccl raises a DistError.
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+)
+
+
+def _no_meeting(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
+    reason = " ".join(str(error).split())[:200]
+    return BackendError(
+        "backend",
+        f"the ranks that {launcher} promised did not meet within {timeout.total_seconds():g} s ({reason})",
+        "All ranks must reach MASTER_ADDR:MASTER_PORT",
+        "Start all ranks; restarts need `torchrun --standalone` or `--rdzv-backend c10d`, a static port does not recover",
+    )

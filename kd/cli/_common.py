@@ -20,7 +20,7 @@ def guarded(command: Callable[[], None]) -> int:
     try:
         command()
     except KdError as error:
-        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:

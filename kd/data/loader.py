@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from kd.contracts import Dataset
+from kd.errors import KdError
 from kd.types import Batch, Plan
 
 
@@ -68,6 +69,8 @@ class LocalLoader:
                 requests.append(Request(ids[first : first + micro], weights[first : first + micro], view))
         self._requests.now = requests
         for batch in self._batches:
+            if isinstance(batch, KdError):
+                raise batch
             self.unreadable.update(batch.unreadable)
             yield batch
 
@@ -85,12 +88,15 @@ class _Requests(Sampler[Request]):
         return len(self.now)
 
 
-class _Fetch(TorchDataset[Batch]):
+class _Fetch(TorchDataset[Batch | KdError]):
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: Request) -> Batch:
-        samples = [self.dataset.load(id, request.view) for id in request.ids]
+    def __getitem__(self, request: Request) -> Batch | KdError:
+        try:
+            samples = [self.dataset.load(id, request.view) for id in request.ids]
+        except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
+            return error
         readable = torch.tensor([sample.readable for sample in samples])
         return Batch(
             ids=torch.tensor(request.ids),

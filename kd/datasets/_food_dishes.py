@@ -406,16 +406,16 @@ def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Ima
     scene = Scene(Random(f"{seed}/{split}/{dish}/{index}"), size * SUPERSAMPLE)
     paint, surfaces = PAINTERS[dish]
     set_table(scene)
-    for _ in range(scene.count(0, 2)):
+    for _ in range(scene.count(0, 1)):
         clutter(scene)
-    x, y, radius = scene.number(-0.28, 0.28), scene.number(-0.28, 0.28), scene.number(0.5, 1.0)
-    squash = scene.number(0.7, 1.0)
+    x, y, radius = scene.number(-0.12, 0.12), scene.number(-0.12, 0.12), scene.number(0.85, 1.15)
+    squash = scene.number(0.8, 1.0)
     scene.place(x, y, radius, squash=squash)
     kinds = surfaces.split()
     inside = serve_on(scene, kinds[scene.count(0, len(kinds) - 1)])
     turn = scene.number(-0.3, 0.3) if dish == "burger" else scene.number(0, 2 * pi)
-    scene.place(x, y, radius * inside * scene.number(0.85, 1.0), turn, squash)
+    scene.place(x, y, radius * inside * scene.number(0.92, 1.0), turn, squash)
     paint(scene)
-    if scene.chance(0.35):
+    if scene.chance(0.2):
         clutter(scene)
     return photograph(scene, size)

@@ -283,18 +283,18 @@ def clutter(scene: Scene) -> None:
 def photograph(scene: Scene, size: int) -> Image.Image:
     """Take the picture: light from a window, a wrong white balance, a soft lens, a grainy sensor."""
     image = scene.image
-    if scene.chance(0.3):
-        image = image.filter(ImageFilter.GaussianBlur(scene.number(0.5, 2.2)))
+    if scene.chance(0.15):
+        image = image.filter(ImageFilter.GaussianBlur(scene.number(0.5, 1.5)))
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BOX), dtype=np.float32) / 255
     axis = np.linspace(-1, 1, size, dtype=np.float32)
     window = scene.light[0] * axis[None, :] + scene.light[1] * axis[:, None]
     vignette = 1 - scene.number(0, 0.3) * (axis[None, :] ** 2 + axis[:, None] ** 2) / 2
-    light = (1 + scene.number(0, 0.4) * window) * vignette * scene.number(0.65, 1.2)
-    cast = np.asarray([1 + scene.rng.gauss(0, 0.09) for _ in range(3)], dtype=np.float32)
+    light = (1 + scene.number(0, 0.3) * window) * vignette * scene.number(0.85, 1.15)
+    cast = np.asarray([1 + scene.rng.gauss(0, 0.04) for _ in range(3)], dtype=np.float32)
     pixels = pixels * light[:, :, None] * cast
     grey = pixels.mean(axis=2, keepdims=True)
-    pixels = grey + (pixels - grey) * scene.number(0.45, 1.15)
-    pixels = 0.45 + (pixels - 0.45) * scene.number(0.7, 1.15)
+    pixels = grey + (pixels - grey) * scene.number(0.8, 1.15)
+    pixels = 0.45 + (pixels - 0.45) * scene.number(0.85, 1.15)
     grain = np.random.default_rng(scene.rng.getrandbits(64)).standard_normal(pixels.shape, dtype=np.float32)
-    pixels = pixels + grain * scene.number(0, 0.05)
+    pixels = pixels + grain * scene.number(0, 0.02)
     return Image.fromarray((np.clip(pixels, 0, 1) * 255).astype(np.uint8))

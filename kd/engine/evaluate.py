@@ -66,7 +66,7 @@ class Evaluator:
 
     def _finish(self, sums: dict[str, Tensor]) -> dict[str, float]:
         flat = torch.cat([value.flatten() for value in sums.values()])
-        total = self.backend.reduce_sum(flat)
+        total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
         parts = torch.split(total, [value.numel() for value in sums.values()])
         by_name = dict(zip(sums, parts, strict=True))
         images = by_name.pop("images")

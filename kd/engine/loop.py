@@ -42,6 +42,7 @@ def train(run: Run) -> State:
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)
             meter.add(update(run, micros, state))
+            backend.end_step()  # after the sums of the meter, which are then part of the step's graph
             state = advance(state, length.batch_size, steps_in_epoch)
             run.watcher.step(state, progress)
             last = length.finished(state)
@@ -78,7 +79,6 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
     sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
     if run.average is not None:
         run.average.update(state.step + 1)
-    run.backend.end_step()
     return sums
 
 
@@ -163,6 +163,7 @@ class Meter:
             )
         state = replace(state, seconds=state.seconds + seconds)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
+        values |= self.run.backend.counters()
         self.run.sink.log("train", state, values)
         self.run.watcher.log("train", state, values)
         self.since, self.sums = state, {}

@@ -36,7 +36,7 @@ def restore(run: Run) -> State:
     if run.average is not None:
         run.average.load(_under("average.", tensors))
     run.sifter.load_state_dict(_under("sifter.", tensors))
-    run.optimizer.load_state_dict(_optimizer_state(tensors, info))
+    run.backend.load_optimizer_state(run.optimizer, _optimizer_state(tensors, info))
     return state
 
 

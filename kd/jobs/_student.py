@@ -18,7 +18,7 @@ from kd.models.classifier import Classifier
 from kd.models.load import digest
 from kd.models.teacher import count_parameters
 from kd.report.console import Console, percent
-from kd.report.trackers import listeners
+from kd.report.trackers import Trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def distil(
     """Train one student in an opened run folder, from where it stands."""
     known = folder.manifest()
     flat = flatten(config.to_dict(settings))
-    trackers = listeners(settings.run.trackers, settings.run.name, folder.path, flat) if backend.rank == 0 else []
-    with Console(title, quiet=backend.rank != 0, listeners=trackers) as console:
+    trackers = Trackers(settings.run.trackers if backend.rank == 0 else (), settings.run.name, folder.path, flat)
+    with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
         pinned = known.get("choices", {})
         run, facts = build.run(settings, data, backend, teacher, folder, console, pinned)
         facts |= {

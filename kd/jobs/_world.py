@@ -12,11 +12,20 @@ from kd.contracts import Backend
 
 @contextmanager
 def world(settings: Config) -> Iterator[Backend]:
-    """Set the backend up and take it down again."""
+    """Set the backend up and take it down again.
+
+    Raises:
+        BackendError: the world is not whole, or another rank is gone.
+    """
     backend = build.backend(settings)
     backend.setup()
     try:
         yield backend
+    except RuntimeError as error:
+        known = backend.explain(error)
+        if known is None:
+            raise
+        raise known from error
     finally:
         backend.close()
 

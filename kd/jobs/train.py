@@ -9,7 +9,6 @@ from kd import build
 from kd.artifacts.files import write_text
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.errors import ConfigError
 from kd.jobs._folder import enter
 from kd.jobs._student import Result, distil
 from kd.jobs._world import prepared, world
@@ -51,14 +50,6 @@ def train(settings: Config) -> Result:
 
 def labels_alone(settings: Config) -> Config:
     """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
-    init = settings.student.init
-    if init == "teacher":
-        raise ConfigError(
-            "run.baseline",
-            "is true, but student.init is 'teacher'",
-            "The labels-only student must not know the teacher",
-            "Set student.init=scratch or run.baseline=false",
-        )
     return replace(
         settings,
         run=replace(settings.run, baseline=False),

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kd.report.trackers import Trackers
 from kd.types import State
 
 
 class Console:
     """Show how a run goes. See `kd.contracts.Watcher`."""
 
-    def __init__(self, title: str, quiet: bool = False, listeners: list[Callable[..., None]] | None = None) -> None:
+    def __init__(self, title: str, quiet: bool = False, trackers: Trackers | None = None) -> None:
         """Show a run.
 
         Args:
             title: what is trained, at the head of each line.
             quiet: say nothing (other ranks).
-            listeners: called with (kind, values, step) for each row, such as experiment trackers.
+            trackers: told every row, closed at the end.
         """
-        self.title, self.quiet, self.listeners = title, quiet, listeners or []
+        self.title, self.quiet, self.trackers = title, quiet, trackers
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._train, self._val = "", ""
@@ -48,6 +49,8 @@ class Console:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self.trackers is not None:
+            self.trackers.close()
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -64,11 +67,11 @@ class Console:
         self._progress = progress
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Show a row of metrics and hand it to the listeners."""
+        """Show a row of metrics and hand it to the trackers."""
         if self.quiet:
             return
-        for listener in self.listeners:
-            listener(kind, values, state.step)
+        if self.trackers is not None:
+            self.trackers.log(kind, state.step, values)
         if kind == "train":
             self._train = _training_text(values)
         else:

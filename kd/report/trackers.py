@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kd.errors import ConfigError, MissingExtra, did_you_mean
 
 
-def listeners(names: Sequence[str], project: str, folder: Path, config: dict[str, Any]) -> list[Callable[..., None]]:
-    """Start trackers and return one listener each: (kind, values, step) -> None.
+class Trackers:
+    """Experiment trackers that are told every row of metrics."""
 
-    Args:
-        names: as accelerate calls them.
-        project: name of the run.
-        folder: where file-based trackers write.
-        config: the resolved configuration, flattened to `section.key`.
+    def __init__(self, names: Sequence[str], project: str, folder: Path, config: dict[str, Any]) -> None:
+        """Start trackers.
 
-    Raises:
-        ConfigError: unknown name.
-        MissingExtra: the tracker's package is not installed.
-    """
-    if not names:
-        return []
+        Args:
+            names: as accelerate calls them; none start nothing and import nothing.
+            project: name of the run.
+            folder: where file-based trackers write.
+            config: the resolved configuration, flattened to `section.key`.
+
+        Raises:
+            ConfigError: unknown name.
+            MissingExtra: the tracker's package is not installed.
+        """
+        self._started = [_start(name, project, folder, config) for name in names]
+
+    def log(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Pass a row on as `kind/name`."""
+        for tracker in self._started:
+            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """Let every tracker write what it holds."""
+        for tracker in self._started:
+            tracker.finish()
+
+
+def _start(name: str, project: str, folder: Path, config: dict[str, Any]) -> Any:
     from accelerate import tracking
 
-    known = {str(name): cls for name, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
-    available = {str(name) for name in tracking.get_available_trackers()}
-    started = []
-    for name in names:
-        if name not in known:
-            near = did_you_mean(name, known) or "Correct the name"
-            raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(known))}", near)
-        if name not in available:
-            remedy = "pip install 'kd[track]'" if name == "tensorboard" else f"pip install {name}"
-            raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
-        cls = known[name]
-        tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
-        if hasattr(tracker, "start"):
-            tracker.start()
-        tracker.store_init_configuration(config)
-        started.append(tracker)
-
-    def listen(tracker: Any) -> Callable[..., None]:
-        return lambda kind, values, step: tracker.log({f"{kind}/{k}": v for k, v in values.items()}, step=step)
-
-    return [listen(tracker) for tracker in started]
+    known = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    if name not in known:
+        near = did_you_mean(name, known) or "Correct the name"
+        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(known))}", near)
+    if name not in {str(key) for key in tracking.get_available_trackers()}:
+        remedy = "pip install 'kd[track]'" if name == "tensorboard" else f"pip install {name}"
+        raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
+    cls = known[name]
+    tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
+    if hasattr(tracker, "start"):
+        tracker.start()
+    tracker.store_init_configuration(
+        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
+    )
+    return tracker

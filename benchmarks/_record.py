@@ -1,0 +1,48 @@
+"""Write raw measurements as CSV, with what they depend on in the header."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+
+from kd.artifacts.manifest import processor
+
+HERE = Path(__file__).parent
+
+
+def hardware() -> str:
+    """Return a short name of this machine: processor and cores, or the GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"{processor()}-{os.cpu_count()}cores".lower().replace(" ", "-")
+
+
+def write(theme: str, command: str, rows: list[dict[str, Any]]) -> Path:
+    """Write `theme_hardware_date.csv`: command, commit, hardware, versions and date as comments, then the rows."""
+    date = datetime.date.today().isoformat()
+    path = HERE / f"{theme}_{hardware()}_{date}.csv"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout
+    dirty = subprocess.run(["git", "status", "--porcelain", "kd"], capture_output=True, text=True, cwd=HERE).stdout
+    facts = {
+        "command": command,
+        "commit": commit.strip() + (" (with uncommitted changes)" if dirty.strip() else ""),
+        "hardware": hardware(),
+        "versions": f"torch {torch.__version__}, timm {timm.__version__}, python {platform.python_version()}",
+        "date": date,
+    }
+    with path.open("w", newline="") as file:
+        for name, value in facts.items():
+            file.write(f"# {name}: {value}\n")
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path.name} ({', '.join(f'{k} {v}' for k, v in facts.items() if k != 'command')})")
+    return path

@@ -1,0 +1,177 @@
+"""The engine from Python: `kd.distill` against a loop written by hand, and the examples as a user runs them."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import kd
+from kd.errors import ConfigError, KdError
+from kd.sifters.none import Everything
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
+
+
+def network(width: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.GELU(), nn.Linear(width, 3))
+
+
+def data(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(count, 3, 2, 2, generator=generator)
+    return TensorDataset(image, image.mean((2, 3)).argmax(1))
+
+
+def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
+    """Distil without kd's engine: its order of images, its schedule, plain torch for the rest."""
+    image, label = train.tensors
+    decayed = [p for p in student.parameters() if p.ndim > 1]
+    kept = [p for p in student.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    sifter, steps = Everything(len(train), 16, seed=0), epochs * (len(train) // 16)
+    order = torch.cat([sifter.plan(epoch).ids for epoch in range(epochs)])
+    for step in range(steps):
+        ids = order[16 * step : 16 * step + 16]
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2  # a constant schedule without warm-up
+        with torch.no_grad():
+            target = F.log_softmax(teacher(image[ids]) / 2, 1)
+        logits = student(image[ids])
+        kl = F.kl_div(F.log_softmax(logits / 2, 1), target, reduction="batchmean", log_target=True) * 4
+        (kl + 0.5 * F.cross_entropy(logits, label[ids])).backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return student
+
+
+def distil(teacher: nn.Module, student: nn.Module, train: object, **changes: object) -> kd.Distilled:
+    return kd.distill(
+        **{
+            "teacher": teacher,
+            "student": student,
+            "train": train,
+            "val": data(33, 9),
+            "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
+            "epochs": 3,
+            "batch_size": 16,
+            "optimizer": {"lr": 1e-2, "schedule": "constant", "warmup": 0.0},
+            "backend": CPU,
+            "progress": False,
+            **changes,
+        }
+    )
+
+
+def test_distill_is_the_loop_that_one_would_write_by_hand():
+    teacher, student, train = network(16, 1), network(4, 2), data(70, 3)
+    expected = by_hand(teacher, copy.deepcopy(student), train, epochs=3)
+    distil(teacher, student, train)
+    for name, weight in student.state_dict().items():
+        # the two sum the same loss in another order (per image, then the mean)
+        torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_distill_leaves_the_teacher_alone_and_reports_both_models():
+    teacher, student = network(16, 1), network(4, 2)
+    before = copy.deepcopy(teacher.state_dict())
+    result = distil(teacher.train(), student, data(70, 3))
+    assert all(torch.equal(before[name], weight) for name, weight in teacher.state_dict().items())
+    assert teacher.training
+    assert all(parameter.requires_grad for parameter in teacher.parameters())
+    assert result.student is student
+    image, label = data(33, 9).tensors
+    with torch.no_grad():
+        accuracy = (student(image).argmax(1) == label).float().mean().item()
+        agreement = (student(image).argmax(1) == teacher(image).argmax(1)).float().mean().item()
+    assert result.metrics["accuracy"] == pytest.approx(accuracy)
+    assert result.metrics["agreement"] == pytest.approx(agreement)
+    assert result.state.step == 12
+
+
+def test_distill_takes_a_dataloader_as_it_comes():
+    teacher, train = network(16, 1), data(70, 3)
+    one, two = network(4, 2), network(4, 2)
+    distil(teacher, one, DataLoader(train, batch_size=16), epochs=1)
+    image, _ = train.tensors
+    in_order = TensorDataset(image[:64], train.tensors[1][:64])
+    order = iter(DataLoader(in_order, batch_size=16))
+    distil(teacher, two, DataLoader(in_order, batch_size=16), epochs=1)
+    assert len(next(order)[0]) == 16
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+class Noisy(Dataset):
+    """A dataset whose transform draws from torch's global generator."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(3, 2, 2) + id, id % 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
+    student = network(4, 2)
+    torch.manual_seed(workers)  # must not matter
+    distil(network(16, 1), student, Noisy(), workers=workers, epochs=2)
+    reference = network(4, 2)
+    distil(network(16, 1), reference, Noisy(), epochs=2)
+    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
+
+
+def test_ema_hands_back_the_average():
+    plain, averaged = network(4, 2), network(4, 2)
+    distil(network(16, 1), plain, data(70, 3))
+    result = distil(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema": 0.9})
+    assert not torch.equal(plain[1].weight, averaged[1].weight)
+    image, label = data(33, 9).tensors
+    with torch.no_grad():
+        assert result.metrics["accuracy"] == pytest.approx((averaged(image).argmax(1) == label).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"losses": [{"kind": "kll"}]}, r"losses\[0\].kind: no part named 'kll' in losses. .*Did you mean 'kl'"),
+        ({"optimizer": {"lrr": 1}}, r"optimizer.lrr: no such key"),
+        ({"epochs": 0}, r"run.epochs: is 0"),
+        ({"batch_size": 71}, r"data.batch_size: is 71, but the training split has 70 images"),
+        ({"losses": [{"kind": "feature"}]}, r"feature"),
+    ],
+)
+def test_a_mistake_is_one_line(changes: dict, message: str):
+    with pytest.raises(KdError, match=message):
+        distil(network(16, 1), network(4, 2), data(70, 3), **changes)
+
+
+def test_a_dataloader_cannot_be_sifted_by_id():
+    class Remembering(Everything):
+        pass
+
+    with pytest.raises(ConfigError, match="ids"):
+        distil(
+            network(16, 1),
+            network(4, 2),
+            DataLoader(data(70, 3), batch_size=16),
+            sifter=Remembering(num_images=64, batch_size=16, seed=0),
+        )
+
+
+@pytest.mark.parametrize(("name", "check"), [("own_modules", lambda r: r > 0.6), ("plain_loop", lambda r: r < 1.0)])
+def test_the_examples_run(name: str, check: object, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "own_modules", raising=False)
+    assert check(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]())  # type: ignore[operator]
