@@ -30,20 +30,12 @@ def network(width: int) -> nn.Module:
 def main() -> float:
     """Fit a teacher on the labels, distil it, and return the student's accuracy."""
     torch.manual_seed(0)
-    train, val = blobs(1024, seed=1), blobs(512, seed=2)
-    teacher, student = network(32), network(4)
-    kd.distill(
-        teacher=teacher, student=teacher, train=train, val=val, losses=[{"kind": "ce"}], epochs=3, progress=False
-    )
-    distilled = kd.distill(
-        teacher=teacher,
-        student=student,
-        train=train,
-        val=val,
-        losses=[{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.1}],
-        epochs=3,
-        optimizer={"lr": 3e-3},
-    )
+    train, val = blobs(512, seed=1), blobs(256, seed=2)
+    teacher, student = network(16), network(4)
+    common = {"train": train, "val": val, "optimizer": {"lr": 1e-2}}
+    kd.distill(teacher=teacher, student=teacher, losses=[{"kind": "ce"}], epochs=5, progress=False, **common)
+    losses = [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.1}]
+    distilled = kd.distill(teacher=teacher, student=student, losses=losses, epochs=5, **common)
     print({name: round(value, 3) for name, value in distilled.metrics.items() if name != "kind"})
     return distilled.metrics["accuracy"]
 

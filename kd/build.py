@@ -23,7 +23,7 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.probe import fastest
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
-from kd.models.classifier import Classifier, set_attention
+from kd.models.classifier import Classifier, count_attention, set_attention
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
 from kd.models.teacher import LiveTeacher, NoTeacher
@@ -119,23 +119,14 @@ def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
 
 
 def criterion(config: Config, dims: Dims) -> Criterion:
-    """Build the loss terms and check what they need.
+    """Build the loss terms.
 
     Raises:
-        ConfigError: a term needs a teacher or hard labels that the run does not have.
+        ModelError: a term needs features that a model does not have.
     """
     terms = []
-    mixing = config.data.augment.mixup > 0 or config.data.augment.cutmix > 0
     for i, section in enumerate(config.losses):
-        where = f"losses[{i}]"
-        term = parts.build("losses", section.kind, section.options, where, dims=dims)
-        if "hard_labels" in term.needs and mixing and config.data.augment.mix_probability > 0:
-            raise ConfigError(
-                f"{where}.kind",
-                f"'{section.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
-                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
-            )
+        term = parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
         terms.append((section.kind, section.weight, term))
     return Criterion(terms)
 
@@ -144,9 +135,11 @@ def needs(config: Config) -> frozenset[str]:
     """Return what the losses of a config need, before any model is built.
 
     Raises:
-        ConfigError: a loss needs a teacher and there is none.
+        ConfigError: a loss needs a teacher or hard labels that the run does not have.
     """
     found: set[str] = set()
+    augment = config.data.augment
+    mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability).on
     for i, section in enumerate(config.losses):
         module = parts.find("losses", section.kind, f"losses[{i}].kind")
         probe = module.build(section.options, Dims(2, 1, 1))
@@ -154,6 +147,13 @@ def needs(config: Config) -> frozenset[str]:
         if "teacher" in probe.needs and not config.teacher.model:
             remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
             raise ConfigError("teacher.model", f"is missing, but losses[{i}] ('{section.kind}') needs it", "", remedy)
+        if "hard_labels" in probe.needs and mixing:
+            raise ConfigError(
+                f"losses[{i}].kind",
+                f"'{section.kind}' needs one label an image, but mixup or cutmix is on",
+                "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
+                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
+            )
     return frozenset(found)
 
 
@@ -183,8 +183,12 @@ def teacher_model(config: Config, classes: Any, with_features: bool, folder: str
     return load(spec, config.data.image_size, with_features)
 
 
-def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader."""
+def augmentation(config: Config) -> Train:
+    """Build what happens to a training image.
+
+    Raises:
+        ConfigError: timm does not know the policy.
+    """
     section, augment = config.data, config.data.augment
     if augment.policy:
         try:
@@ -192,10 +196,15 @@ def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> 
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
-    train_transform = Train(section.image_size, augment.crop, augment.flip, augment.jitter, augment.policy)
+    return Train(section.image_size, augment.crop, augment.flip, augment.jitter, augment.policy)
+
+
+def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> tuple[LocalLoader, LocalLoader]:
+    """Build the training and the validation loader."""
+    section, augment = config.data, config.data.augment
     mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability)
     common = {"size": section.image_size, "seed": config.run.seed, "on_corrupt": section.on_corrupt}
-    train = Views(data.train, train_transform, mixing=mixing, **common)
+    train = Views(data.train, augmentation(config), mixing=mixing, **common)
     val = Views(data.val, Evaluate(section.image_size, section.eval_crop), **common)
     workers = resolve_workers(section.workers, backend.device.type, backend.local_world_size)
     place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}
@@ -327,7 +336,7 @@ def choose_teacher(
         set_attention(live.model, attention == "fused")
         return live
 
-    options = _options(section.precision, section.attention, choices.get("teacher"))
+    options = _options(section.precision, section.attention, choices.get("teacher"), backend.preferred, model)
     built = {name: candidate(*name.split("+")) for name in options}
     work: dict[str, Callable[[], torch.Tensor]] = {n: (lambda t=t: t(batch).logits) for n, t in built.items()}
     name, table = fastest(work, backend)
@@ -363,19 +372,23 @@ def choose_student(
         backend.end_step()
         return loss.detach()
 
-    options = _options(config.backend.precision, config.student.attention, choices.get("student"))
+    asked = config.backend.precision, config.student.attention
+    options = _options(*asked, choices.get("student"), backend.preferred, distillation)
     name, table = fastest({name: (lambda name=name: work(name)) for name in options}, backend)
     apply(name, distillation)
     choices["student"] = name
     return table
 
 
-def _options(precision: str, attention: str, pinned: str | None) -> list[str]:
+def _options(precision: str, attention: str, pinned: str | None, preferred: str, module: nn.Module) -> list[str]:
     """List the combinations that a probe tries; one where nothing is left to choose."""
+    if attention == "auto" and not count_attention(module):
+        attention = "unfused"  # nothing to choose: no layer of this model has the kernel
     if pinned:
         return [pinned]
-    precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
-    attentions = ["fused", "unfused"] if attention == "auto" else [attention]
+    settled = preferred.split("+") if preferred else []
+    precisions = (settled[:1] or ["fp32", "bf16"]) if precision == "auto" else [precision]
+    attentions = (settled[1:] or ["fused", "unfused"]) if attention == "auto" else [attention]
     return ["+".join(pair) for pair in itertools.product(precisions, attentions)]
 
 

@@ -135,8 +135,8 @@ def pancakes(scene: Scene) -> None:
 
 def donut(scene: Scene) -> None:
     """One to four rings with glaze and sprinkles."""
-    number = scene.count(1, 4)
-    size = (0.95, 0.6, 0.52, 0.46)[number - 1]
+    number = (1, 1, 2, 3)[scene.count(0, 3)]
+    size = (0.95, 0.6, 0.52)[number - 1]
     start = scene.number(0, 2 * pi)
     for k in range(number):
         away = 0.0 if number == 1 else 0.54
@@ -281,7 +281,7 @@ def curry_rice(scene: Scene) -> None:
     heap = blob(scene, x, y, scene.number(0.45, 0.6), 0.1, 0.8, turn + pi / 2)
     scene.lay(scene.texture(shade(grain[0], 0.9), 10, 40), scene.mask(heap), 0.12)
     rice(scene, grain, 90, 0.45, x, y)
-    if scene.chance(0.2):
+    if scene.chance(0.1):
         egg(scene, *scene.spot(0.3), 0.36)
     herbs(scene, scene.count(0, 10))
 
@@ -409,7 +409,7 @@ def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Ima
     for _ in range(scene.count(0, 1)):
         clutter(scene)
     x, y, radius = scene.number(-0.12, 0.12), scene.number(-0.12, 0.12), scene.number(0.85, 1.15)
-    squash = scene.number(0.8, 1.0)
+    squash = scene.number(0.85, 1.0)
     scene.place(x, y, radius, squash=squash)
     kinds = surfaces.split()
     inside = serve_on(scene, kinds[scene.count(0, len(kinds) - 1)])

@@ -51,8 +51,12 @@ class Classifier(nn.Module):
         if not self.with_features:
             return Outputs(self.network(pixels))
         network = self.network
-        features_BD = network.forward_head(network.forward_features(pixels), pre_logits=True)  # type: ignore[operator]
-        return Outputs(network.get_classifier()(features_BD), features_BD)  # type: ignore[operator]
+        tokens = network.forward_features(pixels)  # type: ignore[operator]
+        features_BD = network.forward_head(tokens, pre_logits=True)  # type: ignore[operator]
+        head = network.get_classifier()  # type: ignore[operator]
+        # A network with two heads (DeiT's distilled one) has no single map from its features to its logits.
+        logits_BC = head(features_BD) if isinstance(head, nn.Module) else network.forward_head(tokens)  # type: ignore
+        return Outputs(logits_BC, features_BD)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S] in the network's own scale and dtype."""
@@ -88,7 +92,16 @@ def set_attention(module: nn.Module, fused: bool) -> int:
     timm decides when a layer is built; here the choice is changed afterwards, because which is faster depends on the
     device and the shape (on one CPU unfused was 1.4 times faster in training).
     """
-    layers = [layer for layer in module.modules() if isinstance(getattr(layer, "fused_attn", None), bool)]
+    layers = _attention_layers(module)
     for layer in layers:
         layer.fused_attn = fused  # type: ignore[assignment]
     return len(layers)
+
+
+def count_attention(module: nn.Module) -> int:
+    """Return how many layers can attend with either kernel."""
+    return len(_attention_layers(module))
+
+
+def _attention_layers(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if isinstance(getattr(layer, "fused_attn", None), bool)]

@@ -102,7 +102,8 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int) -> nn.Mo
             )
         except TypeError as error:
             errors.append(error)
-        except (RuntimeError, ValueError, AssertionError, OSError) as error:
+        # KeyError, AttributeError: of a config.json without what timm expects in it
+        except (RuntimeError, ValueError, AssertionError, OSError, SafetensorError, KeyError, AttributeError) as error:
             raise _creation_error(spec, error) from error
     raise _creation_error(spec, errors[-1]) from errors[-1]
 
@@ -136,16 +137,23 @@ def _weights(spec: Spec) -> tuple[dict[str, Tensor], list[str] | None] | None:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
-    return tensors, folder_classes(file.parent)
+    return tensors, folder_classes(file.parent, where)
 
 
-def folder_classes(folder: Path) -> list[str] | None:
-    """Return the class names that an exported folder records, or None."""
+def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
+    """Return the class names that an exported folder records, or None.
+
+    Raises:
+        ModelError: its config.json is not whole.
+    """
     config = folder / "config.json"
     if not config.is_file():
         return None
-    content = json.loads(config.read_text())
-    names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
+    try:
+        content = json.loads(config.read_text())
+        names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
+    except (ValueError, AttributeError, OSError) as error:
+        raise ModelError(where, f"'{config}' is not whole ({error})", "", "Write the folder anew") from error
     return list(names) if names else None
 
 

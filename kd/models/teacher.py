@@ -36,9 +36,10 @@ class LiveTeacher:
         frozen.network.to(dtype)
         self.model, self.micro_batch = frozen, micro_batch
 
-    @torch.inference_mode()
     def _forward(self, image: Tensor) -> list[Outputs]:
-        with torch.autocast(image.device.type, enabled=False):
+        # torch_xla cannot take views in inference mode
+        frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
+        with frozen, torch.autocast(image.device.type, enabled=False):
             return [self.model(part) for part in image.split(self.micro_batch or image.shape[0])]
 
     def __call__(self, batch: Batch) -> Outputs:

@@ -1,0 +1,172 @@
+"""Twelve dishes painted by kd itself: real JPEG files, no download, the same from the same seed.
+
+The pictures vary in shape, colour, light, table, crockery and clutter, and some dishes look alike (risotto and curry,
+spaghetti and ramen), so that a small model trained on the labels stays below a large one. The validation labels are
+clean; `label_noise` puts a share of the training pictures into a wrong folder, as in the real Food-101, whose training
+split is known to be noisy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from PIL import Image
+
+from kd.datasets._decode import decode
+from kd.datasets._food_dishes import PAINTERS
+from kd.datasets._food_paint import VERSION
+from kd.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: food_mini`."""
+
+    root: str = "data/food_mini"
+    """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
+    train_images: int = 250
+    """Training pictures a dish."""
+    val_images: int = 100
+    """Validation pictures a dish."""
+    pixels: int = 64
+    """Side of the stored pictures."""
+    art_seed: int = 0
+    """Seed of the pictures; `run.seed` does not change them."""
+    label_noise: float = 0.0
+    """Share of the training pictures with the label of another dish, 0 to 0.9."""
+
+    def __post_init__(self) -> None:
+        if self.train_images < 1 or self.val_images < 1:
+            raise ValueError(f"train_images and val_images must be >= 1, are {self.train_images}, {self.val_images}")
+        if not 16 <= self.pixels <= 512:
+            raise ValueError(f"pixels must be 16 to 512, is {self.pixels}")
+        if not 0 <= self.label_noise <= 0.9:
+            raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
+
+
+class FoodMini:
+    """One split of the painted dishes. See `kd.contracts.Source`.
+
+    The listing follows from the options alone; the files are painted by `prepare`.
+    """
+
+    def __init__(self, options: Options, split: str) -> None:
+        self.options, self.split = options, split
+        self.classes = tuple(PAINTERS)
+        self.folder = Path(options.root) / folder_name(options)
+        self._pictures = pictures(options, split)
+        self.fingerprint = hashlib.sha256(f"{folder_name(options)}/{split}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def label(self, id: int) -> int:
+        """Return the label."""
+        return self._pictures[id][0]
+
+    def name(self, id: int) -> str:
+        """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
+        label, dish, index = self._pictures[id]
+        return f"{self.folder.name}/{self.split}/{self.classes[label]}/{dish}_{index:04d}.jpg"
+
+    def prepare(self) -> None:
+        """Paint both splits where they are not painted yet."""
+        if not (self.folder / "manifest.json").is_file():
+            paint(self.options, self.folder)
+
+    def decode(self, id: int) -> Image.Image:
+        """Return a picture as RGB.
+
+        Raises:
+            DataError: it was not painted, or somebody damaged it.
+        """
+        file = self.folder.parent / self.name(id)
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            remedy = f"Remove '{self.folder}'; the next run paints it anew"
+            raise DataError("data.root", f"cannot read '{file}' ({error.strerror})", "", remedy) from error
+        return decode(data, f"file '{file}'", "data.root")
+
+
+def folder_name(options: Options) -> str:
+    """Return the folder of these settings; others never share it."""
+    settings = {key: value for key, value in asdict(options).items() if key != "root"}
+    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
+    return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def pictures(options: Options, split: str) -> list[tuple[int, str, int]]:
+    """List (label, painted dish, index) of a split, by label and dish."""
+    dishes = tuple(PAINTERS)
+    count, noise = (options.train_images, options.label_noise) if split == "train" else (options.val_images, 0.0)
+    rng = Random(f"{options.art_seed}/labels")
+    listed = []
+    for label, dish in enumerate(dishes):
+        wrong = set(rng.sample(range(count), round(noise * count)))
+        for index in range(count):
+            other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
+            listed.append((other if index in wrong else label, dish, index))
+    return sorted(listed)
+
+
+def paint(options: Options, folder: Path) -> None:
+    """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all.
+
+    The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    draft = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    work = {
+        "folder": str(draft),
+        "seed": options.art_seed,
+        "size": options.pixels,
+        "pictures": {split: pictures(options, split) for split in ("train", "val")},
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = sum(len(listed) for listed in work["pictures"].values())
+    print(f"food_mini: painting {total} pictures into '{folder}' (once)", flush=True)
+    try:
+        draft.mkdir(parents=True)
+        (draft / "work.json").write_text(json.dumps(work))
+        command = [sys.executable, "-m", "kd.datasets._food_paint", str(draft / "work.json"), str(cores)]
+        painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(cores)]
+        failures = [text for _, text in [painter.communicate() for painter in painters] if text]
+        if failures or any(painter.returncode for painter in painters):
+            reason = (failures or ["a painter ended early"])[0].strip().splitlines()[-1]
+            raise OSError(0, reason)
+        (draft / "work.json").unlink()
+        (draft / "manifest.json").write_text(json.dumps({"version": VERSION, **asdict(options)}, indent=2))
+        _move(draft, folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "Free space or set data.root to a folder that you may write"
+        raise DataError("data.root", f"cannot paint into '{folder}' ({reason})", "", remedy) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _move(draft: Path, folder: Path) -> None:
+    try:
+        if folder.exists() and not (folder / "manifest.json").is_file():
+            shutil.rmtree(folder)  # of an older kd, or damaged by hand: not whole
+        os.rename(draft, folder)
+    except OSError:
+        if not (folder / "manifest.json").is_file():  # else another process was faster, with the same pictures
+            raise
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None) -> FoodMini:
+    """Build one split; `classes` is not needed, both splits have all dishes."""
+    return FoodMini(options, split)

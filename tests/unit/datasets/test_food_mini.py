@@ -1,0 +1,136 @@
+"""The painted dishes: same seed, same bits; whole or absent; noise only where it is asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kd.datasets import food_mini
+from kd.datasets._food_paint import main as paint_share
+from kd.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
+from kd.errors import DataError
+
+
+def small(root: Path, **changes: object) -> Options:
+    return Options(**{"root": str(root), "train_images": 2, "val_images": 1, "pixels": 32, **changes})  # type: ignore
+
+
+def files(source: FoodMini) -> dict[str, bytes]:
+    return {str(path.relative_to(source.folder)): path.read_bytes() for path in source.folder.rglob("*.jpg")}
+
+
+@pytest.fixture(scope="module")
+def painted(tmp_path_factory: pytest.TempPathFactory) -> FoodMini:
+    source = build(small(tmp_path_factory.mktemp("food")), "train", None)
+    source.prepare()
+    return source
+
+
+def test_listing_needs_no_files_and_painting_makes_them_all(tmp_path: Path, painted: FoodMini):
+    source = build(small(tmp_path), "train", None)
+    assert len(source) == 24
+    assert len(source.classes) == 12
+    assert not list(tmp_path.iterdir())
+    assert source.fingerprint == painted.fingerprint
+    assert len(files(painted)) == 36
+    for id in range(len(painted)):
+        image = painted.decode(id)
+        assert (image.mode, image.size) == ("RGB", (32, 32))
+        assert painted.classes[painted.label(id)] == Path(painted.name(id)).parent.name
+
+
+def test_files_are_real_jpegs(painted: FoodMini):
+    with Image.open(painted.folder.parent / painted.name(3)) as image:
+        assert image.format == "JPEG"
+
+
+def test_pictures_do_not_depend_on_the_number_of_painters(tmp_path: Path, painted: FoodMini):
+    listed = {split: pictures(painted.options, split) for split in ("train", "val")}
+    work = {"folder": str(tmp_path / "one"), "seed": 0, "size": 32, "pictures": listed}
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    paint_share(tmp_path / "work.json", painters=1, number=0)
+    alone = {str(p.relative_to(tmp_path / "one")): p.read_bytes() for p in (tmp_path / "one").rglob("*.jpg")}
+    assert alone == files(painted)
+
+
+def test_pictures_differ_within_a_dish_and_with_the_seed(tmp_path: Path, painted: FoodMini):
+    assert len(set(files(painted).values())) == 36
+    other = build(small(tmp_path, art_seed=1), "train", None)
+    other.prepare()
+    assert not set(files(other).values()) & set(files(painted).values())
+    assert other.fingerprint != painted.fingerprint
+
+
+def test_other_settings_get_another_folder(tmp_path: Path):
+    settings = [{}, {"art_seed": 1}, {"pixels": 48}, {"train_images": 3}, {"val_images": 2}, {"label_noise": 0.5}]
+    assert len({folder_name(small(tmp_path, **changes)) for changes in settings}) == len(settings)
+    assert folder_name(small(tmp_path / "elsewhere")) == folder_name(small(tmp_path))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+def test_label_noise_is_exact_in_training_and_absent_in_validation(tmp_path: Path, noise: float):
+    options = small(tmp_path, train_images=40, label_noise=noise)
+    classes = build(options, "train", None).classes
+    for split, expected in (("train", noise), ("val", 0.0)):
+        listed = pictures(options, split)
+        wrong = [dish for label, dish, _ in listed if classes[label] != dish]
+        assert len(wrong) == round(expected * len(listed))
+        assert len({(dish, index) for _, dish, index in listed}) == len(listed)
+
+
+def test_painting_again_changes_nothing(painted: FoodMini):
+    stamps = {path: path.stat().st_mtime_ns for path in painted.folder.rglob("*")}
+    build(painted.options, "val", painted.classes).prepare()
+    assert stamps == {path: path.stat().st_mtime_ns for path in painted.folder.rglob("*")}
+
+
+def test_an_interrupted_painting_is_not_taken_for_whole(tmp_path: Path, painted: FoodMini):
+    source = build(small(tmp_path), "train", None)
+    torn = source.folder / "train" / "pizza"
+    torn.mkdir(parents=True)
+    (torn / "pizza_0000.jpg").write_bytes(b"torn")
+    source.prepare()
+    assert files(source) == files(painted)
+
+
+def test_two_processes_at_once_leave_one_whole_set(tmp_path: Path, painted: FoodMini):
+    program = (
+        "from kd.datasets.food_mini import Options, build\n"
+        f"build(Options(root={str(tmp_path)!r}, train_images=2, val_images=1, pixels=32), 'train', None).prepare()"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert files(build(small(tmp_path), "train", None)) == files(painted)
+    assert [path.name for path in tmp_path.iterdir()] == [painted.folder.name]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"^data.root: cannot paint into .*Free space or set data.root"):
+        build(small(tmp_path / "file"), "train", None).prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(food_mini, "pictures", lambda options, split: [(0, "no such dish", 0)])
+    with pytest.raises(DataError, match="no such dish"):
+        food_mini.paint(small(tmp_path), tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_images": 0}, "train_images and val_images must be >= 1"),
+        ({"pixels": 8}, "pixels must be 16 to 512, is 8"),
+        ({"label_noise": 1.0}, "label_noise must be 0 to 0.9, is 1"),
+    ],
+)
+def test_bad_options(tmp_path: Path, changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        small(tmp_path, **changes)
