@@ -172,6 +172,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         item, before = get_args(annotation)[0], len(errors)
         filled = tuple(_fill(item, entry, f"{where}[{i}]", errors) for i, entry in enumerate(value))
         return _INVALID if len(errors) > before else filled
+    value = "" if value is None and annotation is str else value  # `key=` on the command line, `key:` in YAML
     try:
         node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: value}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from kd.artifacts.files import atomic_folder, write_json
+from kd.artifacts.files import atomic_folder, save_tensors, write_json
 from kd.errors import RunError
 from kd.types import State
 
@@ -26,10 +26,7 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
     """
     whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with atomic_folder(folder) as draft:
-        try:
-            save_file(whole, draft / "tensors.safetensors")
-        except SafetensorError as error:  # safetensors hides the OSError in its text
-            raise OSError(28 if "No space" in str(error) else 5, str(error)) from error
+        save_tensors(draft / "tensors.safetensors", whole)
         size = (draft / "tensors.safetensors").stat().st_size
         write_json(draft / "state.json", {"format": FORMAT, "bytes": size, "state": asdict(state), "info": info})
 

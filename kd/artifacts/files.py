@@ -7,9 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from kd.errors import RunError
 
@@ -58,13 +62,26 @@ def write_text(path: Path, text: str, where: str = "run.folder") -> None:
         _flush(draft)
         os.replace(draft, path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
         raise disk_error(error, path, where) from error
 
 
 def write_json(path: Path, content: Any, where: str = "run.folder") -> None:
     """Write JSON atomically."""
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n", where)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, inside of `atomic_folder`.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # safetensors hides the OSError in its text
+        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
 
 
 def disk_error(error: OSError, path: Path, where: str) -> RunError:

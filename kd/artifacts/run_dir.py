@@ -32,6 +32,9 @@ class RunDir:
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
         """Make the folder or enter it again; rank 0 then holds it against other processes.
 
+        A start that stopped before its first checkpoint has nothing to go on with: the folder is then taken anew, so
+        that a mistake (a wrong teacher, a corrupt image) can be repaired and the command repeated.
+
         Args:
             config: the resolved configuration, written before step 1.
             differences: keys in which a stored configuration differs from this one (see `stored_config`).
@@ -40,7 +43,7 @@ class RunDir:
             RunError: the folder holds another run, another process is writing it, or it cannot be written.
         """
         keys = list(differences)
-        if keys:
+        if keys and self._folders():
             raise RunError(
                 "run.name",
                 f"'{self.path}' holds another run; it differs in {', '.join(keys)}",
@@ -49,7 +52,8 @@ class RunDir:
             )
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
-        if self.path.exists() and not self.config_file.exists() and any(self.path.iterdir()):
+        new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
+        if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         try:
@@ -59,8 +63,10 @@ class RunDir:
                 shutil.rmtree(leftover, ignore_errors=True)
         except OSError as error:
             raise disk_error(error, self.path, "run.folder") from error
-        if not self.config_file.exists():
+        if not self._folders():
             write_text(self.config_file, config)
+            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in ("choices", "measured_ms")}
+            write_json(self.path / "manifest.json", choices)
 
     @property
     def config_file(self) -> Path:

@@ -70,7 +70,10 @@ class LocalLoader:
         self._requests.now = requests
         for batch in self._batches:
             if isinstance(batch, KdError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # its traceback holds this frame: in a circle the workers would outlive the loader
             self.unreadable.update(batch.unreadable)
             yield batch
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kd.engine.run import Run
-from kd.engine.snapshot import restore, snapshot
+from kd.engine.snapshot import AFTER_DIVERGING, restore, snapshot
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
 from kd.types import Batch, State
@@ -94,6 +94,8 @@ def score(run: Run, batch: Batch) -> Tensor:
 
 def evaluate(run: Run, state: State) -> tuple[State, bool]:
     """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
+    # Statistics of batch norms are each rank's own; from here on all ranks go on with those that are evaluated.
+    run.backend.broadcast_(run.distillation.buffers())
     with run.average.applied() if run.average is not None else nullcontext():
         values = run.evaluator(run.distillation.student)
     improved = values["accuracy"] > state.best
@@ -158,8 +160,7 @@ class Meter:
                 "losses" if broken != ["grad_norm"] else "optimizer",
                 f"{', '.join(broken)} became NaN or infinite in steps {self.since.step + 1} to {state.step}",
                 "All terms must stay finite",
-                "Lower optimizer.lr, set optimizer.clip, or backend.precision=fp32; the same command resumes from the "
-                "last checkpoint",
+                AFTER_DIVERGING,
             )
         state = replace(state, seconds=state.seconds + seconds)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}

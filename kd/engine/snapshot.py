@@ -8,11 +8,25 @@ import torch
 from torch import Tensor
 
 from kd.engine.run import Run
+from kd.errors import NonFiniteLoss
 from kd.types import State
+
+# The same command would resume from the last checkpoint and diverge in the same step again.
+AFTER_DIVERGING = (
+    "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
+)
 
 
 def snapshot(run: Run, state: State, best: bool) -> None:
-    """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
+    """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered.
+
+    Raises:
+        NonFiniteLoss: the weights are not finite; a run could never resume from them.
+    """
+    weights = [tensor for tensor in run.distillation.state_dict().values() if tensor.is_floating_point()]
+    if not torch.stack([tensor.isfinite().all() for tensor in weights]).all().item():  # all ranks hold the same
+        wrong = f"the student's weights became NaN or infinite in step {state.step} or before"
+        raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
     optimizer = run.backend.optimizer_state(run.optimizer)
     if run.backend.rank == 0:
         tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.errors import RunError
+from kd.errors import KdError, RunError
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 FREE = ("run.name", "run.folder", "run.keep", "run.trackers", "run.every.", "data.workers", "backend.timeout_seconds")
@@ -19,7 +21,7 @@ FREE = ("run.name", "run.folder", "run.keep", "run.trackers", "run.every.", "dat
 def enter(folder: RunDir, settings: Config) -> None:
     """Open a run folder for this configuration, or say what differs."""
     stored = folder.stored_config()
-    differences = different_keys(config.load(_parse(stored)), settings) if stored else []
+    differences = different_keys(_parse(folder, stored), settings) if stored is not None else []
     folder.open(config.dump(settings), differences)
 
 
@@ -34,12 +36,24 @@ def opened_run(path: Path) -> tuple[RunDir, Config]:
     if stored is None:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
-    return folder, config.load(_parse(stored))
+    return folder, _parse(folder, stored)
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(folder: RunDir, text: str) -> Config:
+    """Load a stored configuration.
 
-    return OmegaConf.to_container(OmegaConf.create(text))  # type: ignore[return-value]
+    Raises:
+        RunError: it was changed by hand, or by another version of kd.
+    """
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.create(text))
+        return config.load(content if isinstance(content, dict) else {})
+    except (YAMLError, OmegaConfBaseException, KdError) as error:
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        remedy = "Restore it, or choose another run.name"
+        raise RunError(
+            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
+        ) from error
 
 
 def different_keys(stored: Config, settings: Config) -> list[str]:

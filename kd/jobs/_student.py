@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kd import build, config
 from kd.artifacts import manifest
@@ -63,8 +64,8 @@ def distil(
         if teacher is not None:
             check_teacher(settings, run, console)
         state = engine_train(run)
-        if run.loader.unreadable:
-            names = [data.train.name(id) for id in sorted(run.loader.unreadable)]
+        names = unreadable(data, run, known)
+        if names:
             folder.record(unreadable=names)
             console.say(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
     rows = folder.metrics("val") if backend.rank == 0 else []
@@ -75,6 +76,13 @@ def distil(
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
     )
+
+
+def unreadable(data: build.Data, run: Run, known: dict[str, Any]) -> list[str]:
+    """List the images of both splits that this rank could not decode, in this start or in an earlier one."""
+    both = ((data.train, run.loader), (data.val, run.evaluator.loader))
+    found = {source.name(id) for source, loader in both for id in loader.unreadable}
+    return sorted(found | set(known.get("unreadable", [])))
 
 
 def check_teacher(settings: Config, run: Run, console: Console) -> None:

@@ -25,6 +25,7 @@ def check(settings: Config, path: str) -> str:
         KdError: what `kd-train` would stop at.
     """
     required = build.needs(settings)
+    build.augmentation(settings)
     data = build.data(settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = build.arithmetic(settings, world_size, len(data.train))

@@ -17,11 +17,12 @@ def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split."""
     folder, stored = opened_run(path)
     settings = config.load(config.to_dict(stored), overrides)
+    best = folder.best()[1]
     with world(settings) as backend:
         data = prepared(settings, backend)
         teacher = obtain_teacher(settings, data, backend)
         run, _ = build.run(
             settings, data, backend, teacher, folder, Console("", quiet=True), folder.manifest()["choices"]
         )
-        load_student(run.distillation.student, folder.best()[1])  # type: ignore[arg-type]
+        load_student(run.distillation.student, best)  # type: ignore[arg-type]
         return run.evaluator(run.distillation.student)

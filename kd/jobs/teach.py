@@ -65,11 +65,13 @@ def fit_teacher(settings: Config, data: build.Data, backend: Backend) -> Path:
             print(f"teacher: reusing '{target}'", flush=True)
         return target
     enter(folder, plan)
-    distil(plan, data, backend, None, folder, "teacher")
-    if backend.rank == 0:
-        export_run(folder, plan, target, data.train.classes)
-    backend.barrier()
-    folder.close()
+    try:
+        distil(plan, data, backend, None, folder, "teacher")
+        if backend.rank == 0:
+            export_run(folder, plan, target, data.train.classes)
+        backend.barrier()
+    finally:
+        folder.close()
     return target
 
 

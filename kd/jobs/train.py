@@ -24,7 +24,8 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    build.needs(settings)
+    build.needs(settings)  # what is wrong with the losses or the policy must not be found out after the teacher's fit
+    build.augmentation(settings)
     with world(settings) as backend:
         data = prepared(settings, backend)
         build.arithmetic(settings, backend.world_size, len(data.train))
@@ -37,8 +38,10 @@ def train(settings: Config) -> Result:
                 alone = labels_alone(settings)
                 inner = RunDir(folder.path / "labels_only", backend.rank, settings.run.keep)
                 enter(inner, alone)
-                baseline = distil(alone, data, backend, None, inner, f"{settings.run.name} (labels only)")
-                inner.close()
+                try:
+                    baseline = distil(alone, data, backend, None, inner, f"{settings.run.name} (labels only)")
+                finally:
+                    inner.close()
                 result = replace(result, baseline=baseline)
             result = replace(result, report=report(settings, result))
             if backend.rank == 0:

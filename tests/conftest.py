@@ -1,0 +1,156 @@
+"""What several folders of tests share: a tiny image folder, a tiny fitted teacher, a configuration, the commands."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+CLASSES = ("apple", "fig", "pear")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+
+class Answer(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch) -> None:
+    """Keep the variables of a launcher around pytest out of the tests."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> None:
+    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns them within seconds."""
+    generator = np.random.default_rng(seed)
+    for channel, (name, count) in enumerate(zip(CLASSES, per_class, strict=True)):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = generator.integers(0, 120, (size + number % 3, size, 3), np.uint8)
+            pixels[..., channel] += 100
+            Image.fromarray(pixels).save(folder / name / f"{number:02d}.jpg", quality=90)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """A folder of 36 training and 13 validation images of three classes. Do not write into it."""
+    root = tmp_path_factory.mktemp("photos")
+    paint(root / "train", (12, 12, 12), seed=1)
+    paint(root / "val", (4, 4, 5), seed=2)
+    return root
+
+
+def tiny(depth: int = 1, width: int = 24) -> dict[str, Any]:
+    """A ViT that a step of costs a millisecond."""
+    return {
+        "model": "vit_tiny_patch16_224",
+        "args": {"patch_size": 8, "embed_dim": width, "depth": depth, "num_heads": 2},
+        "attention": "unfused",
+    }
+
+
+def base(photos: Path, folder: Path) -> dict[str, Any]:
+    """A whole configuration in which nothing is left to a measurement: same seed, same bits."""
+    return {
+        "run": {"name": "tiny", "folder": str(folder / "runs"), "epochs": 2, "every": {"log": 2}},
+        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 8, "workers": 0},
+        "teacher": {**tiny(2, 48), "precision": "fp32", "fit": {"lr": 3e-3, "folder": str(folder / "teachers")}},
+        "student": tiny(),
+        "losses": [{"kind": "kl"}],
+        "optimizer": {"lr": 2e-3},
+        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
+    }
+
+
+@pytest.fixture(scope="session")
+def teacher(photos, tmp_path_factory) -> Path:
+    """An export folder: a ViT fitted on `photos`. Do not write into it."""
+    from kd import config, jobs
+
+    settings = base(photos, tmp_path_factory.mktemp("teacher"))
+    settings["teacher"]["fit"]["epochs"] = 3
+    return jobs.teach(config.load(settings)).absolute()
+
+
+@pytest.fixture
+def settings(photos, teacher, tmp_path) -> dict[str, Any]:
+    """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it as you like."""
+    made = base(photos, tmp_path)
+    made["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    return made
+
+
+@pytest.fixture
+def written(settings, tmp_path) -> Callable[..., str]:
+    """Write `settings`, with some sections merged over, as YAML and return the path."""
+
+    def write(**sections: Any) -> str:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump(merged(settings, sections)))
+        return str(path)
+
+    return write
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `old` with `new` laid over it, section by section; `args` belong to one model and are replaced."""
+    result = copy.deepcopy(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+@pytest.fixture
+def command(capfd) -> Callable[..., Answer]:
+    """Run a command's `main` in this process: `command("train", path, "run.epochs=1")`."""
+    from importlib import import_module
+
+    def run(name: str, *argv: object) -> Answer:
+        capfd.readouterr()
+        try:
+            code = import_module(f"kd.cli.{name}").main([str(arg) for arg in argv])
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        captured = capfd.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def refused(command) -> Callable[..., str]:
+    """Run a command that must stop with exit code 2 and one line on stderr; return the line."""
+
+    def run(name: str, *argv: object) -> str:
+        answer = command(name, *argv)
+        assert answer.code == 2, answer
+        assert len(answer.err.splitlines()) == 1, answer.err
+        assert answer.err.rstrip().endswith((".", "?", "!"))
+        return answer.err.strip()
+
+    return run
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch) -> Path:
+    """Work in `tmp_path`, so that nothing can be written elsewhere by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def listing(folder: Path) -> list[str]:
+    """Every file below a folder."""
+    return sorted(os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file())

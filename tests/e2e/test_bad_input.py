@@ -1,0 +1,419 @@
+"""Mistakes of every kind: one line with the config path and a remedy, exit code 2, and nothing left lying about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from kd import build, config
+from kd.errors import ConfigError
+
+
+@pytest.fixture
+def copied(photos, settings, tmp_path) -> Path:
+    """The photographs in a folder of their own, which `settings` names."""
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    settings["data"]["root"] = str(root)
+    return root
+
+
+@pytest.fixture
+def copied_teacher(teacher, settings, tmp_path) -> Path:
+    """The fitted teacher in a folder of its own, which `settings` names."""
+    folder = tmp_path / "stored"
+    shutil.copytree(teacher, folder)
+    settings["teacher"]["model"] = str(folder)
+    return folder
+
+
+def runs(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in (folder / "runs").rglob("*") if p.is_file())
+
+
+def nothing_started(folder: Path) -> bool:
+    """Whether no run folder exists, or one without rows and checkpoints, which a repaired start takes anew."""
+    return not [name for name in runs(folder) if not name.endswith(("config.yaml", "manifest.json", ".lock"))]
+
+
+# ------------------------------------------------------------------------------------------------------ the config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", "optimizer.lrr: no such key. Allowed: "),
+        ("optimizer.lr=fast", "optimizer.lr: is 'fast'. Allowed: a number > 0. Change the value."),
+        ("losses=[{kind: kll}]", "losses[0].kind: no part named 'kll' in losses. Allowed: ce, "),
+        ("sifter.kind=histroy", "sifter.kind: no part named 'histroy' in sifters. Allowed: "),
+        ("data.kind=image_folder", "data.kind: no part named 'image_folder' in datasets. "),
+        ("backend.kind=gpu", "backend.kind: no part named 'gpu' in backends. Allowed: "),
+        ("data.root=/no/such/folder", "data.root: the folder '/no/such/folder' does not exist."),
+        ("data.train_split=trian", "has no folder 'trian'. It has: train, val. Did you mean 'train'?"),
+        ("data.batch_size=400", "data.batch_size: is 400, but the training split has 36 images."),
+        ("data.micro_batch=3", "data.batch_size: 8 images cannot be divided into 1 ranks x micro-batches of 3."),
+        ("data.augment.policy=rand-q9", "data.augment.policy: 'rand-q9' is not a policy that timm knows"),
+        ("student.model=vit_tinny_patch16_224", "student.model: no model 'vit_tinny_patch16_224'."),
+        ("student.args.banana=1", "student.model: 'vit_tiny_patch16_224' cannot be built (TypeError: "),
+        ("teacher.model=", "teacher.model: is missing, but losses[0] ('kl') needs it."),
+        ("teacher.model=no/folder", "teacher.model: no model 'no/folder'."),
+        ("teacher.checkpoint=no.safetensors", "teacher.checkpoint: no file 'no.safetensors'."),
+        ("losses=[{kind: feature}]", None),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_a_key_that_is_wrong(written, command, refused, tmp_path, inside, override, message, check):
+    arguments = [written(), override, *(["--check"] if check else [])]
+    if message is None:  # both models are ViTs: they have features
+        assert command("train", *arguments).code == 0
+        return
+    told = refused("train", *arguments)
+    assert message in told
+    assert nothing_started(tmp_path)
+
+
+def test_several_errors_are_several_lines(written, command, tmp_path):
+    answer = command("train", written(), "optimizer.lr=0", "run.epoks=1", "losses=[{kind: kll}]")
+    assert answer.code == 2
+    lines = answer.err.splitlines()
+    assert sorted(line.split(": ")[0] for line in lines) == ["losses[0].kind", "optimizer.lr", "run.epoks"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_config(refused, tmp_path):
+    (tmp_path / "tiny.yaml").write_text("")
+    assert refused("train", tmp_path / "tny.yaml").endswith("Did you mean 'tiny.yaml'?")
+
+
+@pytest.mark.parametrize("kind", ["dkd", "nkd"])
+def test_losses_that_need_one_label(written, refused, tmp_path, kind):
+    told = refused("train", written(losses=[{"kind": kind}], data={"augment": {"mixup": 0.2}}))
+    assert told.startswith(f"losses[0].kind: '{kind}' needs one label an image, but mixup or cutmix is on. Losses that")
+    assert not (tmp_path / "runs").exists()  # found out before anything is written or fitted
+
+
+def test_a_loss_whose_option_is_out_of_range(written, refused):
+    told = refused("train", written(losses=[{"kind": "kl", "temperature": 0}]))
+    assert told == "losses[0]: temperature must be finite and > 0, is 0. Change the value."
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro", "ranks", "images"), [(8, 0, 3, 100), (8, 3, 2, 100), (2, 0, 4, 100), (9, 2, 1, 100)]
+)
+def test_a_batch_that_does_not_divide(settings, batch_size, micro, ranks, images):
+    settings["data"] |= {"batch_size": batch_size, "micro_batch": micro}
+    with pytest.raises(ConfigError, match=r"^data\.batch_size: .* cannot be divided into") as caught:
+        build.arithmetic(config.load(settings), ranks, images)
+    number = int(str(caught.value).partition("Set data.batch_size=")[2].partition(",")[0])
+    settings["data"]["batch_size"] = number
+    divided = build.arithmetic(config.load(settings), ranks, images)  # the remedy works
+    assert divided.world_size * divided.accumulate * divided.micro_batch == number
+
+
+@pytest.mark.parametrize(("ranks", "images"), [(1, 5), (2, 5), (4, 7)])
+def test_a_batch_of_more_than_all_images(settings, ranks, images):
+    settings["data"]["batch_size"] = 64
+    with pytest.raises(ConfigError, match=rf"is 64, but the training split has {images} images") as caught:
+        build.arithmetic(config.load(settings), ranks, images)
+    settings["data"]["batch_size"] = int(str(caught.value).rstrip(".").rpartition("=")[2])
+    assert build.arithmetic(config.load(settings), ranks, images).batch_size <= images
+
+
+def test_the_batch_divided():
+    settings = {"kind": "imagefolder", "root": ".", "batch_size": 96, "micro_batch": 8}
+    loaded = config.load({"data": settings, "student": {"model": "a"}, "losses": [{"kind": "ce"}]})
+    divided = build.arithmetic(loaded, 3, 1000)
+    assert (divided.accumulate, divided.micro_batch, divided.eval_batch) == (4, 8, 8)
+    assert str(divided) == "96 images = 3 ranks x 4 micros x 8"
+
+
+# --------------------------------------------------------------------------------------------------------- images
+
+
+def test_an_empty_folder(written, refused, copied, tmp_path):
+    shutil.rmtree(copied / "train")
+    (copied / "train").mkdir()
+    assert refused("train", written()).startswith("data.root: no images for the split 'train'")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_class(written, refused, copied, tmp_path):
+    for split in ("train", "val"):
+        for name in ("fig", "pear"):
+            shutil.rmtree(copied / split / name)
+    assert refused("train", written()).startswith("data.root: the split 'train' has only one class, 'apple'.")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_class_that_only_validation_has(written, refused, copied):
+    (copied / "val" / "fig").rename(copied / "val" / "figg")
+    assert refused("train", written()).endswith("Did you mean 'fig'?")
+
+
+def damage(root: Path, split: str = "train") -> list[str]:
+    """Spoil two images, in both ways that people meet."""
+    text, cut = root / split / "fig" / "00.jpg", root / split / "pear" / "01.jpg"
+    text.write_text("this is no picture")
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    return [f"{split}/fig/00.jpg", f"{split}/pear/01.jpg"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_corrupt_image_names_itself_and_the_way_out(written, refused, command, copied, tmp_path, workers, split):
+    names = damage(copied, split)
+    path = written(data={"workers": workers}, run={"epochs": 1})
+    told = refused("train", path)
+    assert told.startswith("data.root: file '")
+    assert any(name in told for name in names)
+    assert told.endswith("Replace or delete it, or set data.on_corrupt=skip.")
+    for name in names:  # the remedy works, in the same folder
+        (copied / name).unlink()
+    answer = command("train", path)
+    assert answer.code == 0, answer
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_skipping_counts_and_lists(written, command, copied, tmp_path, workers):
+    names = damage(copied) + damage(copied, "val")
+    answer = command("train", written(data={"workers": workers, "on_corrupt": "skip"}))
+    assert answer.code == 0, answer
+    assert "4 images could not be decoded and had weight 0: " in answer.out
+    manifest = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())
+    assert manifest["unreadable"] == sorted(names)
+    again = command("train", written(data={"workers": workers, "on_corrupt": "skip"}))  # decodes the validation only
+    assert again.code == 0
+    assert json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())["unreadable"] == sorted(names)
+
+
+def test_odd_but_whole_images_simply_work(written, command, copied, tmp_path):
+    folder = copied / "train" / "apple"
+    Image.new("CMYK", (20, 20), (0, 200, 200, 0)).save(folder / "cmyk.jpg")
+    Image.fromarray(np.full((20, 20), 40_000, np.uint16)).save(folder / "deep.png")
+    Image.new("RGB", (1, 1), (255, 0, 0)).save(folder / "dot.png")
+    Image.new("L", (1, 300), 9).save(folder / "line.png")
+    Image.new("P", (9, 9)).save(folder / "palette.gif")
+    Image.new("RGBA", (9, 9), (255, 0, 0, 0)).save(folder / "clear.webp")
+    shutil.copytree(folder, copied / "val" / "apple", dirs_exist_ok=True)
+    answer = command("train", written(run={"epochs": 1}, data={"augment": {"mixup": 0.5, "crop": 0.1}}))
+    assert answer.code == 0, answer
+    assert "could not be decoded" not in answer.out
+
+
+# -------------------------------------------------------------------------------------------------------- teachers
+
+
+def relabel(folder: Path, names: list[str]) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    content["label_names"] = names
+    content["pretrained_cfg"].pop("label_names", None)
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_a_teacher_of_another_class_count(written, refused, copied, teacher, tmp_path, how):
+    for split in ("train", "val"):
+        shutil.copytree(copied / split / "fig", copied / split / "quince")
+    told = refused("train", given(written, teacher, how))
+    assert told.startswith(
+        f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head would be rand"
+    )
+    assert nothing_started(tmp_path)
+
+
+def given(written, teacher: Path, how: str) -> str:
+    """Write a config that names the teacher's weights as a folder or as a checkpoint of an architecture."""
+    if how == "model":
+        return written()
+    args = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+    return written(teacher={"model": "vit_tiny_patch16_224", "args": args, "checkpoint": str(teacher)})
+
+
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_a_teacher_of_another_class_order(written, refused, copied_teacher, tmp_path, how):
+    relabel(copied_teacher, ["fig", "apple", "pear"])
+    told = refused("train", given(written, copied_teacher, how))
+    assert told.startswith(
+        f"teacher.{how}: class 0 is 'fig', the data's is 'apple' (the same classes in another order)"
+    )
+    assert nothing_started(tmp_path)
+
+
+def test_a_teacher_at_chance_level_can_be_replaced(written, refused, command, copied_teacher, teacher, tmp_path):
+    weights = load_file(copied_teacher / "model.safetensors")
+    weights["head.bias"] = torch.tensor([100.0, 0.0, 0.0])  # always an apple: 4 of 13 are
+    save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
+    told = refused("train", written())
+    assert told == (
+        "teacher: is right on 30.8 % of the validation images; guessing is right on 33.3 %. At least 50.0 % "
+        "(teacher.min_accuracy). Check that its classes stand in the data's order and that its weights were loaded."
+    )
+    assert nothing_started(tmp_path)
+    assert command("train", written(run={"epochs": 1}), "teacher.min_accuracy=0.2").code == 0
+    # the run that was refused is no obstacle to the same run with another teacher
+    shutil.rmtree(tmp_path / "runs")
+    refused("train", written())
+    assert command("train", written(run={"epochs": 1}), f"teacher.model={teacher}").code == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors", None])
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_a_teacher_that_cannot_be_read(written, refused, copied_teacher, tmp_path, how, content):
+    file = copied_teacher / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50] if content is None else content)
+    assert refused("train", given(written, copied_teacher, how)).startswith(f"teacher.{how}: ")
+    assert nothing_started(tmp_path)
+
+
+def test_a_teacher_of_another_architecture(written, refused, teacher):
+    path = written(teacher={"model": "vit_tiny_patch16_224", "args": {"embed_dim": 24}, "checkpoint": str(teacher)})
+    assert "the weights are not those of 'vit_tiny_patch16_224'" in refused("train", path)
+
+
+def test_no_way_to_a_teacher(written, refused):
+    assert refused("teach", written()).startswith("teacher.fit.epochs: is 0. At least 1.")
+
+
+# ----------------------------------------------------------------------------------------------------- run folders
+
+
+def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
+    assert command("train", written(run={"epochs": 1})).code == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
+    told = refused("train", written(run={"epochs": 1}), "optimizer.lr=0.5", "losses.0.temperature=3")
+    assert told == (
+        f"run.name: '{tmp_path}/runs/tiny' holds another run; it differs in losses.0.temperature (1.0 -> 3.0), "
+        "optimizer.lr (0.002 -> 0.5). One folder, one run. Choose another run.name, or remove the folder."
+    )
+    assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
+    # what only changes how it looks and how fast it goes is welcome
+    assert command("train", written(run={"epochs": 1}), "run.every.log=1", "data.workers=1", "run.keep=5").code == 0
+
+
+def test_a_folder_that_is_no_run(written, refused, tmp_path):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "thesis.tex").write_text("precious")
+    told = refused("train", written())
+    assert told.startswith(f"run.name: '{tmp_path}/runs/tiny' exists and is not a run folder.")
+    assert runs(tmp_path) == ["runs/tiny/thesis.tex"]
+    for name in ("evaluate", "export"):
+        told = refused(name, tmp_path / "runs" / "tiny")
+        assert told.startswith(f"run: '{tmp_path}/runs/tiny' is not a run folder: it has no config.yaml.")
+
+
+def test_a_run_folder_where_a_file_lies(written, refused, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    assert refused("train", written()).startswith("run.folder: cannot write")
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, name, tmp_path):
+    (copied_teacher / "model.safetensors").write_bytes(b"")
+    refused("train", written())
+    shutil.rmtree(copied_teacher)
+    told = refused(name, tmp_path / "runs" / "tiny")
+    assert told.endswith("Train it first: `kd-train CONFIG`.")
+
+
+def test_a_stored_config_that_cannot_be_read(written, refused, command, tmp_path):
+    assert command("train", written(run={"epochs": 1})).code == 0
+    stored = tmp_path / "runs" / "tiny" / "config.yaml"
+    for text in ("run: [", "- a\n", ""):
+        stored.write_text(text)
+        for name, argument in (("train", written(run={"epochs": 1})), ("export", stored.parent)):
+            told = refused(name, argument)
+            assert str(stored) in told or "config.yaml" in told
+
+
+def test_a_checkpoint_cut_short_and_its_remedy(written, refused, command, tmp_path):
+    assert command("train", written(run={"name": "whole"})).code == 0
+    assert command("train", written()).code == 0
+    newest = tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000008"
+    tensors = newest / "tensors.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:1000])
+    told = refused("train", written())
+    assert told.startswith(f"run.folder: checkpoint '{newest}' is cut short: 1000 of {len(whole)} bytes.")
+    removed = Path(told.partition("Remove '")[2].partition("'")[0])
+    shutil.rmtree(removed)
+    assert command("train", written()).code == 0
+    again = tmp_path / "runs" / "whole" / "checkpoints" / "step_00000008" / "tensors.safetensors"
+    assert tensors.read_bytes() == again.read_bytes()
+    assert command("export", tmp_path / "runs" / "tiny").code == 0
+
+
+def test_the_only_checkpoint_cut_short_and_its_remedy(written, refused, command, tmp_path):
+    path = written(run={"epochs": 1})
+    assert command("train", path).code == 0
+    only = tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000004"
+    (only / "state.json").write_text("{")
+    told = refused("train", path)
+    shutil.rmtree(Path(told.partition("Remove '")[2].partition("'")[0]))
+    assert command("train", path).code == 0
+    assert (only / "tensors.safetensors").is_file()
+
+
+def test_two_processes_and_one_folder(written, refused, command, tmp_path):
+    from kd.artifacts.run_dir import RunDir
+
+    path = written(run={"epochs": 1})
+    settings = config.load(path)
+    holder = RunDir(tmp_path / "runs" / "tiny")
+    holder.open(config.dump(settings))
+    try:
+        assert "is writing" in refused("train", path)
+    finally:
+        holder.close()
+    assert command("train", path).code == 0
+
+
+def test_a_run_that_failed_lets_go_of_its_folder(written, refused, command, copied, tmp_path):
+    """In a notebook the process goes on: no lock may stay behind, not that of a teacher being fitted either."""
+    names = damage(copied)
+    args = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+    fit = {"epochs": 1, "folder": str(tmp_path / "teachers")}
+    path = written(teacher={"model": "vit_tiny_patch16_224", "args": args, "fit": fit, "min_accuracy": 0.0})
+    assert "data.on_corrupt=skip" in refused("train", path)
+    assert "data.on_corrupt=skip" in refused("train", path)
+    for name in names:
+        (copied / name).unlink()
+    assert command("train", path).code == 0
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def test_a_loss_that_diverges(written, refused, tmp_path):
+    path = written(run={"epochs": 4, "every": {"log": 2}}, optimizer={"lr": 1e30, "warmup": 0.0, "clip": 0.0})
+    told = refused("train", path)
+    assert "became NaN or infinite in step" in told
+    assert told.startswith(("losses: ", "optimizer: "))
+    for file in (tmp_path / "runs" / "tiny" / "checkpoints").rglob("*.safetensors"):
+        assert all(t.isfinite().all() for t in load_file(file).values() if t.is_floating_point())
+    file = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    assert all(np.isfinite(row["loss"]) for row in rows if row["kind"] == "train")
+
+
+def test_errors_of_one_rank_among_several_say_whose(written, command, monkeypatch):
+    """Without a rank in the environment (mpirun sets its own names) the error must still be the user's."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = command("train", written(), "optimizer.lr=0")
+    assert answer.code == 2
+    assert "optimizer.lr: is 0." in answer.err
+    assert "Traceback" not in answer.err
+    monkeypatch.setenv("RANK", "1")
+    assert command("train", written(), "optimizer.lr=0").err.startswith("[rank 1] optimizer.lr: is 0.")
+
+
+def test_the_yaml_that_was_written_is_what_is_read(written):
+    """Guards the helper of these tests."""
+    assert yaml.safe_load(Path(written(run={"epochs": 7})).read_text())["run"]["epochs"] == 7

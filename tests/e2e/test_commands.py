@@ -1,0 +1,337 @@
+"""The commands from the first to the last, on a tiny image folder: teach, train, evaluate, export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from kd import config
+from kd.schema import Config
+
+FIT = {"fit": {"epochs": 2}}
+
+
+@pytest.fixture
+def fitted(settings, photos, tmp_path):
+    """The settings with a teacher that must be fitted first."""
+    settings["teacher"] = {
+        "model": "vit_tiny_patch16_224",
+        "args": {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2},
+        "attention": "unfused",
+        "precision": "fp32",
+        "fit": {"epochs": 2, "lr": 3e-3, "folder": str(tmp_path / "teachers")},
+    }
+    return settings
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    """Return the rows of the printed table by their model."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_from_teach_to_export(fitted, written, command, tmp_path):
+    path = written(run={"baseline": True})
+    taught = command("teach", path)
+    assert taught.code == 0, taught
+    teacher = Path(taught.out.splitlines()[-1])
+    assert timm.create_model(f"local-dir:{teacher}", pretrained=True).num_classes == 3
+
+    trained = command("train", path)
+    assert trained.code == 0, trained
+    assert f"teacher: reusing '{teacher}'" in trained.out
+    rows = table_of(trained.out)
+    assert list(rows) == ["teacher", "student, distilled", "student, labels only"]
+    assert all(re.fullmatch(r"\d+\.\d %", row[0]) for row in rows.values())
+    assert float(rows["teacher"][0].split()[0]) > 60
+    assert "Next: `kd-export" in trained.out
+
+    run = tmp_path / "runs" / "tiny"
+    assert (run / "report.md").read_text().strip() in trained.out
+    names = set(files(run))
+    assert {"config.yaml", "manifest.json", "metrics.jsonl", "report.md", "labels_only/metrics.jsonl"} <= names
+    assert not [name for name in names if name.endswith((".tmp", ".pt", ".pth", ".pkl"))]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["classes"] == ["apple", "fig", "pear"]
+    assert manifest["choices"] == {"teacher": "fp32+unfused", "student": "fp32+unfused"}
+
+    evaluated = command("evaluate", run)
+    assert evaluated.code == 0, evaluated
+    values = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines() if "reusing" not in line}
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = max((row for row in metrics if row["kind"] == "val"), key=lambda row: row["accuracy"])
+    assert values == pytest.approx({name: best[name] for name in values}, abs=6e-5)  # four digits are printed
+    assert {"accuracy", "top5", "nll", "ece", "teacher_accuracy", "kl", "agreement"} <= values.keys()
+
+    exported = command("export", run, "--to", tmp_path / "student")
+    assert exported.code == 0, exported
+    student = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True)
+    assert student.pretrained_cfg["label_names"] == ["apple", "fig", "pear"]
+    told = json.loads((tmp_path / "student" / "kd.json").read_text())
+    assert told["metrics"]["accuracy"] == best["accuracy"]
+
+
+def test_an_export_scores_what_the_run_scored(written, command, tmp_path, photos):
+    """With plain timm and Pillow, nothing of ours in between."""
+    assert command("train", written(optimizer={"ema": 0.5})).code == 0
+    assert command("export", tmp_path / "runs" / "tiny").code == 0
+    folder = tmp_path / "runs" / "tiny" / "export"
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    names, pictures = model.pretrained_cfg["label_names"], sorted((photos / "val").rglob("*.jpg"))
+    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    hits = 0
+    for path in pictures:
+        image = Image.open(path).convert("RGB")
+        side = min(image.size)
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        square = image.resize((16, 16), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+        pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1) / 255
+        with torch.no_grad():
+            hits += names[model(((pixels - mean) / std)[None]).argmax()] == path.parent.name
+    told = json.loads((folder / "kd.json").read_text())
+    assert hits / len(pictures) == pytest.approx(told["metrics"]["accuracy"])
+
+
+@pytest.mark.parametrize(("decay", "prefix"), [(0.9, "average.network."), (0.0, "model.student.network.")])
+def test_the_best_weights_are_exported(written, command, tmp_path, decay, prefix):
+    assert command("train", written(optimizer={"ema": decay})).code == 0
+    assert command("export", tmp_path / "runs" / "tiny").code == 0
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    tensors = load_file(checkpoints / (checkpoints / "best").read_text().strip() / "tensors.safetensors")
+    exported = load_file(tmp_path / "runs" / "tiny" / "export" / "model.safetensors")
+    assert exported
+    assert all(torch.equal(tensors[prefix + name], tensor) for name, tensor in exported.items())
+
+
+def test_the_second_start_only_prints_the_table(written, command, tmp_path):
+    path = written(run={"epochs": 1, "baseline": True})
+    first = command("train", path)
+    before = files(tmp_path / "runs")
+    second = command("train", path)
+    assert (first.code, second.code) == (0, 0)
+    assert "| step" not in second.out  # not one step more
+    assert {name: row[:4] for name, row in table_of(second.out).items()} == {
+        name: row[:4] for name, row in table_of(first.out).items()
+    }
+    after = files(tmp_path / "runs")
+    for name in before:
+        if name.endswith((".safetensors", "metrics.jsonl", "config.yaml")):
+            assert after[name] == before[name], name
+    assert after.keys() == before.keys()
+
+
+def test_the_resolved_config_is_an_input(written, command, tmp_path):
+    path = written(run={"epochs": 1})
+    assert command("train", path, "optimizer.lr=0.003").code == 0
+    stored = tmp_path / "runs" / "tiny" / "config.yaml"
+    loaded = config.load(stored)
+    assert isinstance(loaded, Config)
+    assert loaded.optimizer.lr == 0.003
+    again = command("train", stored)
+    assert again.code == 0
+    assert "| step" not in again.out  # it is the same run
+    weights = "checkpoints/step_00000004/tensors.safetensors"
+    assert command("train", stored, "run.name=copy").code == 0
+    one, other = ((tmp_path / "runs" / name / weights).read_bytes() for name in ("tiny", "copy"))
+    assert one == other
+
+
+def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
+    """Ctrl-C in the second epoch; the same command then ends with the same bits."""
+    from kd.artifacts.run_dir import RunDir
+
+    path = written(run={"name": "whole"})
+    assert command("train", path).code == 0
+    log = RunDir.log
+
+    def interrupted(self, kind, state, values):
+        if state.step == 6:
+            raise KeyboardInterrupt
+        log(self, kind, state, values)
+
+    path = written(run={"name": "broken"})
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDir, "log", interrupted)
+        stopped = command("train", path)
+    assert stopped.code == 130
+    assert stopped.err == "interrupted; the same command resumes from the last checkpoint\n"
+    assert command("train", path).code == 0
+    weights = "checkpoints/step_00000008/tensors.safetensors"
+    assert files(tmp_path / "runs" / "broken")[weights] == files(tmp_path / "runs" / "whole")[weights]
+
+
+def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, written, command, tmp_path, photos):
+    data = tmp_path / "photos"
+    shutil.copytree(photos, data)
+    path = written(data={"root": str(data)})
+    first, second = (command("teach", path).out.splitlines()[-1] for _ in range(2))
+    assert first == second
+    assert (
+        command("teach", path, "run.name=other", "student.args.depth=3").out.splitlines()[-1] == first
+    )  # the student is no part of the teacher
+    Image.new("RGB", (20, 20)).save(data / "train" / "fig" / "99.jpg")
+    assert command("teach", path).out.splitlines()[-1] != first
+    other_length = command("teach", path, "teacher.fit.epochs=1").out.splitlines()[-1]
+    assert len(list((tmp_path / "teachers").iterdir())) == 3
+    assert Path(other_length).parent.parent == tmp_path / "teachers"
+
+
+def test_the_student_can_start_from_the_teacher(written, command, tmp_path):
+    answer = command("train", written(run={"epochs": 1}), "student.init=teacher", "optimizer.lr=1e-9")
+    assert answer.code == 0, answer
+    manifest = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())
+    started = load_file(tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000004" / "tensors.safetensors")
+    settings = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    given = load_file(Path(settings["teacher"]["model"]) / "model.safetensors")
+    norm = started["model.student.network.blocks.0.norm1.weight"]
+    torch.testing.assert_close(norm, given["blocks.0.norm1.weight"][::2], rtol=0, atol=1e-6)
+    assert manifest["teacher"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"student": {"model": "test_resnet", "args": {}}, "optimizer": {"ema": 0.9}},
+        {"losses": [{"kind": "feature"}, {"kind": "kl", "temperature": 2}]},
+        {"losses": [{"kind": "ce"}], "data": {"augment": {"mixup": 0.8, "cutmix": 1.0}}},
+        {"data": {"augment": {"policy": "rand-m9-mstd0.5"}, "workers": 1, "views": 2}},
+        {"optimizer": {"kind": "sgd", "zero": True, "schedule": "constant"}},
+        {"teacher": {"model": ""}, "losses": [{"kind": "ce"}]},
+        {"backend": {"precision": "auto"}, "student": {"attention": "auto"}, "teacher": {"precision": "auto"}},
+    ],
+    ids=["resnet, averaged", "feature", "mixed", "policy, worker", "sgd", "no teacher", "measured"],
+)
+def test_kinds_of_runs(written, command, tmp_path, sections):
+    """Each trains, is evaluated and exported; what each computes is tested elsewhere."""
+    answer = command("train", written(**{"run": {"epochs": 1}, **sections}))
+    assert answer.code == 0, answer
+    assert command("evaluate", tmp_path / "runs" / "tiny").code == 0
+    exported = command("export", tmp_path / "runs" / "tiny")
+    assert exported.code == 0, exported
+    assert timm.create_model(f"local-dir:{tmp_path / 'runs' / 'tiny' / 'export'}", pretrained=True).num_classes == 3
+
+
+# ---------------------------------------------------------------------------------------------------- without training
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_check_answers_and_writes_nothing(fitted, settings, written, command, tmp_path, teacher, inside, fit):
+    path = written() if fit else written(teacher={"model": str(teacher), "args": {}, "fit": {"epochs": 0}})
+    before = files(tmp_path)
+    answer = command("train", path, "--check")
+    assert answer.code == 0, answer
+    assert files(tmp_path) == before
+    said = {line.split()[0]: line for line in answer.out.splitlines()}
+    assert list(said) == [
+        "config",
+        "data",
+        "student",
+        "teacher",
+        "losses",
+        "batch",
+        "length",
+        "backend",
+        "memory",
+        "time",
+    ]
+    assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
+    assert said["batch"].endswith("8 images = 1 ranks x 1 micros x 8")
+    assert "8 steps of 8 images (2 epochs)" in said["length"]
+    assert ("fitted for 2 epochs if not found" if fit else "weights and classes fit the data") in said["teacher"]
+
+
+def test_check_needs_no_weights(written, command):
+    """A student of pretrained weights is not downloaded for a check."""
+    answer = command(
+        "train", written(), "--check", "student.init=pretrained", "student.model=test_vit", "student.args={}"
+    )
+    assert answer.code == 0, answer
+
+
+@pytest.mark.parametrize("name", ["train", "teach"])
+def test_help_explains_every_key(command, name):
+    answer = command(name, "--help")
+    assert answer.code == 0
+    for key, _, _, meaning in config.explain():
+        assert f"\n  {key}  (" in answer.out
+        assert " ".join(meaning.split())[:40] in " ".join(answer.out.split())
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export", "parts"])
+def test_help_of_the_other_commands(command, name):
+    answer = command(name, "--help")
+    assert answer.code == 0
+    assert f"usage: kd-{name}" in answer.out
+    assert "example: kd-" in answer.out
+
+
+def test_parts_are_listed_with_a_sentence_each(command, refused):
+    answer = command("parts")
+    assert answer.code == 0
+    for name in ("kl", "imagefolder", "none", "cpu"):
+        assert re.search(rf"^  {name} +[A-Z].*\.$", answer.out, re.MULTILINE), name
+    assert command("parts", "losses").out.splitlines()[0] == "losses:"
+    assert refused("parts", "loses").endswith("Did you mean 'losses'?")
+
+
+def test_no_arguments_are_a_users_error(command):
+    assert command("train").code == 2
+    assert command("export").code == 2
+
+
+def test_a_bug_is_a_traceback_and_exit_code_1(written, command, monkeypatch):
+    from kd.engine import loop
+
+    monkeypatch.setattr(loop, "advance", lambda *rest: 1 / 0)
+    answer = command("train", written())
+    assert answer.code == 1
+    assert "ZeroDivisionError" in answer.err
+    assert answer.err.endswith("this is a bug in kd; please report it with the lines above\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- trackers
+
+
+def test_tensorboard_gets_every_row(written, command, tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra track is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    answer = command("train", written(run={"trackers": ["tensorboard"]}))
+    assert answer.code == 0, answer
+    (file,) = (path for path in (tmp_path / "runs").rglob("events.out.tfevents*") if path.parent.name == "tiny")
+    events = EventAccumulator(str(file.parent)).Reload()
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("train/loss", "val/accuracy", "val/agreement"):
+        kind, _, key = name.partition("/")
+        expected = {row["step"]: row[key] for row in rows if row["kind"] == kind}
+        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(expected, rel=1e-6)
+
+
+def test_unknown_tracker(written, refused, tmp_path):
+    message = refused("train", written(run={"trackers": ["tensorbord"]}))
+    assert message.startswith("run.trackers: no tracker 'tensorbord'. Allowed: ")
+    assert message.endswith("Did you mean 'tensorboard'?")
+
+
+def test_a_tracker_that_is_not_installed(written, refused):
+    pytest.importorskip("accelerate")
+    from accelerate import tracking
+
+    absent = sorted(set(map(str, tracking.LOGGER_TYPE_TO_CLASS)) - set(map(str, tracking.get_available_trackers())))
+    if not absent:
+        pytest.skip("every tracker is installed here")
+    message = refused("train", written(run={"trackers": [absent[0]]}))
+    assert message == f"run.trackers: '{absent[0]}' is not installed. pip install {absent[0]}."

@@ -1,0 +1,153 @@
+"""Who may import whom (docs/design.md), how long a file may be, and that `import kd` stays light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "kd").rglob("*.py"))
+
+VALUES = {"errors", "types", "seeds", "contracts"}
+PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
+BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
+JOBS = BELOW_BUILD | {"build", "jobs"}
+MAY_IMPORT = {
+    "errors": set(),
+    "types": set(),
+    "seeds": set(),
+    "contracts": {"errors", "types"},
+    "parts": {"errors"},
+    "schema": {"errors"},
+    "config": {"errors", "parts", "schema"},
+    **dict.fromkeys(PART_FOLDERS, VALUES),
+    **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
+    "build": BELOW_BUILD,
+    "jobs": JOBS,
+    "api": JOBS,
+    "cli": JOBS | {"api"},
+    "serve": {"errors", "types", "artifacts"},
+    "sagemaker": {"errors", "types"},
+    "sifting": BELOW_BUILD | {"build", "sifters"},
+}
+MAY_IMPORT_OUTSIDE = {
+    "torch_xla": ("backends/xla.py",),
+    "smdistributed": ("backends/smddp.py",),
+    "accelerate": ("report/trackers.py", "engine/fit_batch.py"),
+    "timm": ("models/", "data/transforms.py"),
+    "omegaconf": ("config.py", "jobs/_folder.py"),
+    "safetensors": ("models/", "artifacts/"),
+    "boto3": ("sagemaker/",),
+    "ray": ("data/remote.py",),
+    "transformers": (),
+    "pickle": (),
+}
+LIMITS = {"kd/contracts.py": 250}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield every module that is imported anywhere in a file, `if TYPE_CHECKING` left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports hide what is imported"
+            module = node.module or ""
+            package = module.startswith("kd") and module.count(".") < 2
+            yield from (f"{module}.{alias.name}" if package else module for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def wrong_imports(name: str, modules: Iterator[str]) -> list[str]:
+    """Return what a file may not import."""
+    path = name.removeprefix("kd/")
+    unit = path.partition("/")[0].removesuffix(".py")
+    wrong = []
+    for module in modules:
+        top, _, rest = module.partition(".")
+        if top == "kd":
+            other, _, inner = rest.partition(".")
+            own = other == unit and "/" in path
+            allowed = inner.startswith("_") if own and unit in PART_FOLDERS else own or other in MAY_IMPORT[unit]
+        else:
+            allowed = path.startswith(MAY_IMPORT_OUTSIDE[top]) if top in MAY_IMPORT_OUTSIDE else True
+        if not allowed:
+            wrong.append(module)
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports(path):
+    name = name_of(path)
+    if name == "kd/__init__.py":
+        allowed = {"__future__", "importlib", "typing"}
+        assert set(imports(ast.parse(path.read_text()))) <= allowed
+    else:
+        assert wrong_imports(name, imports(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("kd/losses/kl.py", "from kd.losses.ce import CE"),
+        ("kd/losses/kl.py", "from kd.losses import ce"),
+        ("kd/losses/kl.py", "def f():\n    from kd.models import load"),
+        ("kd/engine/loop.py", "from kd import build"),
+        ("kd/engine/loop.py", "import timm.data"),
+        ("kd/errors.py", "import kd.types"),
+        ("kd/config.py", "from kd.build import run"),
+        ("kd/data/loader.py", "from kd.engine.run import Run"),
+        ("kd/build.py", "from omegaconf import OmegaConf"),
+        ("kd/jobs/train.py", "import kd.cli.train"),
+        ("kd/artifacts/files.py", "import pickle"),
+    ],
+)
+def test_the_rules_can_be_broken(name, source):
+    assert len(wrong_imports(name, imports(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_budgets(path):
+    text = path.read_text()
+    name = name_of(path)
+    # A table of drawings is data: its length says nothing about how hard it is to read.
+    limit = 500 if name.startswith("kd/datasets/_food") else LIMITS.get(name, 400)
+    assert len(text.splitlines()) <= limit, f"{name} is longer than {limit} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = ast.get_docstring(node, clean=False)
+            lines = (node.end_lineno or 0) - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
+            assert lines <= 60, f"{name}:{node.lineno} {node.name} has {lines} lines beside its docstring"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Run `code` in a fresh interpreter and return the modules it loaded beyond the interpreter's own."""
+    script = f"import sys; before = set(sys.modules)\n{code}\nprint(*sorted(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def test_import_kd_is_light():
+    loaded = loaded_by("import kd; kd.__version__; kd.__all__")
+    assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {"kd"}
+    assert len(loaded) <= 60, sorted(loaded)  # 30 of the standard library on Python 3.11; torch brings 1,500
+
+
+def test_errors_are_light():
+    assert "torch" not in loaded_by("from kd import KdError")
+
+
+def test_commands_explain_themselves_without_timm():
+    """`kd-train --help` reads the parts' options, for which torch is needed, but no model library."""
+    loaded = loaded_by("import kd.cli.train")
+    assert not {"torch", "timm", "accelerate"} & loaded

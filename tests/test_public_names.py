@@ -1,0 +1,36 @@
+"""The names that the README shows exist, and nothing beside them."""
+
+import pytest
+
+import kd
+
+
+@pytest.mark.parametrize("name", kd.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(kd, name) is not None
+
+
+def test_the_public_names():
+    assert set(kd.__all__) == {"Config", "Distilled", "KdError", "__version__", "distill", "load_config", "train"}
+    assert set(kd._HOMES) | {"__version__"} == set(kd.__all__)
+
+
+def test_other_names_are_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'kd' has no attribute 'trian'"):
+        kd.trian  # noqa: B018
+
+
+def test_the_version_is_that_of_the_package():
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("kd")
+    except PackageNotFoundError:
+        pytest.skip("kd is not installed, only importable")
+    assert kd.__version__ == installed
+
+
+def test_load_config_is_the_loader_of_the_commands():
+    from kd.config import load
+
+    assert kd.load_config is load

@@ -1,0 +1,215 @@
+"""The run folder: one run, one writer, rows and checkpoints that fit together, no pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from kd.artifacts.manifest import surroundings
+from kd.artifacts.run_dir import RunDir
+from kd.errors import RunError
+from kd.types import State
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    folder = RunDir(tmp_path / "run", keep=2)
+    folder.open("run: {}\n")
+    yield folder
+    folder.close()
+
+
+def save(folder: RunDir, step: int, best: bool = False) -> None:
+    folder.checkpoint(State(step=step), {"w": torch.full((2,), float(step))}, {}, best)
+
+
+def kept(folder: RunDir) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in sorted(folder.checkpoints.glob("step_*"))]
+
+
+def test_the_newest_and_the_best_are_kept(opened):
+    for step, best in [(1, True), (2, False), (3, True), (4, False), (5, False), (6, False)]:
+        save(opened, step, best)
+    assert kept(opened) == [3, 5, 6]
+    assert opened.best()[0].step == 3
+    assert opened.restore()[0].step == 6
+    save(opened, 7, True)
+    assert kept(opened) == [6, 7]
+    assert opened.best()[0].step == 7
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_keep_is_a_number(tmp_path, keep):
+    folder = RunDir(tmp_path / "run", keep=keep)
+    folder.open("")
+    for step in range(1, 6):
+        save(folder, step)
+    folder.close()
+    assert kept(folder) == list(range(6 - keep, 6))
+
+
+def test_rows_after_the_checkpoint_are_made_again(opened):
+    for step in range(1, 5):
+        opened.log("train", State(step=step), {"loss": 1.0 / step})
+        if step == 2:
+            save(opened, step)
+    assert [row["step"] for row in opened.metrics("train")] == [1, 2, 3, 4]
+    opened.restore()
+    assert [row["step"] for row in opened.metrics("train")] == [1, 2]
+
+
+def test_rows_without_any_checkpoint_go(opened):
+    opened.log("train", State(step=1), {"loss": 1.0})
+    assert opened.restore() is None
+    assert opened.metrics("train") == []
+
+
+def test_half_a_row_is_no_row(opened):
+    opened.log("train", State(step=1), {"loss": 1.0})
+    save(opened, 1)
+    with (opened.path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [row["step"] for row in opened.metrics("train")] == [1]
+    opened.restore()
+    opened.log("train", State(step=2), {"loss": 0.5})
+    assert [row["step"] for row in opened.metrics("train")] == [1, 2]
+
+
+def test_rows_are_json_with_their_place(opened):
+    opened.log("val", State(step=3, epoch=1, images=24, seconds=1.23456), {"accuracy": 0.5})
+    row = json.loads((opened.path / "metrics.jsonl").read_text())
+    assert row == {"kind": "val", "step": 3, "epoch": 1, "images": 24, "seconds": 1.235, "accuracy": 0.5}
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    other = RunDir(tmp_path / "run", rank=1)
+    other.open("run: {}\n")
+    other.log("train", State(), {"loss": 1.0})
+    other.record(a=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_facts_are_added(opened):
+    opened.record(a=1)
+    opened.record(b=[2], a=3)
+    assert opened.manifest() == {"a": 3, "b": [2]}
+
+
+def test_surroundings_tell_what_a_number_depends_on():
+    found = surroundings()
+    assert found["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert found["machine"]["cores"] == os.cpu_count()
+    json.dumps(found)
+
+
+# ------------------------------------------------------------------------------------------------------- entering
+
+
+def test_another_run_is_refused_by_its_keys(opened):
+    save(opened, 1)
+    opened.close()
+    with pytest.raises(
+        RunError, match=r"^run\.name: '.*run' holds another run; it differs in optimizer\.lr \(1 -> 2\)"
+    ):
+        opened.open("", ["optimizer.lr (1 -> 2)"])
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_text("")
+    with pytest.raises(RunError, match=r"^run\.name: '.*photos' exists and is not a run folder"):
+        RunDir(tmp_path / "photos").open("")
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["a.jpg"]
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunError, match=r"^run\.(name|folder): "):
+        RunDir(tmp_path / "run").open("")
+
+
+def test_a_start_that_stopped_before_its_config_can_be_repeated(tmp_path):
+    """A disk that was full at the first file leaves a lock and an empty folder; the remedy is the same command."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").write_text("1")
+    folder = RunDir(tmp_path / "run")
+    folder.open("run: {}\n")
+    folder.close()
+    assert folder.stored_config() == "run: {}\n"
+
+
+def test_half_written_checkpoints_of_a_killed_process_go(opened):
+    (opened.checkpoints / ".step_00000009.123.tmp").mkdir()
+    opened.close()
+    opened.open("")
+    assert list(opened.checkpoints.iterdir()) == []
+
+
+def test_the_stored_config_and_facts_stay(opened):
+    opened.record(data="abc", choices={"student": "fp32+fused"})
+    save(opened, 1)
+    opened.close()
+    opened.open("run: {name: other}\n")
+    assert opened.stored_config() == "run: {}\n"
+    assert opened.manifest() == {"data": "abc", "choices": {"student": "fp32+fused"}}
+
+
+def test_before_its_first_checkpoint_a_folder_can_be_taken_anew(opened):
+    opened.record(data="abc", choices={"student": "fp32+fused"})
+    opened.log("train", State(step=1), {"loss": 1.0})
+    opened.close()
+    opened.open("run: {}\n")  # the same run, perhaps on repaired data: what was measured still holds
+    assert opened.manifest() == {"choices": {"student": "fp32+fused"}}
+    opened.close()
+    opened.open("run: {name: other}\n", ["optimizer.lr (1 -> 2)"])
+    assert opened.stored_config() == "run: {name: other}\n"
+    assert opened.manifest() == {}
+    assert opened.restore() is None
+    assert opened.metrics("train") == []
+
+
+def test_one_writer_at_a_time(opened):
+    with pytest.raises(
+        RunError, match=rf"^run\.name: process {os.getpid()} is writing '.*run'\. Wait for it, or choose"
+    ):
+        RunDir(opened.path).open("")
+    opened.close()
+    again = RunDir(opened.path)
+    again.open("")
+    again.close()
+
+
+def test_another_process_is_a_writer_too(opened):
+    code = (
+        "import sys; from pathlib import Path; from kd.artifacts.run_dir import RunDir\n"
+        "try: RunDir(Path(sys.argv[1])).open('')\n"
+        "except Exception as error: print(error)"
+    )
+    command = [sys.executable, "-c", code, str(opened.path)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told.startswith(f"run.name: process {os.getpid()} is writing")
+
+
+def test_nothing_to_export_before_the_first_checkpoint(opened):
+    with pytest.raises(RunError, match="has no checkpoint yet"):
+        opened.best()
+
+
+def test_nothing_is_pickled(opened):
+    opened.record(a=1)
+    opened.log("train", State(step=1), {"loss": 1.0})
+    save(opened, 1, True)
+    files = [path for path in opened.path.rglob("*") if path.is_file()]
+    assert len(files) == 7
+    for path in files:
+        assert not zipfile.is_zipfile(path), path  # torch.save
+        assert path.read_bytes()[:1] != b"\x80", path  # pickle

@@ -1,0 +1,172 @@
+"""From a plan to micro-batches: the plan's order, whatever the number of ranks, micros and workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
+from kd.data.transforms import Train
+from kd.data.views import Mixing, Views
+from kd.datasets.imagefolder import Options, build
+from kd.errors import DataError
+from kd.types import Batch, Plan, Sample
+
+FIELDS = ("ids", "image", "label", "partner_label", "lam", "weight")
+
+
+class Numbers:
+    """A dataset whose image `id` of view `v` shows the colour (id, v, 0)."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, length: int, broken: frozenset[int] = frozenset(), refuse: bool = False) -> None:
+        self.length, self.broken, self.refuse = length, broken, refuse
+
+    def __len__(self) -> int:
+        return self.length
+
+    def load(self, id: int, view: int) -> Sample:
+        if id in self.broken and self.refuse:
+            raise DataError("data.root", f"image {id} cannot be read", "Whole images", "Delete it")
+        pixels = torch.tensor([id, view, 0], dtype=torch.uint8).view(3, 1, 1)
+        return Sample(pixels, id % 2, id % 2, 1.0, readable=id not in self.broken)
+
+
+def plan_of(count: int) -> Plan:
+    ids = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    return Plan(ids=ids, weights=torch.linspace(0.5, 2.0, count))
+
+
+def load(batch_size=8, accumulate=1, rank=0, world_size=1, workers=0, dataset=None, plan=None, view=0, start=0):
+    loader = LocalLoader(dataset or Numbers(24), batch_size, accumulate, rank, world_size, workers)
+    return list(loader.epoch(plan or plan_of(24), view, start))
+
+
+def same(one: Batch, other: Batch) -> bool:
+    equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
+    return equal and (one.view, one.unreadable) == (other.view, other.unreadable)
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(1, 1), (1, 4), (2, 2), (4, 1), (2, 1), (8, 1)])
+def test_a_step_is_the_same_set_of_images_on_any_number_of_ranks(ranks, micros):
+    plan = plan_of(24)
+    by_rank = [load(8, micros, rank, ranks) for rank in range(ranks)]
+    for step in range(3):
+        ids, weights = plan.ids[8 * step : 8 * step + 8], plan.weights[8 * step : 8 * step + 8]
+        # micro i of rank r is number i * ranks + r of the step
+        found = [by_rank[rank][step * micros + micro] for micro in range(micros) for rank in range(ranks)]
+        assert torch.equal(torch.cat([batch.ids for batch in found]), ids)
+        assert torch.equal(torch.cat([batch.weight for batch in found]), weights)
+        assert all(len(batch.ids) == 8 // (ranks * micros) for batch in found)
+
+
+def test_batches_hold_what_the_dataset_gives():
+    batch = load(view=5)[0]
+    assert torch.equal(batch.image[:, 0, 0, 0].long(), batch.ids)
+    assert torch.equal(batch.image[:, 1, 0, 0], torch.full((8,), 5, dtype=torch.uint8))
+    assert torch.equal(batch.label, batch.ids % 2)
+    assert (batch.ids.dtype, batch.label.dtype, batch.lam.dtype) == (torch.int64, torch.int64, torch.float32)
+    assert batch.view == 5
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_an_epoch_goes_on_where_it_was_left(start):
+    whole, rest = load(8, 2), load(8, 2, start=start)
+    assert len(rest) == len(whole) - 2 * start
+    assert all(same(a, b) for a, b in zip(whole[2 * start :], rest, strict=True))
+
+
+@pytest.mark.parametrize("augment", ["plain", "mixed"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_give_what_this_process_gives(photos, workers, augment):
+    source = build(Options(root=str(photos)), "train", None)
+    mixing = Mixing(0.8, 1.0, 0.7) if augment == "mixed" else None
+    policy = "rand-m9-mstd0.5" if augment == "mixed" else ""
+    views = Views(source, Train(16, 0.35, 0.5, 0.3, policy), size=16, seed=3, mixing=mixing)
+    plan = Plan(ids=torch.randperm(36), weights=torch.ones(36))
+    here = LocalLoader(views, 12, 2, 0, 1, workers=0)
+    there = LocalLoader(views, 12, 2, 0, 1, workers=workers)
+    for epoch in range(2):  # the second epoch meets workers that have drawn before
+        torch.manual_seed(epoch)
+        expected = list(here.epoch(plan, epoch))
+        found = list(there.epoch(plan, epoch))
+        assert len(found) == 6
+        assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_do_not_depend_on_their_neighbours(photos, workers):
+    source = build(Options(root=str(photos)), "train", None)
+    views = Views(source, Train(16, 0.35, 0.5, 0.3), size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
+    by_id: list[dict[int, torch.Tensor]] = []
+    for batch_size, seed in ((6, 0), (18, 1)):
+        ids = torch.randperm(36, generator=torch.Generator().manual_seed(seed))
+        loader = LocalLoader(views, batch_size, 1, 0, 1, workers)
+        batches = list(loader.epoch(Plan(ids=ids, weights=torch.ones(36)), 2))
+        by_id.append({int(id): image for b in batches for id, image in zip(b.ids, b.image, strict=True)})
+    assert by_id[0].keys() == by_id[1].keys() == set(range(36))
+    assert all(torch.equal(by_id[0][id], by_id[1][id]) for id in range(36))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_have_weight_0_and_are_remembered(workers):
+    loader = LocalLoader(Numbers(24, frozenset({3, 20})), 8, 1, 0, 1, workers)
+    batches = list(loader.epoch(plan_of(24), 0))
+    weights = {int(id): float(w) for b in batches for id, w in zip(b.ids, b.weight, strict=True)}
+    assert {id for id, weight in weights.items() if weight == 0} == {3, 20} == loader.unreadable
+    assert sorted(id for batch in batches for id in batch.unreadable) == [3, 20]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_worker_stays_one_line(workers):
+    loader = LocalLoader(Numbers(24, frozenset({3}), refuse=True), 8, 1, 0, 1, workers)
+    told = ""
+    try:  # not pytest.raises: it keeps the traceback, and with it the workers
+        list(loader.epoch(plan_of(24), 0))
+    except DataError as error:
+        told = f"{error} | {error.remedy}"
+    assert told == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
+
+
+def test_a_rest_is_dropped_and_nothing_is_fine():
+    assert [len(b.ids) for b in load(8, plan=plan_of(23))] == [8, 8]
+    assert load(8, plan=Plan(torch.zeros(0, dtype=torch.int64), torch.zeros(0))) == []
+
+
+# --------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(("images", "batch"), [(13, 8), (16, 8), (1, 8), (7, 1)])
+def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(images, batch):
+    plan = evaluation_plan(images, batch)
+    assert len(plan.ids) % batch == 0
+    assert len(plan.ids) - images < batch
+    assert plan.ids[:images].tolist() == list(range(images))
+    assert plan.ids[images:].tolist() == [0] * (len(plan.ids) - images)
+    assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
+
+
+# ------------------------------------------------------------------------------------------------------ workers
+
+
+def test_workers_as_told():
+    assert [resolve_workers(n, "cpu", 1) for n in (0, 3)] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "workers"),
+    [
+        ("cpu", 1, 1, 0),
+        ("cpu", 2, 1, 1),
+        ("cpu", 2, 2, 0),
+        ("cpu", 64, 4, 1),
+        ("cuda", 1, 1, 1),
+        ("cuda", 8, 1, 7),
+        ("cuda", 96, 8, 11),
+        ("cuda", 192, 1, 16),
+    ],
+)
+def test_automatic_workers(monkeypatch, device, cores, ranks, workers):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert resolve_workers("auto", device, ranks) == workers

@@ -1,0 +1,153 @@
+"""Crops, jitter and policies: inside the image whatever its shape, and random only by the generator passed in."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd.data.transforms import Evaluate, Train, build_policy, random_box
+
+POLICIES = [
+    "rand-m9-mstd0.5",
+    "rand-m15-n3-mstd0.5-inc1",
+    "original",
+    "originalr",
+    "v0",
+    "v0r",
+    "3a",
+    "augmix-m5-w4-d2",
+]
+SIZES = [(1, 1), (1, 2), (2, 1), (1, 500), (500, 1), (3, 3), (64, 48), (7, 400)]
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def test_random_box_statistics():
+    """Where every aspect fits, area and log aspect are uniform: compare means and ranges over 4,000 draws."""
+    rng = random.Random(0)
+    width, height, smallest = 400, 400, 0.25
+    shares, aspects, centres = [], [], []
+    for _ in range(4000):
+        left, top, right, bottom = random_box(width, height, smallest, rng)
+        shares.append((right - left) * (bottom - top) / (width * height))
+        aspects.append(math.log((right - left) / (bottom - top)))
+        centres.append(((left + right) / 2 / width, (top + bottom) / 2 / height))
+    assert min(shares) == pytest.approx(smallest, abs=0.01)
+    assert max(shares) == pytest.approx(1.0, abs=0.01)
+    assert np.mean(shares) == pytest.approx((1 + smallest) / 2, abs=0.01)  # 4 deviations of the mean
+    assert np.mean(aspects) == pytest.approx(0.0, abs=0.01)
+    fits = [a for a, s in zip(aspects, shares, strict=True) if s < 3 / 4]  # every aspect up to 4:3 fits below that
+    assert max(fits) == pytest.approx(math.log(4 / 3), abs=0.01)
+    assert min(fits) == pytest.approx(math.log(3 / 4), abs=0.01)
+    assert np.std(fits) == pytest.approx(2 * math.log(4 / 3) / math.sqrt(12), abs=0.01)
+    assert np.mean(centres, axis=0) == pytest.approx([0.5, 0.5], abs=0.01)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_random_box_lies_inside_and_keeps_its_area(width, height):
+    rng = random.Random(1)
+    for _ in range(300):
+        left, top, right, bottom = random_box(width, height, 0.3, rng)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+        assert 0.3 - 1e-9 <= (right - left) * (bottom - top) / (width * height) <= 1 + 1e-9
+
+
+def test_no_random_crop_takes_everything():
+    assert random_box(30, 20, 1.0, random.Random(0)) == (0.0, 0.0, 30.0, 20.0)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_any_image_becomes_a_square(width, height):
+    image = noise(width, height)
+    for seed in range(20):
+        for transform in (Train(16, 0.1, 0.5, 0.5), Evaluate(16, 0.3), Evaluate(16, 1.0)):
+            result = transform(image, random.Random(seed))
+            assert (result.size, result.mode) == ((16, 16), "RGB")
+
+
+def test_one_colour_stays_one_colour():
+    image = Image.new("RGB", (40, 31), (10, 200, 90))
+    for seed in range(10):
+        assert Train(8, 0.2, 0.5, 0.0)(image, random.Random(seed)).getcolors() == [(64, (10, 200, 90))]
+    assert Evaluate(8, 0.9)(image, random.Random()).getcolors() == [(64, (10, 200, 90))]
+
+
+def test_evaluation_crops_the_centre():
+    image = Image.new("RGB", (60, 40))
+    image.paste((255, 255, 255), (20, 10, 40, 30))  # the middle 20 x 20: half of the shorter side
+    inner = np.asarray(Evaluate(10, 0.5)(image, random.Random()))
+    assert inner.min() > 200
+    whole = np.asarray(Evaluate(40, 1.0)(image, random.Random()))[..., 0]
+    assert np.array_equal(whole, np.asarray(image)[:, 10:50, 0])  # same size: nothing is resampled
+
+
+def test_evaluation_is_not_random():
+    image = noise(50, 33)
+    results = {Evaluate(16, 0.8)(image, random.Random(seed)).tobytes() for seed in range(5)}
+    assert len(results) == 1
+
+
+def test_flip_happens_as_often_as_told():
+    image = noise(8, 8)
+    plain, turned = image.tobytes(), image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
+    results = [Train(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes() for seed in range(1000)]
+    assert set(results) == {plain, turned}
+    assert results.count(turned) / 1000 == pytest.approx(0.3, abs=0.06)  # 4 deviations
+
+
+def test_jitter_changes_colours_within_its_strength():
+    grey = Image.new("RGB", (4, 4), (100, 100, 100))  # contrast and saturation do not change a grey plane
+    values = {Train(4, 1.0, 0.0, 0.2)(grey, random.Random(seed)).getpixel((0, 0))[0] for seed in range(300)}
+    assert min(values) == pytest.approx(80, abs=2)
+    assert max(values) == pytest.approx(120, abs=2)
+    assert len(values) > 20
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_run_and_are_a_function_of_the_generator(policy):
+    image = noise(24, 24)
+    transform = Train(24, 0.5, 0.5, 0.0, policy)
+    first = []
+    for seed in range(25):  # enough draws for Posterize to be asked for 0 bits, which Pillow 13 refuses
+        random.seed(seed + 1000)
+        np.random.seed(seed + 1000)
+        first.append(transform(image, random.Random(seed)).tobytes())
+    random.seed(5)
+    np.random.seed(5)
+    again = [transform(image, random.Random(seed)).tobytes() for seed in reversed(range(25))]
+    assert again[::-1] == first
+    assert len(set(first)) > 20
+
+
+def test_policies_give_the_global_generators_back():
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    Train(16, 0.5, 0.5, 0.0, "rand-m9-mstd0.5")(noise(16, 16), random.Random(0))
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_posterize_to_no_bits_keeps_one():
+    from timm.data import auto_augment
+
+    build_policy("rand-m9", 16)
+    image = noise(16, 16)
+    for name in ("PosterizeIncreasing", "PosterizeOriginal", "Posterize"):
+        if name in auto_augment.NAME_TO_OP:
+            result = auto_augment.NAME_TO_OP[name](image, 0)
+            assert set(np.unique(np.asarray(result))) == {0, 128}
+
+
+@pytest.mark.parametrize("policy", ["foo", "rand-q9", "rand-mhigh3", "augmix-wide5", "-"])
+def test_policies_that_timm_does_not_know(policy):
+    with pytest.raises(ValueError, match="is not a policy that timm knows"):
+        build_policy(policy, 16)

@@ -1,0 +1,206 @@
+"""One image, one view, one seed: the same bits whoever asks, in whatever order."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kd.data.transforms import Evaluate, Train
+from kd.data.views import Mixing, Views, mix
+from kd.datasets.imagefolder import Options, build
+from kd.errors import DataError
+
+AUGMENTS = {
+    "plain": (Train(16, 0.35, 0.5, 0.3), None),
+    "policy": (Train(16, 0.35, 0.5, 0.3, "rand-m9-mstd0.5"), None),
+    "mixup": (Train(16, 0.35, 0.5, 0.3), Mixing(0.8, 0.0, 1.0)),
+    "cutmix": (Train(16, 0.35, 0.5, 0.3), Mixing(0.0, 1.0, 1.0)),
+    "both": (Train(16, 0.35, 0.5, 0.0), Mixing(0.8, 1.0, 0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def source(photos):
+    return build(Options(root=str(photos)), "train", None)
+
+
+def views(source, name: str, seed: int = 7) -> Views:
+    transform, mixing = AUGMENTS[name]
+    return Views(source, transform, size=16, seed=seed, mixing=mixing)
+
+
+def bits(sample) -> tuple:
+    return sample.pixels.numpy().tobytes(), sample.label, sample.partner_label, sample.lam, sample.readable
+
+
+def shake(number: int) -> None:
+    """Leave every global generator in another state."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_a_view_does_not_depend_on_who_asks(source, name):
+    ids = list(range(len(source)))
+    shake(1)
+    first = {id: bits(views(source, name).load(id, 3)) for id in ids}
+    shake(2)
+    other = views(source, name)
+    random.Random(0).shuffle(ids)
+    for id in ids:
+        other.load(id, 4)  # another view in between
+        assert bits(other.load(id, 3)) == first[id]
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_loading_leaves_the_global_generators_alone(source, name):
+    shake(3)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    shake(3)
+    views(source, name).load(0, 0)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_seed_view_and_id_each_change_the_pixels(source):
+    base = views(source, "plain")
+    pixels = [
+        base.load(0, 0).pixels,
+        base.load(0, 1).pixels,
+        base.load(1, 0).pixels,
+        views(source, "plain", seed=8).load(0, 0).pixels,
+    ]
+    assert len({p.numpy().tobytes() for p in pixels}) == 4
+    assert all(p.dtype == torch.uint8 and p.shape == (3, 16, 16) for p in pixels)
+
+
+def test_evaluation_shows_the_same_in_every_view(source):
+    val = Views(source, Evaluate(16, 1.0), size=16, seed=0)
+    assert bits(val.load(5, 0)) == bits(val.load(5, 9))
+
+
+def test_pixels_are_the_decoded_image(source):
+    val = Views(source, Evaluate(20, 1.0), size=20, seed=0)  # image 0 is 20 x 20: nothing is resampled
+    expected = np.asarray(source.decode(0)).transpose(2, 0, 1)
+    assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
+
+
+# ------------------------------------------------------------------------------------------------------- mixing
+
+
+def planes(size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randint(256, (3, size, size), dtype=torch.uint8, generator=generator)  # noqa: E731
+    return draw(), draw()
+
+
+def test_mixup_is_the_weighted_mean_of_the_pixels():
+    one, other = planes()
+    for seed in range(50):
+        mixed, lam = mix(one, other, Mixing(0.8, 0.0, 1.0), random.Random(seed))
+        expected = lam * one.numpy().astype(np.float64) + (1 - lam) * other.numpy().astype(np.float64)
+        assert mixed.dtype == torch.uint8
+        assert 0 <= lam <= 1
+        assert np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3  # rounding, and float32 in between
+
+
+def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
+    one, other = torch.zeros(3, 16, 12, dtype=torch.uint8), torch.full((3, 16, 12), 255, dtype=torch.uint8)
+    lams = []
+    for seed in range(300):
+        mixed, lam = mix(one, other, Mixing(0.0, 1.0, 1.0), random.Random(seed))
+        kept = (mixed == 0).float().mean().item()
+        assert lam == pytest.approx(kept, abs=1e-6)
+        rows, columns = (mixed[0] > 0).any(1).nonzero(), (mixed[0] > 0).any(0).nonzero()
+        if len(rows):  # a rectangle: every pixel between the outermost rows and columns
+            area = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
+            assert area.item() == (mixed[0] > 0).sum().item()
+        lams.append(lam)
+    # A side s of a uniform centre keeps s - s^2/4 inside; with 1 - lam = s^2 uniform, the mean of (s - s^2/4)^2 is
+    # 1/2 - 1/5 + 1/48 = 0.32: boxes cut off at the border leave 0.68 of the first image.
+    assert np.mean(lams) == pytest.approx(0.68, abs=0.05)
+    assert min(lams) < 0.2
+    assert max(lams) > 0.95
+
+
+def test_with_both_on_each_gets_about_half():
+    one, other = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.full((3, 8, 8), 255, dtype=torch.uint8)
+    cut = 0
+    for seed in range(400):
+        mixed, lam = mix(one, other, Mixing(1.0, 1.0, 1.0), random.Random(seed))
+        cut += set(mixed.unique().tolist()) <= {0, 255} and 0.01 < lam < 0.99
+    assert 140 < cut < 240
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 100.0])
+def test_any_alpha_gives_a_share(alpha):
+    one, other = planes(4)
+    for cut in (False, True):
+        mixing = Mixing(0.0, alpha, 1.0) if cut else Mixing(alpha, 0.0, 1.0)
+        for seed in range(100):
+            mixed, lam = mix(one, other, mixing, random.Random(seed))
+            assert 0.0 <= lam <= 1.0
+            assert mixed.shape == one.shape
+
+
+def test_the_partner_is_another_image_seen_through_the_transform(source):
+    """Rebuild a mixed view from its parts: the own view, the partner's pixels and lam are all in the sample."""
+    mixed = Views(source, Evaluate(16, 1.0), size=16, seed=7, mixing=Mixing(1.0, 0.0, 1.0))
+    plain = Views(source, Evaluate(16, 1.0), size=16, seed=7)
+    for id in range(6):
+        sample = mixed.load(id, 0)
+        own = plain.load(id, 0).pixels.double()
+        candidates = [p for p in range(len(source)) if source.label(p) == sample.partner_label]
+        errors = [
+            (sample.lam * own + (1 - sample.lam) * plain.load(p, 0).pixels.double() - sample.pixels).abs().max().item()
+            for p in candidates
+        ]
+        assert min(errors) <= 0.51
+        assert sample.label == source.label(id)
+
+
+def test_mix_probability(source):
+    some = Views(source, Evaluate(16, 1.0), size=16, seed=0, mixing=Mixing(1.0, 0.0, 0.25))
+    mixed = sum(some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20))
+    assert mixed / (20 * len(source)) == pytest.approx(0.25, abs=0.065)  # 4 deviations of 720 draws
+    assert Views(source, Evaluate(16, 1.0), 16, 0, Mixing(1.0, 0.0, 0.0)).load(0, 0).lam == 1.0
+
+
+# ------------------------------------------------------------------------------------------------ corrupt images
+
+
+@pytest.fixture
+def damaged(photos, tmp_path):
+    """Four images of two classes, one of them text."""
+    for name in ("apple", "pear"):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (20, 20), (number, 0, 0)).save(folder / f"{number}.jpg")
+    (tmp_path / "train" / "pear" / "0.jpg").write_text("not an image")
+    return build(Options(root=str(tmp_path)), "train", None)
+
+
+def test_a_corrupt_image_is_an_error_that_names_it(damaged):
+    with pytest.raises(DataError, match=r"train/pear/0\.jpg.*data\.on_corrupt=skip"):
+        Views(damaged, Evaluate(16, 1.0), 16, 0).load(2, 0)
+
+
+def test_a_corrupt_image_is_grey_and_unreadable_where_skipped(damaged):
+    sample = Views(damaged, Evaluate(16, 1.0), 16, 0, on_corrupt="skip").load(2, 0)
+    assert not sample.readable
+    assert sample.label == 1
+    assert sample.pixels.unique().tolist() == [127]
+
+
+def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
+    skipping = Views(damaged, Evaluate(16, 1.0), 16, 0, mixing=Mixing(1.0, 0.0, 1.0), on_corrupt="skip")
+    plain = Views(damaged, Evaluate(16, 1.0), 16, 0)
+    samples = [skipping.load(0, view) for view in range(60)]
+    unmixed = [sample for sample in samples if sample.lam == 1.0]
+    assert len(unmixed) == pytest.approx(15, abs=13)  # one partner in four cannot be read
+    assert all(sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels) for sample in unmixed)

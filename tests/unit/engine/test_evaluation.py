@@ -1,0 +1,159 @@
+"""Evaluation against the same numbers in plain NumPy, float64.
+
+Shape legend: N images, C classes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kd.backends.cpu import CPU
+from kd.data.loader import LocalLoader, evaluation_plan
+from kd.engine.evaluate import NUM_BINS, Evaluator
+from kd.models.teacher import NoTeacher
+from kd.types import Batch, Outputs, Sample
+
+
+class Table(nn.Module):
+    """A model that looks its logits up: the first pixel of an image is its id."""
+
+    def __init__(self, logits_NC: Tensor) -> None:
+        super().__init__()
+        self.logits_NC, self.modes = logits_NC, []
+
+    def forward(self, image: Tensor) -> Outputs:
+        self.modes.append(self.training)
+        return Outputs(self.logits_NC[image[:, 0, 0, 0].long()])
+
+
+class Answers:
+    """A teacher that looks its logits up by id, and counts."""
+
+    def __init__(self, logits_NC: Tensor) -> None:
+        self.logits_NC, self.calls = logits_NC, 0
+
+    def __call__(self, batch: Batch) -> Outputs:
+        self.calls += 1
+        return Outputs(self.logits_NC[batch.ids])
+
+
+class Ids:
+    """A dataset whose images are their ids."""
+
+    def __init__(self, labels: Tensor, broken: frozenset[int] = frozenset()) -> None:
+        self.labels, self.broken = labels, broken
+        self.classes = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, id: int, view: int) -> Sample:
+        label = int(self.labels[id])
+        return Sample(torch.full((3, 1, 1), id, dtype=torch.uint8), label, label, 1.0, id not in self.broken)
+
+
+def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(images * classes)
+    student, teacher = (3 * torch.randn(images, classes, generator=generator) for _ in range(2))
+    label = torch.where(
+        torch.rand(images, generator=generator) < 0.6,
+        student.argmax(1),
+        torch.randint(classes, (images,), generator=generator),
+    )
+    return student, teacher, label
+
+
+def evaluator(teacher, labels, batch, classes, broken=frozenset()) -> Evaluator:
+    loader = LocalLoader(Ids(labels, broken), batch, 1, 0, 1, workers=0)
+    plan = evaluation_plan(len(labels), batch)
+    live = Answers(teacher) if teacher is not None else NoTeacher()
+    return Evaluator(CPU("fp32", 60, 1), loader, plan, live, teacher is not None, classes)
+
+
+def log_softmax(logits: Tensor) -> np.ndarray:
+    x = logits.numpy().astype(np.float64)
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, float]:
+    log_prob, y = log_softmax(logits), label.numpy()
+    order = np.argsort(-log_prob, axis=1)
+    confidence, correct = np.exp(log_prob.max(1)), order[:, 0] == y
+    error = 0.0
+    for bin in range(NUM_BINS):  # arXiv:1706.04599, equation 3
+        inside = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1) == bin
+        if inside.any():
+            error += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+    return {
+        f"{prefix}accuracy": correct.mean(),
+        f"{prefix}top5": (order[:, :5] == y[:, None]).any(1).mean(),
+        f"{prefix}nll": -log_prob[np.arange(len(y)), y].mean(),
+        f"{prefix}ece": error,
+    }
+
+
+def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
+    s, t = log_softmax(student), log_softmax(teacher)
+    return {"kl": (np.exp(t) * (t - s)).sum(1).mean(), "agreement": (s.argmax(1) == t.argmax(1)).mean()}
+
+
+@pytest.mark.parametrize(("images", "classes"), [(29, 2), (30, 3), (64, 7), (200, 101)])
+@pytest.mark.parametrize("batch", [1, 8, 250])
+def test_all_numbers(images, classes, batch):
+    student, teacher, label = draw(images, classes)
+    found = evaluator(teacher, label, batch, classes)(Table(student))
+    expected = expected_of(student, label) | expected_of(teacher, label, "teacher_")
+    assert found == pytest.approx(expected | expected_together(student, teacher), rel=1e-5, abs=1e-7)
+
+
+def test_without_a_teacher():
+    student, _, label = draw(30, 3)
+    assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(expected_of(student, label), rel=1e-5)
+
+
+def test_unreadable_images_do_not_count():
+    student, teacher, label = draw(30, 7)
+    kept = torch.tensor([id not in (4, 17) for id in range(30)])
+    found = evaluator(teacher, label, 8, 7, frozenset({4, 17}))(Table(student))
+    expected = expected_of(student[kept], label[kept]) | expected_of(teacher[kept], label[kept], "teacher_")
+    assert found == pytest.approx(expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7)
+
+
+def test_the_teacher_is_asked_once_and_the_student_anew():
+    student, teacher, label = draw(29, 3)
+    made = evaluator(teacher, label, 8, 3)
+    first = made(Table(student))
+    other, _, _ = draw(29, 3 * 5)
+    again = made(Table(other[:, :3]))
+    assert made.teacher.calls == 4
+    assert {k: v for k, v in again.items() if k.startswith("teacher_")} == {
+        k: v for k, v in first.items() if k.startswith("teacher_")
+    }
+    assert again == pytest.approx(
+        expected_of(other[:, :3], label)
+        | expected_of(teacher, label, "teacher_")
+        | expected_together(other[:, :3], teacher),
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_student_is_in_eval_mode_and_put_back(training):
+    student, _, label = draw(29, 3)
+    table = Table(student).train(training)
+    evaluator(None, label, 8, 3)(table)
+    assert table.modes == [False] * 4
+    assert table.training is training
+
+
+def test_certain_and_wrong_is_the_worst_calibration():
+    label = torch.zeros(10, dtype=torch.int64)
+    wrong = torch.tensor([[0.0, 50.0]]).repeat(10, 1)
+    found = evaluator(None, label, 4, 2)(Table(wrong))
+    assert (found["accuracy"], found["ece"]) == pytest.approx((0.0, 1.0))
+    found = evaluator(None, 1 - label, 4, 2)(Table(wrong))
+    assert (found["accuracy"], found["ece"]) == pytest.approx((1.0, 0.0), abs=1e-6)

@@ -1,0 +1,356 @@
+"""The loop against a plain PyTorch loop, against itself divided otherwise, and against itself after a kill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kd.engine.criterion import Criterion
+from kd.engine.loop import advance, due, grouped, train
+from kd.engine.run import Length
+from kd.errors import NonFiniteLoss
+from kd.losses import ce, kl
+from kd.types import Batch, Dims, Outputs, State
+
+CLOCKS = ("seconds", "images_per_second")
+
+
+class Stop(Exception):
+    """Stands for the kill: raised in the middle of a run."""
+
+
+class StopAfter:
+    """A watcher that ends a run after so many steps, before their checkpoint is written."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, state: State, progress: float) -> None:
+        if state.step == self.at:
+            raise Stop
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        pass
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    found = {name: tensor.clone() for name, tensor in run.distillation.state_dict().items()}
+    if run.average is not None:
+        found |= {f"average.{name}": tensor.clone() for name, tensor in run.average.average.items()}
+    return found
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def without_clocks(rows) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------- the same another way
+
+
+@pytest.mark.parametrize("overrides", [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip=0"]], ids=str)
+def test_it_is_a_plain_loop(make, overrides):
+    """Bit for bit: the batches of the run's loader, its start weights, and nothing else of the engine."""
+    ours = make("run.steps=5", "run.every.log=1", *overrides)
+    plain = make("run.steps=5", *overrides).run
+    train(ours.run)
+
+    student, teacher = plain.distillation.student, plain.teacher
+    student.train()
+    sgd = "optimizer.kind=sgd" in overrides
+    peak = 0.1 if sgd else 2e-3
+    network = student.network
+    decayed = [p for n, p in network.named_parameters() if p.ndim > 1 and n not in ("pos_embed", "cls_token")]
+    kept = [p for n, p in network.named_parameters() if p.ndim <= 1 or n in ("pos_embed", "cls_token")]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = (
+        torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True, fused=True)
+        if sgd
+        else torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), fused=True)
+    )
+    losses, norms = [], []
+    batches = [b for epoch in range(2) for b in plain.loader.epoch(plain.sifter.plan(epoch), epoch)]
+    for step, batch in enumerate(batches[:5]):
+        for group in optimizer.param_groups:
+            group["lr"] = plain.schedule.factor((step + 0.5) / 5) * peak
+        loss_B = F.kl_div(
+            F.log_softmax(student(batch.image).logits, 1),
+            F.log_softmax(teacher(batch).logits, 1),
+            reduction="none",
+            log_target=True,
+        ).sum(1)
+        loss_B.mean().backward()
+        limit = float("inf") if "optimizer.clip=0" in overrides else 1.0
+        norms.append(torch.nn.utils.clip_grad_norm_(decayed + kept, limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss_B.mean().item())
+    rows = [row for row in ours.sink.rows if row["kind"] == "train"]
+    assert [row["loss"] for row in rows] == losses
+    assert [row["grad_norm"] for row in rows] == norms
+    assert same(ours.run.distillation.student.state_dict(), student.state_dict())
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_micro_batches_sum_to_the_whole_batch(make, micro):
+    same_step = ("run.steps=1", "optimizer.kind=sgd", "optimizer.clip=0")  # a clipped gradient has lost its length
+    whole, divided = make(*same_step), make(*same_step, f"data.micro_batch={micro}")
+    assert divided.run.length.accumulate == 8 // micro
+    before = weights(whole.run)
+    for made in (whole, divided):
+        train(made.run)
+    assert divided.sink.rows[0]["grad_norm"] == pytest.approx(whole.sink.rows[0]["grad_norm"], rel=1e-4)
+    for name, tensor in weights(divided.run).items():
+        step, expected = tensor - before[name], weights(whole.run)[name] - before[name]
+        torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9)
+
+
+def test_the_rows_are_means_over_their_window(make):
+    often, seldom = make("run.every.log=1", "run.epochs=1"), make("run.every.log=4", "run.epochs=1")
+    for made in (often, seldom):
+        train(made.run)
+    each = [row for row in often.sink.rows if row["kind"] == "train"]
+    (one,) = [row for row in seldom.sink.rows if row["kind"] == "train"]
+    assert (len(each), one["step"]) == (4, 4)
+    for name in ("loss", "kl", "accuracy", "grad_norm"):
+        assert one[name] == pytest.approx(sum(row[name] for row in each) / 4, rel=1e-6)
+    assert one["lr"] == each[-1]["lr"]
+    assert each[0]["loss"] != each[1]["loss"]
+
+
+def test_same_seed_same_bits_other_seed_other_bits(make):
+    made = [make("run.epochs=1", *more) for more in ([], [], ["run.seed=1"])]
+    for each in made:
+        train(each.run)
+    assert same(weights(made[0].run), weights(made[1].run))
+    assert without_clocks(made[0].sink.rows) == without_clocks(made[1].sink.rows)
+    assert not same(weights(made[0].run), weights(made[2].run))
+
+
+def test_dropout_follows_the_seed_of_the_step(make):
+    """Whatever torch's generator did before."""
+    more = ("run.epochs=1", "student.args.proj_drop_rate=0.5", "student.args.drop_path_rate=0.5")
+    made = [make(*more), make(*more)]
+    for number, each in enumerate(made):
+        torch.manual_seed(number)
+        train(each.run)
+    assert same(weights(made[0].run), weights(made[1].run))
+    plain = make("run.epochs=1")
+    train(plain.run)
+    assert not same(weights(plain.run), weights(made[0].run))
+
+
+# -------------------------------------------------------------------------------------------------------- length
+
+
+@pytest.mark.parametrize(("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])])
+def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
+    made = make(f"run.steps={steps}")
+    state = train(made.run)
+    assert (state.step, state.images) == (steps, 8 * steps)
+    assert [row["step"] for row in made.sink.rows if row["kind"] == "val"] == evaluated
+    assert made.sink.rows[-1]["step"] == steps
+    assert train(replace_state(made, state)) == state
+
+
+def replace_state(made, state):
+    """Return the run with a sink that says it has come as far as `state`."""
+
+    class Done(type(made.sink)):
+        def restore(self):
+            groups = made.run.optimizer.state_dict()["param_groups"]
+            tensors = {f"model.{n}": t for n, t in made.run.distillation.state_dict().items()}
+            return state, tensors, {"optimizer_groups": groups}
+
+    return replace(made.run, sink=Done())
+
+
+def test_every_n_steps(make):
+    made = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
+    train(made.run)
+    assert [row["step"] for row in made.sink.rows if row["kind"] == "val"] == [5, 8]
+    assert [row["step"] for row in made.sink.rows if row["kind"] == "train"] == [3, 5, 6, 8]
+
+
+@pytest.mark.parametrize(("every", "step", "step_in_epoch", "expected"), [(0, 3, 0, True), (0, 4, 1, False)])
+def test_due_each_epoch(every, step, step_in_epoch, expected):
+    assert due(every, State(step=step, step_in_epoch=step_in_epoch)) is expected
+
+
+def test_due_each_n_steps():
+    assert [step for step in range(1, 10) if due(3, State(step=step, step_in_epoch=1))] == [3, 6, 9]
+
+
+def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
+    by_epoch = Length(2, 0, 8, 1, 0, 1, 0, 0)
+    state, found = State(), []
+    while not by_epoch.finished(state):
+        found.append(by_epoch.progress(state, 4))
+        state = advance(state, 8, 4)
+    assert found == pytest.approx([(i + 0.5) / 8 for i in range(8)])
+    assert (state.step, state.epoch, state.step_in_epoch, state.images) == (8, 2, 0, 64)
+    by_step = replace(by_epoch, steps=5)
+    assert [by_step.progress(State(step=s), 4) for s in range(6)] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+
+
+def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
+    """Fewer steps an epoch: progress is a share of the epochs, not of steps that never come."""
+    length = Length(4, 0, 8, 1, 0, 1, 0, 0)
+    state, last = State(), 0.0
+    for steps_in_epoch in (4, 2, 1, 3):
+        for _ in range(steps_in_epoch):
+            assert length.progress(state, steps_in_epoch) > last
+            last = length.progress(state, steps_in_epoch)
+            state = advance(state, 8, steps_in_epoch)
+    assert length.finished(state)
+    assert last == pytest.approx(1 - 0.5 / 12)
+
+
+@pytest.mark.parametrize(("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)])
+def test_views(views, expected):
+    assert [Length(1, 0, 1, 1, views, 1, 0, 0).view(epoch) for epoch in range(5)] == expected
+
+
+def test_unfinished_groups_are_dropped():
+    assert list(grouped(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5]]
+
+
+# ------------------------------------------------------------------------------------------------------ resuming
+
+
+RUNS = {
+    "plain": (),
+    "averaged": ("optimizer.ema=0.9", "run.every.checkpoint=3"),
+    "mixed, in steps": ("data.augment.mixup=0.8", "run.steps=7", "run.every.checkpoint=2", "run.every.evaluate=3"),
+    "sgd, in micros, with a projector": (
+        "optimizer.kind=sgd",
+        "data.micro_batch=4",
+        "losses=[{kind: feature}, {kind: kl}]",
+        "run.every.checkpoint=1",
+        "student.args.proj_drop_rate=0.3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
+    overrides = RUNS[name]
+    whole = make(*overrides, folder=tmp_path / "whole")
+    last = train(whole.run)
+    rows = read_rows(tmp_path / "whole")
+    whole.sink.close()
+    for at in range(1, last.step + 1, 1 if name == "averaged" else 2):
+        folder = tmp_path / f"killed {at}"
+        killed = make(*overrides, folder=folder, watcher=StopAfter(at))
+        with pytest.raises(Stop):
+            train(killed.run)
+        killed.sink.close()
+        resumed = make(*overrides, folder=folder)
+        state = train(resumed.run)
+        resumed.sink.close()
+        assert replace(state, seconds=0.0) == replace(last, seconds=0.0)
+        assert same(weights(resumed.run), weights(whole.run)), at
+        assert without_clocks(read_rows(folder)) == without_clocks(rows)
+
+
+def read_rows(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_kills_in_a_row(make, tmp_path):
+    whole = make(folder=tmp_path / "whole")
+    train(whole.run)
+    for at in (6, 7):
+        killed = make(folder=tmp_path / "killed", watcher=StopAfter(at))
+        with pytest.raises(Stop):
+            train(killed.run)
+        killed.sink.close()
+    resumed = make(folder=tmp_path / "killed")
+    train(resumed.run)
+    assert same(weights(resumed.run), weights(whole.run))
+    assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
+    for made in (whole, resumed):
+        made.sink.close()
+
+
+def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
+    made = make("run.epochs=1", "losses=[{kind: feature}]", "optimizer.ema=0.9", folder=tmp_path / "run")
+    live = made.run.teacher.model
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    train(made.run)
+    _, tensors, _ = made.sink.restore()
+    made.sink.close()
+    assert {name.partition(".")[0] for name in tensors} == {"model", "average", "optimizer"}
+    assert {".".join(name.split(".")[:2]) for name in tensors if name.startswith("model.")} == {
+        "model.student",
+        "model.criterion",
+    }
+    shapes = {tuple(t.shape) for t in live.network.state_dict().values() if t.ndim > 1}
+    assert not shapes & {tuple(t.shape) for n, t in tensors.items() if n.startswith("model.student")} - {(1, 5, 24)}
+    assert all(torch.equal(before[name], tensor) for name, tensor in live.state_dict().items())
+    assert not live.training
+    assert all(p.grad is None and not p.requires_grad for p in live.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ diverging
+
+
+@pytest.mark.parametrize("lr", [1e30, 1e39])
+def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
+    more = ("run.epochs=3", "run.every.log=3", "run.every.checkpoint=1", "optimizer.warmup=0.5")
+    made = make(f"optimizer.lr={lr}", *more, folder=tmp_path / "run")
+    with pytest.raises(NonFiniteLoss, match=r"became NaN or infinite in steps? \d+") as caught:
+        train(made.run)
+    assert "Choose another run.name with a lower optimizer.lr" in str(caught.value)
+    found = made.sink.restore()
+    made.sink.close()
+    if found is not None:
+        floats = [tensor for tensor in found[1].values() if tensor.is_floating_point()]
+        assert all(tensor.isfinite().all() for tensor in floats)
+
+
+def test_the_window_and_the_term_are_named(make):
+    made = make("run.epochs=2", "run.every.log=4", "losses=[{kind: ce}, {kind: kl}]")
+    with torch.no_grad():
+        made.run.distillation.student.network.head.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteLoss, match=r"^losses: ce, kl, loss, grad_norm became NaN or infinite in steps 1 to 4"):
+        train(made.run)
+
+
+# ------------------------------------------------------------------------------------------------------ criterion
+
+
+def batch(weight: list[float]) -> Batch:
+    label = torch.tensor([0, 1, 2])
+    return replace(Batch.of(torch.zeros(3, 3, 1, 1), label), weight=torch.tensor(weight))
+
+
+def test_the_criterion_sums_its_weighted_terms():
+    dims = Dims(3, 0, 0)
+    terms = [ce.build(ce.Options(), dims), kl.build(kl.Options(temperature=2.0), dims)]
+    criterion = Criterion([("ce", 0.3, terms[0]), ("kl", 2.0, terms[1]), ("kl", 0.0, kl.build(kl.Options(), dims))])
+    student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
+    found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
+    assert list(found) == ["ce", "kl", "kl_2", "loss"]
+    one, other = (term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms)
+    torch.testing.assert_close(found["ce"], one)
+    torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
+    assert criterion.needs == {"teacher"}
+
+
+def test_the_criterion_stays_float32_under_autocast():
+    dims = Dims(3, 0, 0)
+    criterion = Criterion([("kl", 1.0, kl.build(kl.Options(), dims))])
+    student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
+    expected = criterion(student, teacher, batch([1.0] * 3))["loss"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = criterion(student, teacher, batch([1.0] * 3))["loss"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

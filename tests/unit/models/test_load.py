@@ -1,0 +1,258 @@
+"""Models by name, folder, file and hub id; whatever does not fit is one line, never a random head."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kd.errors import ModelError
+from kd.models.load import Spec, digest, export_files, folder_classes, load
+
+NAME = "vit_tiny_patch16_224"
+TINY = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+CLASSES = ("apple", "fig", "pear")
+
+
+def build(model=NAME, classes=CLASSES, where="teacher", args=TINY, size=16, **more):
+    return load(Spec(where, str(model), args, classes, **more), size, False)
+
+
+def exact(model, classes=CLASSES, **more):
+    return build(model, classes, args={}, pretrained=True, exact_head=True, **more)
+
+
+def refusal(*args, **more) -> str:
+    with pytest.raises(ModelError) as caught:
+        build(*args, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def stored(tmp_path) -> Path:
+    """A folder as `kd-export` writes it."""
+    torch.manual_seed(0)
+    return store(tmp_path / "stored", build().network)
+
+
+def store(folder: Path, network, classes=CLASSES) -> Path:
+    folder.mkdir()
+    content, tensors = export_files(network, classes, 0.9)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------- sources
+
+
+def test_by_name():
+    model = build()
+    assert model.num_classes == 3
+    assert sum(p.numel() for p in model.parameters()) < 20_000
+
+
+@pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
+def test_by_folder(stored, form):
+    model = exact(form.format(stored))
+    assert same(dict(model.network.state_dict()), load_file(stored / "model.safetensors"))
+    assert model.input_size == 16
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_by_checkpoint(stored, kind):
+    path = stored / "model.safetensors" if kind == "file" else stored
+    model = build(checkpoint=str(path), exact_head=True)
+    assert same(dict(model.network.state_dict()), load_file(stored / "model.safetensors"))
+
+
+def test_timm_loads_what_we_export_with_equal_logits_and_labels(stored):
+    ours = exact(stored).eval()
+    theirs = timm.create_model(f"local-dir:{stored}", pretrained=True).eval()
+    pixels = torch.rand(4, 3, 16, 16)
+    assert torch.equal(ours.network(pixels), theirs(pixels))
+    assert theirs.pretrained_cfg["label_names"] == list(CLASSES)
+    assert theirs.pretrained_cfg["crop_pct"] == 0.9
+    assert tuple(theirs.pretrained_cfg["input_size"]) == (3, 16, 16)
+    assert folder_classes(stored) == list(CLASSES)
+
+
+def test_a_folder_of_another_size_keeps_its_own(stored):
+    assert exact(stored, size=64).input_size == 16
+
+
+def test_unknown_name_suggests_one():
+    message = refusal("vit_tiny_patch16_244")
+    assert message.startswith("teacher.model: no model 'vit_tiny_patch16_244'. A timm model name")
+    assert message.endswith("Did you mean 'vit_tiny_patch16_224'?")
+    assert refusal("no/such/folder").startswith("teacher.model: no model 'no/such/folder'")
+
+
+def test_arguments_that_the_architecture_refuses():
+    message = refusal(args={"embed_dim": 25, "num_heads": 2})
+    assert message.startswith(f"teacher.model: '{NAME}' cannot be built (")
+    assert "teacher.args" in message
+    assert "banana" in refusal(args={"banana": 1})
+    assert "cannot be built" in refusal(args={"depth": "deep"})
+
+
+def test_hub_id_without_the_network(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = refusal("hf-hub:nobody/no-such-model", args={}, pretrained=True, exact_head=True)
+    assert message.startswith("teacher.model: 'hf-hub:nobody/no-such-model' cannot be built (")
+
+
+def test_pretrained_name_without_the_network(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    message = refusal("test_vit", args={}, pretrained=True)
+    assert "pretrained weights of a bare name need the network" in message
+
+
+# ----------------------------------------------------------------------------------------------- damaged folders
+
+
+def test_folder_without_config(tmp_path):
+    assert "no config.json" in refusal(f"local-dir:{tmp_path}", args={}, pretrained=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"architecture": "no_such_net"}', '"vit"'])
+def test_folder_with_a_damaged_config(stored, text):
+    (stored / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^teacher\.model: ") as caught:
+        exact(stored)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_checkpoint_beside_a_damaged_config(stored, text):
+    (stored / "config.json").write_text(text)
+    assert refusal(checkpoint=str(stored), exact_head=True).startswith("teacher.checkpoint: ")
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "absent"])
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_weights_that_are_not_whole(stored, damage, how):
+    file = stored / "model.safetensors"
+    if damage == "absent":
+        file.unlink()
+    else:
+        file.write_bytes({"cut": file.read_bytes()[:-100], "text": b"not safetensors at all", "empty": b""}[damage])
+    with pytest.raises(ModelError) as caught:
+        exact(stored) if how == "model" else build(checkpoint=str(stored), exact_head=True)
+    assert str(caught.value).startswith(f"teacher.{how}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_checkpoint_says_how_to_get_one(tmp_path):
+    message = refusal(checkpoint=str(tmp_path / "no.safetensors"))
+    assert message.endswith("Check the path, or fit a teacher with `kd-teach`.")
+
+
+# -------------------------------------------------------------------------------------------------------- classes
+
+
+def classes_refused(stored, classes, how):
+    given = {"model": stored, "args": {}, "pretrained": True} if how == "model" else {"checkpoint": str(stored)}
+    return refusal(classes=classes, exact_head=True, **given)
+
+
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_another_number_of_classes_is_never_a_random_head(stored, how):
+    message = classes_refused(stored, (*CLASSES, "quince"), how)
+    assert message == (
+        f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head would be random. "
+        "Use a teacher fitted on this data, or `kd-teach` to fit one."
+    )
+
+
+def test_the_file_alone_also_tells_the_number_of_classes(stored, tmp_path):
+    shutil.copy(stored / "model.safetensors", tmp_path / "alone.safetensors")
+    message = refusal(classes=CLASSES[:2], checkpoint=str(tmp_path / "alone.safetensors"), exact_head=True)
+    assert "has 3 classes, the data has 2" in message
+
+
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_another_order_of_classes(stored, how):
+    message = classes_refused(stored, ("fig", "apple", "pear"), how)
+    assert "class 0 is 'apple', the data's is 'fig' (the same classes in another order)" in message
+
+
+@pytest.mark.parametrize("how", ["model", "checkpoint"])
+def test_other_classes(stored, how):
+    message = classes_refused(stored, ("apple", "fog", "pear"), how)
+    assert "class 1 is 'fig', the data's is 'fog'." in message
+
+
+def test_a_folder_without_labels_is_taken_by_its_number(stored):
+    content = json.loads((stored / "config.json").read_text())
+    for place in (content, content["pretrained_cfg"]):
+        place.pop("label_names", None)
+    (stored / "config.json").write_text(json.dumps(content))
+    assert exact(stored, ("x", "y", "z")).num_classes == 3
+    with pytest.raises(ModelError, match="has 3 classes, the data has 2"):
+        exact(stored, ("x", "y"))
+
+
+def test_weights_of_another_architecture(stored):
+    message = refusal(args={**TINY, "depth": 2}, checkpoint=str(stored))
+    assert message.startswith(f"teacher.checkpoint: the weights are not those of '{NAME}' (missing: blocks.1.")
+    message = refusal(args={**TINY, "embed_dim": 32}, checkpoint=str(stored), exact_head=True)
+    assert "other shape: " in message
+
+
+@pytest.mark.parametrize("classes", [CLASSES, ("a", "b", "c", "d")])
+def test_a_student_from_weights_of_another_class_count_keeps_its_own_head(stored, classes):
+    torch.manual_seed(5)
+    fresh = build(where="student", classes=classes).network.state_dict()
+    torch.manual_seed(5)
+    started = build(where="student", classes=classes, checkpoint=str(stored)).network.state_dict()
+    given = load_file(stored / "model.safetensors")
+    for name, tensor in started.items():
+        expected = fresh[name] if name.startswith("head.") and len(classes) != 3 else given[name]
+        assert torch.equal(tensor, expected), name
+
+
+def test_a_student_may_start_from_a_folder_with_another_head(stored):
+    started = build(stored, ("a", "b"), "student", args={}, pretrained=True).network.state_dict()
+    given = load_file(stored / "model.safetensors")
+    assert started["head.weight"].shape == (2, 24)
+    assert all(torch.equal(started[name], given[name]) for name in given if not name.startswith("head."))
+
+
+# --------------------------------------------------------------------------------------------------------- digest
+
+
+def test_the_digest_follows_every_bit():
+    torch.manual_seed(0)
+    network = build().network
+    first = digest(network)
+    assert digest(network) == first
+    with torch.no_grad():
+        network.head.bias[0] = torch.nextafter(network.head.bias[0], torch.tensor(9.0))
+    assert digest(network) != first
+    assert digest(network.to(torch.bfloat16)) != first
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "test_convnext"])
+def test_other_families_survive_an_export(tmp_path, name):
+    torch.manual_seed(0)
+    network = build(name, args={}).network.eval()
+    theirs = timm.create_model(f"local-dir:{store(tmp_path / name, network)}", pretrained=True).eval()
+    pixels = torch.rand(2, 3, 64, 64)
+    assert torch.equal(network(pixels), theirs(pixels))

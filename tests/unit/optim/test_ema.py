@@ -1,0 +1,91 @@
+"""Averaged weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kd.optim.ema import EMA
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def change(module: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor))
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_the_formula(decay):
+    module = network()
+    average = EMA(module, decay)
+    expected = {n: t.double().clone() for n, t in module.state_dict().items() if t.is_floating_point()}
+    for step in range(1, 30):
+        change(module, step)
+        average.update(step)
+        share = min(decay, (1 + step) / (10 + step))
+        for name, tensor in module.state_dict().items():
+            if name in expected:
+                expected[name] = share * expected[name] + (1 - share) * tensor.double()
+    assert (
+        average.average.keys()
+        == expected.keys()
+        == {"0.weight", "0.bias", *(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var"))}
+    )
+    for name, tensor in average.average.items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_applied_swaps_and_gives_back():
+    module = network()
+    average = EMA(module, 0.9)
+    change(module, 1)
+    trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def evaluation_that_fails() -> None:  # and must not leave the average behind
+        with average.applied():
+            assert all(torch.equal(module.state_dict()[n], t) for n, t in average.average.items())
+            assert not torch.equal(module.state_dict()["0.weight"], trained["0.weight"])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluation_that_fails()
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in trained.items())
+
+
+def test_apply_stays():
+    module = network()
+    average = EMA(module, 0.9)
+    change(module, 1)
+    average.apply()
+    assert all(torch.equal(module.state_dict()[n], t) for n, t in average.average.items())
+
+
+def test_load_restores_and_keeps_nothing_of_what_it_was_given():
+    module = network()
+    average, other = EMA(module, 0.9), EMA(module, 0.9)
+    change(module, 1)
+    average.update(1)
+    given = {name: tensor.clone() for name, tensor in average.average.items()}
+    other.load(given)
+    given["0.weight"].zero_()
+    assert torch.equal(other.average["0.weight"], average.average["0.weight"])
+    change(module, 2)
+    for each in (average, other):
+        each.update(2)
+    assert all(torch.equal(other.average[n], t) for n, t in average.average.items())
+
+
+def test_the_average_is_no_part_of_the_module():
+    module = network()
+    average = EMA(module, 0.9)
+    before = {name: tensor.clone() for name, tensor in average.average.items()}
+    change(module, 1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in average.average.items())

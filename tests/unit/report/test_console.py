@@ -1,0 +1,63 @@
+"""What a person sees."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console as RichConsole
+
+from kd.report.console import Console, percent, table
+from kd.types import State
+
+TRAIN = {"loss": 1.5, "kl": 1.25, "accuracy": 0.5, "lr": 1e-3, "images_per_second": 123.4, "grad_norm": 2.0}
+VAL = {"accuracy": 0.934, "teacher_accuracy": 0.95, "agreement": 0.9}
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    with Console("food") as console:
+        for step in range(1, 5):
+            console.step(State(step=step), step / 8)
+        console.log("train", State(step=4), TRAIN)
+        console.log("val", State(step=4), VAL)
+        console.say("[/bold] and {brackets}")
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("food | step 4 (50 %, ")
+    assert first.endswith(" s left) | loss 1.500 kl 1.250 lr 0.001 123 images/s")
+    assert second.endswith("| val accuracy 93.4 % (teacher 95.0 %, agreement 90.0 %)")
+    assert third == "[/bold] and {brackets}"
+
+
+def test_quiet_ranks_say_nothing(capsys):
+    with Console("food", quiet=True) as console:
+        console.say("hello")
+        console.step(State(step=1), 0.5)
+        console.log("train", State(step=1), TRAIN)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_gets_a_bar():
+    text = io.StringIO()
+    console = Console("food")
+    console._console = RichConsole(file=text, force_terminal=True, width=160)
+    with console:
+        console.log("train", State(step=3), TRAIN)
+        console.step(State(step=3), 0.25)
+        console.say("a line")
+    shown = text.getvalue()
+    assert "a line" in shown
+    assert "25 %" in shown
+    assert "loss 1.500" in shown
+
+
+def test_percent():
+    assert [percent(share) for share in (0.0, 0.9339, 1.0)] == ["0.0 %", "93.4 %", "100.0 %"]
+
+
+def test_the_table_is_aligned_markdown():
+    rows = [{"model": "teacher", "accuracy": "97.0 %"}, {"model": "student", "accuracy": "9.1 %"}]
+    assert table(rows).splitlines() == [
+        "| model   | accuracy |",
+        "| ------- | -------: |",
+        "| teacher |   97.0 % |",
+        "| student |    9.1 % |",
+    ]

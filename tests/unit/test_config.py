@@ -1,0 +1,417 @@
+"""The typed configuration: everything that is wrong in one report, and a round trip that loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from kd import config, parts, schema
+from kd.config import Config, dump, explain, load, to_dict
+from kd.errors import ConfigError, ConfigErrors, KdError
+
+MINIMAL = {
+    "data": {"kind": "imagefolder", "root": "photos"},
+    "student": {"model": "vit_tiny_patch16_224"},
+    "losses": [{"kind": "ce"}],
+}
+
+
+def minimal(**sections) -> dict:
+    return {**MINIMAL, **sections}
+
+
+def errors_of(raw, *overrides) -> dict[str, str]:
+    """Return every error of a configuration, by its config path."""
+    with pytest.raises(ConfigErrors) as caught:
+        load(raw, overrides)
+    assert str(caught.value).splitlines() == [str(error) for error in caught.value.errors]
+    return {error.where: str(error) for error in caught.value.errors}
+
+
+# ------------------------------------------------------------------------------------------------ what is wrong
+
+
+def test_everything_wrong_is_in_one_report():
+    raw = {
+        "run": {"epoks": 3, "seed": -1, "every": {"log": 0}},
+        "data": {"kind": "imagefolder", "batch_size": "many", "augment": {"flip": 2}},
+        "student": {"model": "vit_tiny_patch16_224", "init": "magic"},
+        "teacher": {"fit": {"lr": 0}},
+        "losses": [{"kind": "kll"}, {"kind": "ce", "wieght": 2}, {"kind": "kl", "temperature": -1}],
+        "optimiser": {"lr": 1},
+        "optimizer": {"zero": "perhaps", "betas": "high"},
+        "sifter": "none",
+    }
+    found = errors_of(raw)
+    expected = {
+        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, name, seed, steps, "
+        "trackers. Did you mean 'epochs'?",
+        "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
+        "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
+        "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1. Change the value.",
+        "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1. Change the value.",
+        "data.root": "data.root: is missing. Allowed: text. Add it.",
+        "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained, teacher. Change the value.",
+        "teacher.fit.lr": "teacher.fit.lr: is 0. Allowed: a number > 0. Change the value.",
+        "losses[1].wieght": "losses[1].wieght: no such key. Allowed: kind, label_smoothing, weight. "
+        "Did you mean 'weight'?",
+        "losses[2]": "losses[2]: temperature must be finite and > 0, is -1. Change the value.",
+        "optimizer.zero": "optimizer.zero: is 'perhaps'. Allowed: true or false. Change the value.",
+        "optimizer.betas": "optimizer.betas: is 'high'. Allowed: a list of 2 values, each a number. Change the value.",
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["losses[0].kind"].startswith("losses[0].kind: no part named 'kll' in losses. Allowed: ce, dist, ")
+    assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
+    assert found["optimiser"].endswith("Did you mean 'optimizer'?")
+    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+    assert len(found) == len(expected) + 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.epochs", 2.5),
+        ("run.epochs", True),
+        ("run.epochs", None),
+        ("run.epochs", [1]),
+        ("run.name", ["a"]),
+        ("run.baseline", 3),
+        ("run.trackers", "tensorboard"),
+        ("run.trackers", [["a"]]),
+        ("run.every", 5),
+        ("data.image_size", 7),
+        ("data.eval_crop", 0),
+        ("data.workers", "many"),
+        ("data.workers", -1),
+        ("data.workers", 1.5),
+        ("data.workers", True),
+        ("data.on_corrupt", "ignore"),
+        ("data.augment.crop", 0.0),
+        ("data.augment.mixup", ".nan"),
+        ("data.augment.jitter", float("nan")),
+        ("teacher.args", "depth"),
+        ("teacher.precision", "fp16"),
+        ("optimizer.lr", float("inf")),
+        ("optimizer.lr", "1e-3x"),
+        ("optimizer.betas", [0.9]),
+        ("optimizer.betas", ["high", 0.9]),
+        ("optimizer.betas", [0.9, 0.99, 0.999]),
+        ("optimizer.betas", [0.9, 1.0]),
+        ("optimizer.betas", [-0.1, 0.9]),
+        ("optimizer.momentum", 1.0),
+        ("optimizer.ema", 1),
+        ("backend.timeout_seconds", 0),
+        ("losses", {"kind": "kl"}),
+        ("losses", "kl"),
+        ("losses", ["kl"]),
+        ("losses", []),
+        ("losses", [{"kind": "ce", "weight": 0}]),
+        ("losses", [{"weight": 1}]),
+        ("data", "imagefolder"),
+        ("data", None),
+        ("student.model", "???"),
+    ],
+)
+def test_wrong_values_are_one_line_that_names_the_key(key, value):
+    raw = place = minimal()
+    *sections, last = key.split(".")
+    for section in sections:
+        place[section] = dict(place.get(section, {}))
+        place = place[section]
+    place[last] = value
+    found = errors_of(raw)
+    assert len(found) == 1, found
+    where, message = found.popitem()
+    assert where.startswith(key)
+    assert "\n" not in message
+
+
+def test_a_part_outside_the_repository(tmp_path, monkeypatch):
+    (tmp_path / "mylab").mkdir()
+    (tmp_path / "mylab" / "sharp.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Options:\n"
+        "    power: float = 2.0\n"
+        '    """How sharp."""\n'
+        "def build(options, dims):\n"
+        "    return options.power\n"
+    )
+    (tmp_path / "mylab" / "dull.py").write_text("Options = 3\n")
+    (tmp_path / "mylab" / "hungry.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = load(minimal(losses=[{"kind": "mylab.sharp", "power": 3}]))
+    assert parts.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None) == 3.0
+    assert to_dict(loaded)["losses"] == [{"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}]
+    assert (
+        "no such key. Allowed: kind, power, weight. Did you mean 'power'?"
+        in (errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"])
+    )
+    assert (
+        "the module 'mylab.dull' is not a part"
+        in (errors_of(minimal(losses=[{"kind": "mylab.dull"}]))["losses[0].kind"])
+    )
+    assert (
+        "the module 'mylab.shrap' cannot be imported"
+        in (errors_of(minimal(losses=[{"kind": "mylab.shrap"}]))["losses[0].kind"])
+    )
+    # the part is there, a package that it imports is not: hiding that behind "no such part" would mislead
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        load(minimal(losses=[{"kind": "mylab.hungry"}]))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("kind", ["..", ".kl", "kl.", "kd..losses"])
+def test_kinds_that_are_no_module_path(kind):
+    assert list(errors_of(minimal(losses=[{"kind": kind}]))) == ["losses[0].kind"]
+
+
+@pytest.mark.parametrize("kind", [3, None, ["ce"]])
+def test_kinds_that_are_no_text(kind):
+    assert list(errors_of(minimal(losses=[{"kind": kind}]))) == ["losses[0].kind"]
+
+
+def test_contradictions_between_keys():
+    found = errors_of(minimal(student={"model": "vit", "init": "scratch", "checkpoint": "a.safetensors"}))
+    assert found["student.init"].startswith("student.init: is 'scratch', but checkpoint is set.")
+    found = errors_of(minimal(student={"model": "vit", "init": "teacher"}))
+    assert found == {"student.init": "student.init: is 'teacher', but there is no teacher. Set teacher.model."}
+    found = errors_of(minimal(student={}))
+    assert list(found) == ["student.model"]
+
+
+def test_a_baseline_that_would_know_the_teacher():
+    """Found out after the whole distillation, this would cost a day."""
+    raw = minimal(student={"model": "vit", "init": "teacher"}, teacher={"model": "vit"}, run={"baseline": True})
+    assert "the labels-only student must not know the teacher" in errors_of(raw)["run.baseline"].lower()
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def test_missing_file_suggests_a_neighbour(tmp_path):
+    (tmp_path / "vit_food.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"vit_fod.yaml: no such file\. .* Did you mean 'vit_food.yaml'\?"):
+        load(tmp_path / "vit_fod.yaml")
+    with pytest.raises(ConfigError, match=r"no such file\. .* Check the path\."):
+        load(tmp_path / "nowhere" / "vit_food.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {name: a\nlosses: [", "not readable as YAML"),
+        ("run:\n\tname: a\n", "not readable as YAML"),
+        ("run: {name: a}\nrun: {name: b}\n", "not readable as YAML"),
+        ("- a\n- b\n", "holds no sections"),
+        ("\x00", "not readable as YAML"),
+    ],
+)
+def test_files_that_are_not_a_configuration(tmp_path, text, message):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_picture_is_not_a_configuration(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF")
+    with pytest.raises(ConfigError, match="not readable as YAML"):
+        load(tmp_path / "a.yaml")
+
+
+def test_an_empty_file_lists_what_is_missing(tmp_path):
+    (tmp_path / "a.yaml").write_text("")
+    assert list(errors_of(tmp_path / "a.yaml")) == ["data.kind"]
+
+
+def test_the_name_is_that_of_the_file(tmp_path):
+    (tmp_path / "vit_pears.yaml").write_text(yaml.safe_dump(MINIMAL))
+    assert load(tmp_path / "vit_pears.yaml").run.name == "vit_pears"
+    assert load(tmp_path / "vit_pears.yaml", ["run.name=x"]).run.name == "x"
+
+
+# ---------------------------------------------------------------------------------------------------- overrides
+
+
+def test_overrides_go_before_the_file():
+    loaded = load(
+        minimal(losses=[{"kind": "ce"}, {"kind": "kl"}], optimizer={"lr": 0.1}),
+        [
+            "optimizer.lr=1e-4",
+            "run.every.log=7",
+            "losses[0].weight=2",
+            "losses.1.temperature=4",
+            "optimizer.betas=[0.8,0.9]",
+            "run.trackers=[tensorboard]",
+            "student.args.depth=3",
+            "student.args={depth: 4}",
+            "data.root=a=b c",
+            "optimizer.zero=true",
+        ],
+    )
+    assert loaded.optimizer.lr == 1e-4
+    assert loaded.run.every.log == 7
+    assert [term.weight for term in loaded.losses] == [2.0, 1.0]
+    assert loaded.losses[1].options.temperature == 4.0
+    assert loaded.optimizer.betas == (0.8, 0.9)
+    assert loaded.run.trackers == ("tensorboard",)
+    assert loaded.student.args == {"depth": 4}
+    assert loaded.data.options.root == "a=b c"
+    assert loaded.optimizer.zero is True
+
+
+def test_a_list_can_be_emptied():
+    raw = minimal(run={"trackers": ["wandb"]})
+    assert load(raw, ["run.trackers=[]"]).run.trackers == ()
+
+
+def test_overrides_of_a_whole_list():
+    loaded = load(minimal(), ["losses=[{kind: kl, weight: 3}]"])
+    assert [(term.kind, term.weight) for term in loaded.losses] == [("kl", 3.0)]
+
+
+def test_wrong_overrides_are_all_told():
+    found = errors_of(minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1")
+    assert list(found) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
+    assert found["optimizer.lr"].endswith("Overrides read key=value. Add the `=value`.")
+    found = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
+    assert list(found) == ["data.augment.flop", "optimizer.rl"]
+
+
+@pytest.mark.parametrize("override", ["run.name=[", "run.name={a", "a b=c", "[0]=1", "..=1", "run..name=2"])
+def test_overrides_that_are_not_yaml(override):
+    assert all("\n" not in message for message in errors_of(minimal(), override).values())
+
+
+def test_interpolations_are_resolved_or_told(monkeypatch):
+    monkeypatch.setenv("KD_TEST_ROOT", "elsewhere")
+    assert load(minimal(), ["data.root=${oc.env:KD_TEST_ROOT}/a"]).data.options.root == "elsewhere/a"
+    assert "no_such" in str(errors_of(minimal(), "data.root=${no_such.key}"))
+
+
+# --------------------------------------------------------------------------------------------------- round trip
+
+
+TRICKY = ["1e5", "on", "null", "~", "007", "0x1f", "1_000", "", " ", "a: b", "#a", "'", '"', "ä", "true", "-", "1:30"]
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_text_stays_text_through_a_round_trip(text):
+    loaded = load({**minimal(), "data": {"kind": "imagefolder", "root": text or "x", "train_split": text or "y"}})
+    assert loaded.data.options.root == (text or "x")
+    assert load(OmegaConf.to_container(OmegaConf.create(dump(loaded)))) == loaded
+
+
+@pytest.mark.parametrize("loss", parts.names("losses"))
+def test_dump_is_accepted_and_equal(loss, tmp_path):
+    raw = minimal(
+        losses=[{"kind": loss, "weight": 1e-7}],
+        teacher={"model": "vit", "args": {"a": [1, {"b": None}], "c": "1e5"}},
+        optimizer={"betas": [0.5, 0.6], "lr": 1.2345678901234567e-5},
+        backend={"kind": "cpu", "threads": 2},
+        run={"trackers": ["a", "b"], "name": "1e5"},
+    )
+    loaded = load(raw)
+    (tmp_path / "config.yaml").write_text(dump(loaded))
+    again = load(tmp_path / "config.yaml")
+    assert again == loaded
+    assert dump(again) == dump(loaded)
+    assert load(to_dict(loaded)) == loaded
+
+
+def test_dump_writes_every_key():
+    written = yaml.safe_load(dump(load(minimal())))
+    for key, *_ in explain():
+        if "[]" in key:
+            continue
+        place = written
+        for part in key.split("."):
+            if not isinstance(place, dict) or part not in place:
+                assert key.split(".")[0] in ("data", "sifter", "backend"), key  # keys of kinds that were not chosen
+                break
+            place = place[part]
+
+
+# --------------------------------------------------------------------------------------------------- explaining
+
+
+def sections(cls: type = Config) -> list[type]:
+    """Return every dataclass of the schema."""
+    found = [cls]
+    for hint in typing.get_type_hints(cls).values():
+        inner = [arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)]
+        for section in [hint] if dataclasses.is_dataclass(hint) else inner:
+            found += sections(section)
+    return found
+
+
+PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
+
+
+def test_explain_covers_every_key_with_a_meaning():
+    rows = explain()
+    fields = sum(len([f for f in dataclasses.fields(cls) if f.name != "options"]) for cls in sections())
+    nested = len(sections()) - 1  # a field that holds a section has no row of its own
+    options = sum(len(dataclasses.fields(parts.options_type(folder, name, ""))) for folder, name in PARTS)
+    assert len(rows) == fields - nested + options
+    for key, allowed, default, meaning in rows:
+        assert allowed.startswith("Allowed: "), key
+        assert not re.search("typing|<class", allowed), (key, allowed)
+        assert default, key
+        words = meaning.partition("] ")[2] if meaning.startswith("[kind: ") else meaning
+        assert len(words) > 8, f"{key} says nothing"
+        assert words.rstrip().endswith((".", ")", "?")), f"{key}: {words}"
+
+
+def test_explain_below_a_prefix():
+    assert [key for key, *_ in explain("run.every")] == ["run.every.log", "run.every.evaluate", "run.every.checkpoint"]
+    assert {key.split(".")[0] for key, *_ in explain("losses")} == {"losses[]"}
+    assert explain("lr") == []
+
+
+@pytest.mark.parametrize(("folder", "name"), PARTS)
+def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
+    section = next(cls for cls in sections() for f in dataclasses.fields(cls) if f.metadata.get("parts") == folder)
+    own = {f.name for f in dataclasses.fields(section)}
+    assert not own & {f.name for f in dataclasses.fields(parts.options_type(folder, name, ""))}
+
+
+@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+def test_defaults_lie_within_their_ranges(cls):
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            assert config._out_of_range(cls, f.name, f.default) == "", f.name
+
+
+def test_literals_of_a_default_are_allowed():
+    for cls in sections():
+        hints = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            if typing.get_origin(hints[f.name]) is typing.Literal:
+                assert f.default in typing.get_args(hints[f.name])
+
+
+def test_every_error_is_a_kd_error():
+    with pytest.raises(KdError) as caught:
+        load({"nonsense": 1})
+    assert caught.value.exit_code == 2
+
+
+def test_schema_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(minimal()).run.epochs = 3  # type: ignore[misc]
+    assert all(cls.__dataclass_params__.frozen for cls in sections())
+    assert Path(schema.__file__).name == "schema.py"

@@ -1,0 +1,51 @@
+"""Errors: one line of three sentences, that survives the border of a process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from kd import errors
+from kd.errors import ConfigError, ConfigErrors, DataError, KdError, did_you_mean
+
+TREE = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KdError)]
+
+
+def test_the_sentences():
+    error = KdError("data.root", "is empty", "At least one image", "Check the path")
+    assert str(error) == "data.root: is empty. At least one image. Check the path."
+    assert str(KdError("a", "wrong.", "", "Did you mean 'b'?")) == "a: wrong. Did you mean 'b'?"
+    assert str(KdError("a", " wrong! ")) == "a: wrong!"
+
+
+@pytest.mark.parametrize("cls", [cls for cls in TREE if cls is not ConfigErrors])
+def test_errors_survive_pickling(cls):
+    error = cls("data.root", "is empty", "At least one image", "Check the path")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is cls
+    assert str(again) == str(error)
+    fields = (again.where, again.wrong, again.allowed, again.remedy)
+    assert fields == ("data.root", "is empty", "At least one image", "Check the path")
+    assert cls.exit_code == 2
+
+
+def test_several_errors_are_one_a_line():
+    several = ConfigErrors([ConfigError("a", "wrong"), DataError("b", "missing")])
+    assert str(several) == "a: wrong.\nb: missing."
+    again = pickle.loads(pickle.dumps(several))
+    assert str(again) == str(several)
+    assert [type(error) for error in again.errors] == [ConfigError, DataError]
+
+
+def test_the_tree_is_drawn():
+    for cls in TREE:
+        assert cls.__name__ in (errors.__doc__ or "")
+        assert cls.__doc__
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("wieght", "Did you mean 'weight'?"), ("xyz", ""), ("weight", "Did you mean 'weight'?")]
+)
+def test_near_misses(word, expected):
+    assert did_you_mean(word, ["weight", "kind"]) == expected

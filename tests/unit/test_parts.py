@@ -1,0 +1,50 @@
+"""The folder is the registry: what a part must have, for each file that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from kd import parts
+from kd.config import field_docs
+from kd.errors import PartNotFound
+
+PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
+CONTEXT = {
+    "losses": ["options", "dims"],
+    "sifters": ["options", "num_images", "batch_size", "seed"],
+    "datasets": ["options", "split", "classes"],
+    "backends": ["options", "precision", "timeout_seconds"],
+}
+
+
+def test_there_are_parts_in_every_folder():
+    assert {folder for folder, _ in PARTS} == set(parts.FOLDERS)
+
+
+@pytest.mark.parametrize(("folder", "name"), PARTS)
+def test_a_part_has_options_and_build(folder, name):
+    module = parts.find(folder, name, "here")
+    options = module.Options
+    assert options.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(options))
+    assert field_docs(options).keys() == {field.name for field in dataclasses.fields(options)}
+    assert list(inspect.signature(module.build).parameters) == CONTEXT[folder]
+    assert (module.__doc__ or "").strip().splitlines()[0].endswith(".")
+
+
+def test_private_modules_are_no_parts():
+    assert not [name for _, name in PARTS if name.startswith("_")]
+    with pytest.raises(PartNotFound, match="no part named '_decode' in datasets"):
+        parts.find("datasets", "_decode", "data.kind")
+
+
+def test_default_options_can_be_changed():
+    assert parts.default_options("losses", "kl", temperature=3.0).temperature == 3.0
+
+
+def test_descriptions():
+    assert dict(parts.describe("losses"))["kl"].startswith("Match the student's softened")
+    assert len(parts.describe("backends")) == len(parts.names("backends"))
