@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +11,25 @@ import torch
 from torch import nn
 
 from kd import parts
+from kd.choose import choose_student, choose_teacher
 from kd.config import Config
-from kd.contracts import Backend, Sink, Source, Teacher, Watcher
+from kd.contracts import Backend, Sink, Source, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
-from kd.engine.probe import fastest
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
-from kd.models.classifier import Classifier, count_attention, set_attention
+from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import NoTeacher
 from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.types import Batch, Dims, Outputs
+from kd.types import Dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +279,10 @@ def run(
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     torch.manual_seed(seed_from(config.run.seed, "criterion"))
     distillation = Distillation(student, criterion(config, dims)).to(backend.device)
-    images = torch.randint(
-        256, (min(split.micro_batch, 32), 3, config.data.image_size, config.data.image_size), dtype=torch.uint8
-    )
     choices = dict(pinned)
     measured: dict[str, dict[str, float]] = {}
-    live, measured["teacher"] = choose_teacher(config, teacher, images, backend, choices)
-    measured["student"] = choose_student(config, distillation, live, images, backend, choices)
+    live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
+    measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     train_loader, val_loader = loaders(config, data, backend, split)
     sifter_context = {"num_images": len(data.train), "batch_size": split.batch_size, "seed": config.run.seed}
     section = config.optimizer
@@ -319,80 +314,3 @@ def run(
     )
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
     return built, facts
-
-
-def choose_teacher(
-    config: Config, model: Classifier | None, images: torch.Tensor, backend: Backend, choices: dict[str, str]
-) -> tuple[Teacher, dict[str, float]]:
-    """Pick the precision and the attention kernel of the frozen forward; write them into `choices`."""
-    if model is None:
-        return NoTeacher(), {}
-    section = config.teacher
-    batch = _trial_batch(images, backend)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-    def candidate(precision: str, attention: str) -> LiveTeacher:
-        live = LiveTeacher(model, backend.device, dtypes[precision], section.micro_batch)
-        set_attention(live.model, attention == "fused")
-        return live
-
-    options = _options(section.precision, section.attention, choices.get("teacher"), backend.preferred, model)
-    built = {name: candidate(*name.split("+")) for name in options}
-    work: dict[str, Callable[[], torch.Tensor]] = {n: (lambda t=t: t(batch).logits) for n, t in built.items()}
-    name, table = fastest(work, backend)
-    choices["teacher"] = name
-    return built[name], table
-
-
-def choose_student(
-    config: Config,
-    distillation: Distillation,
-    teacher: Teacher,
-    images: torch.Tensor,
-    backend: Backend,
-    choices: dict[str, str],
-) -> dict[str, float]:
-    """Pick the precision and the attention kernel of the student's step; set them and write them into `choices`."""
-    batch = _trial_batch(images, backend)
-    answers: Outputs = teacher(batch)
-    trial = copy.deepcopy(distillation)
-
-    def apply(name: str, module: nn.Module) -> None:
-        precision, attention = name.split("+")
-        backend.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
-        set_attention(module, attention == "fused")
-
-    def work(name: str) -> torch.Tensor:
-        apply(name, trial)
-        with backend.autocast():
-            _, scores = trial(batch, answers)
-        loss = scores["loss"].mean()
-        loss.backward()
-        trial.zero_grad()
-        backend.end_step()
-        return loss.detach()
-
-    asked = config.backend.precision, config.student.attention
-    options = _options(*asked, choices.get("student"), backend.preferred, distillation)
-    name, table = fastest({name: (lambda name=name: work(name)) for name in options}, backend)
-    apply(name, distillation)
-    choices["student"] = name
-    return table
-
-
-def _options(precision: str, attention: str, pinned: str | None, preferred: str, module: nn.Module) -> list[str]:
-    """List the combinations that a probe tries; one where nothing is left to choose."""
-    if attention == "auto" and not count_attention(module):
-        attention = "unfused"  # nothing to choose: no layer of this model has the kernel
-    if pinned:
-        return [pinned]
-    settled = preferred.split("+") if preferred else []
-    precisions = (settled[:1] or ["fp32", "bf16"]) if precision == "auto" else [precision]
-    attentions = (settled[1:] or ["fused", "unfused"]) if attention == "auto" else [attention]
-    return ["+".join(pair) for pair in itertools.product(precisions, attentions)]
-
-
-def _trial_batch(images: torch.Tensor, backend: Backend) -> Batch:
-    """Put `images` on the device with label 0, for measurements."""
-    image = images.to(backend.device)
-    return Batch.of(image, torch.zeros(len(image), dtype=torch.int64, device=image.device))

@@ -10,6 +10,8 @@ import torch
 
 from kd.contracts import Backend
 
+HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
+
 
 def fastest(
     candidates: Mapping[str, Callable[[], torch.Tensor]],
@@ -19,8 +21,9 @@ def fastest(
 ) -> tuple[str, dict[str, float]]:
     """Return the name of the fastest candidate and the median milliseconds of each.
 
-    The candidates are interleaved, so that a noisy neighbour slows them alike; the first round only warms up. All
-    ranks take rank 0's answer. Stops early, after one measured round, when the budget is spent.
+    The candidates are interleaved, so that a noisy neighbour slows them alike; the first round only warms up. A
+    candidate that takes over half a second and four times as long as the best drops out. All ranks take rank 0's
+    answer. Stops early, after one measured round, when the budget is spent.
 
     Args:
         candidates: each does the work once and returns a tensor that is waited for.
@@ -32,14 +35,18 @@ def fastest(
     if len(names) == 1:
         return names[0], {}
     samples: dict[str, list[float]] = {name: [] for name in names}
+    racing = list(names)
     start = time.perf_counter()
+    candidates[names[0]]().sum().item()  # pays for what is set up once, whoever comes first
     for turn in range(rounds + 1):
         if turn > 1 and time.perf_counter() - start > budget_seconds:
             break
-        for name, work in candidates.items():
+        for name in racing:
             before = time.perf_counter()
-            work().sum().item()  # waits for the device
+            candidates[name]().sum().item()  # waits for the device
             samples[name].append(time.perf_counter() - before)
+        best = min(samples[name][-1] for name in racing)
+        racing = [name for name in racing if samples[name][-1] < max(HOPELESS_SECONDS, HOPELESS_RATIO * best)]
     table = {name: 1000 * statistics.median(times[1:] or times) for name, times in samples.items()}
     choice = torch.tensor([names.index(min(table, key=table.__getitem__))], device=backend.device)
     backend.broadcast_([choice])

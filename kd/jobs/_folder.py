@@ -15,7 +15,18 @@ from kd.config import Config
 from kd.errors import KdError, RunError
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
-FREE = ("run.name", "run.folder", "run.keep", "run.trackers", "run.every.", "data.workers", "backend.timeout_seconds")
+# Where the data lies is one of them: its content is compared by its fingerprint.
+FREE = (
+    "run.name",
+    "run.folder",
+    "run.keep",
+    "run.trackers",
+    "run.every.",
+    "data.root",
+    "data.workers",
+    "data.eval_batch",
+    "backend.timeout_seconds",
+)
 
 
 def enter(folder: RunDir, settings: Config) -> None:
