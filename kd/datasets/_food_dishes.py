@@ -1,17 +1,14 @@
-"""Paint the twelve dishes of `food_mini`; run as a module, this renders a share of the pictures.
+"""Paint the twelve dishes of `food_mini`.
 
-Every picture is a pure function of (seed, split, dish, index). Tables, crockery and clutter are shared by all dishes and
-palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between versions of Pillow
-and NumPy, never between numbers of processes.
+Every picture is a pure function of (seed, split, dish, index). Tables, crockery and clutter are shared by all dishes,
+and palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between versions of
+Pillow, NumPy and the C library's sine, never between numbers of processes.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import cos, pi, sin
-from pathlib import Path
 from random import Random
 
 from PIL import Image
@@ -26,51 +23,25 @@ from kd.datasets._food_scene import (
     SWEETS,
     WHITE,
     YELLOWS,
-    Color,
     Points,
     Scene,
     bar,
     blob,
     blobs,
     clutter,
+    egg,
+    herbs,
+    noodles,
     photograph,
+    ramp,
+    rice,
     serve_on,
     set_table,
-    ramp,
     shade,
+    wreath,
 )
 
 SUPERSAMPLE = 2  # drawn at twice the size: Pillow's polygons have hard edges, and halving is the cheapest antialiasing
-
-
-def noodles(scene: Scene, palette: Sequence[Color], number: int, reach: float, width: float) -> None:
-    """Paint a tangle of strands, each with a dark edge."""
-    for _ in range(number):
-        (x, y), turn = scene.spot(reach * 0.85), scene.number(0, 2 * pi)
-        bend, points = scene.number(-0.5, 0.5), [(x, y)]
-        for _ in range(7):
-            turn += bend
-            x, y = x + 0.14 * cos(turn), y + 0.14 * sin(turn)
-            if x * x + y * y > reach * reach:
-                break
-            points.append((x, y))
-        if len(points) > 2:
-            color = scene.color(palette)
-            scene.stroke(points, shade(color, 0.62), width * 1.5)
-            scene.stroke(points, color, width)
-
-
-def egg(scene: Scene, x: float, y: float, size: float) -> None:
-    """Paint a fried or a halved egg."""
-    scene.lay(scene.color([WHITE], 5), scene.mask(blob(scene, x, y, size, 0.12, 0.85, scene.number(0, pi))), 0.04)
-    x, y = x + size * scene.number(-0.15, 0.15), y + size * scene.number(-0.15, 0.15)
-    yolk = scene.color([(244, 170, 40), (236, 140, 32), (248, 192, 60)])
-    scene.lay(yolk, scene.mask(blob(scene, x, y, size * scene.number(0.36, 0.48))), 0.06, relief=0.7, shadow=0.2)
-    scene.fill(blob(scene, x + size * 0.14 * scene.light[0], y + size * 0.14 * scene.light[1], size * 0.08), WHITE)
-
-
-def herbs(scene: Scene, number: int, reach: float = 0.7) -> None:
-    scene.crumbs(GREENS, number, reach, scene.number(0.05, 0.1), 0.04)
 
 
 def pizza(scene: Scene) -> None:
@@ -104,9 +75,9 @@ def pizza(scene: Scene) -> None:
 
 def pancakes(scene: Scene) -> None:
     """Paint a stack, seen a little from the side; butter, syrup, fruit."""
-    layers, lean = scene.count(2, 6), scene.number(0, 2 * pi)
-    step, brown = scene.number(0.03, 0.1), scene.color(GOLDS)
-    size = scene.number(0.7, 0.9)
+    layers, lean = scene.count(3, 6), scene.number(0, 2 * pi)
+    step, brown = scene.number(0.06, 0.11), scene.color(GOLDS)
+    size = scene.number(0.72, 0.84)
     x = y = 0.0
     for layer in range(layers):
         x, y = (layer * step * side + scene.number(-0.05, 0.05) for side in (cos(lean), sin(lean)))
@@ -118,9 +89,9 @@ def pancakes(scene: Scene) -> None:
     if kind != 3:
         syrup = scene.color(BROWNS if scene.chance(0.7) else REDS)
         drips = [blob(scene, x, y, size * 0.5, 0.22)]
-        drips += [
-            bar(x + 0.3 * cos(t), y + 0.3 * sin(t), 0.7, 0.12, t) for t in (scene.number(0, 2 * pi) for _ in range(4))
-        ]
+        for _ in range(4):
+            turn = scene.number(0, 2 * pi)
+            drips.append(bar(x + 0.3 * cos(turn), y + 0.3 * sin(turn), 0.7, 0.12, turn))
         scene.lay(syrup, scene.mask(*drips), 0.04, relief=0.8, shadow=0.2)
     if kind in (0, 3):
         butter = bar(x, y, scene.number(0.22, 0.36), scene.number(0.2, 0.3), scene.number(0, pi))
@@ -134,25 +105,22 @@ def pancakes(scene: Scene) -> None:
 
 
 def donut(scene: Scene) -> None:
-    """One to four rings with glaze and sprinkles."""
+    """One to three rings with glaze and sprinkles."""
     number = (1, 1, 2, 3)[scene.count(0, 3)]
     size = (0.95, 0.6, 0.52)[number - 1]
-    start = scene.number(0, 2 * pi)
-    for k in range(number):
-        away = 0.0 if number == 1 else 0.54
-        x, y = away * cos(start + 2 * pi * k / number), away * sin(start + 2 * pi * k / number)
+    for x, y in wreath(scene, number, 0.54):
         below = scene.image.copy()
-        hole = blob(scene, x, y, size * scene.number(0.2, 0.32), 0.05)
+        hole = blob(scene, x, y, size * scene.number(0.27, 0.36), 0.05)
         scene.lay(scene.texture(scene.color(GOLDS), 10), scene.mask(blob(scene, x, y, size, 0.02)), 0.14, relief=0.8)
         glaze = scene.color(SWEETS if scene.chance(0.75) else GOLDS)
         icing = scene.mask(blob(scene, x, y, size * 0.86, 0.05))
         scene.lay(scene.texture(glaze, 6), icing, 0.07, relief=0.7, shadow=0.15)
-        rim = blob(scene, x, y, size * 0.36, 0.06)
+        rim = blob(scene, x, y, size * 0.42, 0.06)
         scene.lay(shade(glaze, 0.8), scene.mask(rim), 0.05, relief=-0.6, shadow=0)
         if scene.chance(0.6):
             palette = [scene.color([*SWEETS, *YELLOWS, *GREENS, WHITE]) for _ in range(scene.count(1, 5))]
             for _ in range(int(60 * size)):
-                turn, r = scene.number(0, 2 * pi), size * scene.number(0.42, 0.8)
+                turn, r = scene.number(0, 2 * pi), size * scene.number(0.48, 0.8)
                 u, v, t = x + r * cos(turn), y + r * sin(turn), scene.number(0, pi)
                 scene.stroke([(u, v), (u + 0.07 * cos(t), v + 0.07 * sin(t))], scene.color(palette, 8), 0.035)
         scene.image.paste(below, mask=scene.mask(hole))
@@ -185,8 +153,7 @@ def burger(scene: Scene) -> None:
         y -= 0.08
     if scene.chance(0.8):
         wave = [
-            (u, y + 0.08 * (-1) ** k + scene.number(0, 0.08))
-            for k, u in enumerate((0.95 - 0.17 * k for k in range(12)))
+            (u, y + 0.08 * (-1) ** k + scene.number(0, 0.08)) for k, u in enumerate(0.95 - 0.17 * k for k in range(12))
         ]
         scene.lay(scene.color(GREENS), scene.mask([(-0.9, y - 0.12), (0.9, y - 0.12), *wave]), 0.04)
         y -= 0.08
@@ -203,7 +170,7 @@ def salad(scene: Scene) -> None:
         scene.pieces(blobs(scene, scene.count(10, 18), 0.75, 0.16, 0.36, 0.3), GREENS)
         for _ in range(6):
             x, y = scene.spot(0.7)
-            scene.stroke([(x, y), scene.spot(0.8)][:1] + [(x + 0.2, y + scene.number(-0.2, 0.2))], GREENS[4], 0.02)
+            scene.stroke([(x, y), (x + 0.2, y + scene.number(-0.2, 0.2))], GREENS[4], 0.02)
     if scene.chance(0.7):
         scene.pieces(blobs(scene, scene.count(3, 8), 0.65, 0.11, 0.18), REDS)
     if scene.chance(0.5):
@@ -222,13 +189,13 @@ def spaghetti(scene: Scene) -> None:
     sauce = scene.color([*REDS, *REDS, *BROWNS, CREAM, GREENS[1]])
     nest = scene.mask(blob(scene, 0, 0, 0.88, 0.06))
     scene.lay(scene.texture(shade(scene.color(GOLDS), 0.75), 14), nest, 0.12)
-    noodles(scene, [*YELLOWS, CREAM, GOLDS[2]], scene.count(50, 75), 0.92, 0.065)
+    noodles(scene, [*YELLOWS, CREAM, GOLDS[2]], scene.count(45, 65), 0.94, 0.075)
     spread = blob(scene, *scene.spot(0.15), scene.number(0.34, 0.55), 0.2)
     scene.lay(scene.texture(sauce, 26, 18), scene.mask(spread), 0.06, shadow=0.3)
     if scene.chance(0.5):
         scene.pieces(blobs(scene, scene.count(2, 6), 0.5, 0.1, 0.17, 0.08), BROWNS, 0.08)
     if scene.chance(0.5):
-        noodles(scene, YELLOWS, scene.count(5, 14), 0.8, 0.065)
+        noodles(scene, YELLOWS, scene.count(5, 14), 0.8, 0.075)
     if scene.chance(0.6):
         scene.crumbs([CREAM, WHITE], scene.count(10, 30), 0.5, 0.06, 0.03)
     herbs(scene, scene.count(0, 10), 0.5)
@@ -239,14 +206,14 @@ def ramen(scene: Scene) -> None:
     broth = scene.color([(206, 150, 80), (168, 100, 52), (226, 190, 136), (190, 84, 44), *GOLDS])
     scene.lay(scene.texture(broth, 10, 8), scene.mask(blob(scene, 0, 0, 0.99)), 0.08, relief=-0.5, shadow=0)
     noodles(scene, [*YELLOWS, CREAM, GOLDS[2]], scene.count(30, 55), scene.number(0.7, 0.9), 0.065)
-    pool = scene.mask(*blobs(scene, scene.count(2, 4), 0.8, 0.2, 0.4, 0.2))
+    pool = scene.mask(*blobs(scene, scene.count(3, 5), 0.8, 0.2, 0.4, 0.2))
     scene.image.paste(broth, mask=pool.point(ramp(0.7)))
     if scene.chance(0.75):
         for _ in range(scene.count(1, 2)):
             egg(scene, *scene.spot(0.6), scene.number(0.24, 0.32))
     if scene.chance(0.6):
         scene.pieces(blobs(scene, scene.count(1, 3), 0.55, 0.26, 0.36, 0.08), [(176, 116, 84), (198, 148, 112)])
-    if scene.chance(0.55):
+    if scene.chance(0.75):
         turn = scene.number(0, 2 * pi)
         scene.lay((30, 44, 36), scene.mask(bar(0.7 * cos(turn), 0.7 * sin(turn), 0.6, 0.5, turn)), 0.04)
     if scene.chance(0.3):
@@ -256,17 +223,6 @@ def ramen(scene: Scene) -> None:
             [(x + 0.09 * cos(a), y + 0.02 * a * sin(a)) for a in (0, 0.7, 1.4, 2.1, 2.8, 3.5, 4.2, 5)], SWEETS[0], 0.04
         )
     scene.pieces(blobs(scene, scene.count(4, 18), 0.6, 0.035, 0.06), GREENS, 0.02)
-
-
-def rice(scene: Scene, palette: Sequence[Color], number: int, reach: float, x: float = 0.0, y: float = 0.0) -> None:
-    """Scatter grains around (x, y)."""
-    for _ in range(number):
-        (u, v), turn = scene.spot(reach), scene.number(0, pi)
-        if (x + u) ** 2 + (y + v) ** 2 > 0.9:
-            continue
-        color, du, dv = scene.color(palette, 8), 0.045 * cos(turn), 0.045 * sin(turn)
-        scene.stroke([(x + u - du, y + v - dv + 0.02), (x + u + du, y + v + dv + 0.02)], shade(color, 0.75), 0.05)
-        scene.stroke([(x + u - du, y + v - dv), (x + u + du, y + v + dv)], color, 0.045)
 
 
 def curry_rice(scene: Scene) -> None:
@@ -288,7 +244,7 @@ def curry_rice(scene: Scene) -> None:
 
 def risotto(scene: Scene) -> None:
     """Rice all over, in cream, saffron or tomato, with peas or mushrooms."""
-    base = scene.color([CREAM, (226, 184, 90), (214, 196, 150), (206, 130, 70), (190, 150, 90)])
+    base = scene.color([CREAM, (226, 190, 110), (222, 208, 166), (214, 150, 96)])
     scene.lay(scene.texture(shade(base, 0.85), 14, 14), scene.mask(blob(scene, 0, 0, 0.9, 0.07)), 0.08)
     rice(scene, [base, shade(base, 1.1), shade(base, 0.9)], 190, 0.9)
     if scene.chance(0.5):
@@ -302,16 +258,14 @@ def risotto(scene: Scene) -> None:
 
 def fried_egg(scene: Scene) -> None:
     """One to three eggs with brown edges; pepper, bacon."""
-    number, start = scene.count(1, 3), scene.number(0, 2 * pi)
+    number = scene.count(1, 3)
     if scene.chance(0.35):
         for side in range(scene.count(1, 3)):
             y = -0.6 + 0.25 * side
-            wave = [(u, y + 0.05 * sin(9 * u + side)) for u in (-0.7 + 0.125 * k for k in range(12))]
+            wave = [(-0.7 + k / 8, y + 0.05 * sin(9 * k / 8 + side)) for k in range(12)]
             scene.stroke(wave, scene.color([(158, 62, 44), (190, 96, 66)]), 0.17)
             scene.stroke(wave, scene.color([(232, 190, 150)]), 0.05)
-    for k in range(number):
-        away = 0.0 if number == 1 else 0.42
-        x, y = away * cos(start + 2 * pi * k / number), away * sin(start + 2 * pi * k / number)
+    for x, y in wreath(scene, number, 0.42):
         size = scene.number(0.62, 0.85) if number == 1 else scene.number(0.42, 0.52)
         lace = scene.texture(scene.color([(214, 160, 96), (232, 206, 160)]), 20)
         scene.lay(lace, scene.mask(blob(scene, x, y, size * 1.06, 0.16)), 0.03)
@@ -346,14 +300,14 @@ def sushi(scene: Scene) -> None:
                 scene.pieces([[(u + x, v + y) for u, v in shape] for shape in core], [*fish, *GREENS], 0.02)
     if scene.chance(0.5):
         scene.lay(scene.color([(150, 184, 90)]), scene.mask(blob(scene, 0.75, -0.7, 0.14, 0.15)), 0.06)
-        scene.pieces(blobs(scene, 4, 0.1, 0.1, 0.16, 0.2)[:0] or [blob(scene, -0.75, 0.72, 0.16, 0.25)], [SWEETS[0]])
+        scene.pieces([blob(scene, -0.75, 0.72, 0.16, 0.25)], [SWEETS[0]])
 
 
 def ice_cream(scene: Scene) -> None:
     """Scoops, with sauce, nuts, a wafer, a cherry."""
-    number, start = scene.count(1, 4), scene.number(0, 2 * pi)
+    number = scene.count(1, 4)
     size = (0.75, 0.56, 0.48, 0.44)[number - 1]
-    if scene.chance(0.45):
+    if scene.chance(0.8):
         t = scene.number(0, 2 * pi)
         cone = [
             (1.25 * cos(t), 1.25 * sin(t)),
@@ -361,9 +315,7 @@ def ice_cream(scene: Scene) -> None:
             (0.5 * cos(t - 1.2), 0.5 * sin(t - 1.2)),
         ]
         scene.lay(scene.texture(GOLDS[0], 18, 30), scene.mask(cone), 0.05)
-    for k in range(number):
-        away = 0.0 if number == 1 else 0.4
-        x, y = away * cos(start + 2 * pi * k / number), away * sin(start + 2 * pi * k / number)
+    for x, y in wreath(scene, number, 0.4):
         flavour = scene.color([*SWEETS, CREAM, WHITE])
         scene.lay(scene.texture(flavour, 16, 30), scene.mask(blob(scene, x, y, size, 0.06)), 0.2, relief=0.6)
         scene.crumbs([shade(flavour, 0.8), shade(flavour, 1.15)], 10, 0.3, 0.08, 0.03)
@@ -408,7 +360,7 @@ def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Ima
     set_table(scene)
     for _ in range(scene.count(0, 1)):
         clutter(scene)
-    x, y, radius = scene.number(-0.12, 0.12), scene.number(-0.12, 0.12), scene.number(0.85, 1.15)
+    x, y, radius = scene.number(-0.1, 0.1), scene.number(-0.1, 0.1), scene.number(0.95, 1.15)
     squash = scene.number(0.85, 1.0)
     scene.place(x, y, radius, squash=squash)
     kinds = surfaces.split()

@@ -1,4 +1,4 @@
-"""Paint tables, crockery and light with Pillow: what the dishes of `food_mini` have in common.
+"""Paint tables, crockery, ingredients and light with Pillow: what the dishes of `food_mini` have in common.
 
 Every random choice comes from one `random.Random`, whose stream Python keeps stable. Imports nothing from kd, hence no
 torch: a rendering process starts in a fraction of a second.
@@ -26,7 +26,7 @@ YELLOWS: list[Color] = [(240, 200, 88), (246, 214, 122), (232, 184, 70)]
 SWEETS: list[Color] = [(240, 152, 178), (94, 54, 34), (248, 240, 226), (172, 214, 190), (230, 190, 96), (150, 80, 130)]
 WOODS: list[Color] = [(150, 104, 66), (96, 64, 42), (196, 156, 110), (120, 80, 50)]
 STONES: list[Color] = [(214, 208, 200), (96, 100, 106), (150, 156, 160), WHITE, (164, 156, 146)]
-CLOTHS: list[Color] = [(176, 84, 76), (96, 118, 150), (232, 226, 212), (124, 142, 118), (210, 182, 130), (150, 148, 156)]
+CLOTHS: list[Color] = [(176, 84, 76), (96, 118, 150), (232, 226, 212), (124, 142, 118), (210, 182, 130), (98, 98, 110)]
 DISHES: list[Color] = [(244, 242, 238), (238, 230, 214), (226, 228, 230), (92, 112, 136), (62, 64, 70)]
 
 
@@ -62,7 +62,7 @@ class Scene:
         """Draw a whole number, both ends included."""
         return low + int(self.rng.random() * (high - low + 1))
 
-    def color(self, palette: Sequence[Color], jitter: float = 14.0) -> Color:
+    def color(self, palette: Sequence[Color], jitter: float = 10.0) -> Color:
         """Take a colour of the palette, not quite as it stands there."""
         red, green, blue = palette[int(self.rng.random() * len(palette))]
         gauss, side = self.rng.gauss, jitter * 0.6
@@ -205,6 +205,55 @@ def blobs(scene: Scene, number: int, reach: float, low: float, high: float, wobb
         x, y = scene.spot(reach)
         shapes.append(blob(scene, x, y, scene.number(low, high), wobble, scene.number(0.6, 1), scene.number(0, pi)))
     return shapes
+
+
+def wreath(scene: Scene, number: int, away: float) -> Points:
+    """Return places for `number` equal things: the middle for one, else a circle of radius `away`."""
+    start, away = scene.number(0, 2 * pi), away if number > 1 else 0.0
+    turns = (start + 2 * pi * k / number for k in range(number))
+    return [(away * cos(turn), away * sin(turn)) for turn in turns]
+
+
+def noodles(scene: Scene, palette: Sequence[Color], number: int, reach: float, width: float) -> None:
+    """Paint a tangle of strands, each with a dark edge."""
+    for _ in range(number):
+        (x, y), turn = scene.spot(reach * 0.85), scene.number(0, 2 * pi)
+        bend, points = scene.number(-0.5, 0.5), [(x, y)]
+        for _ in range(7):
+            turn += bend
+            x, y = x + 0.14 * cos(turn), y + 0.14 * sin(turn)
+            if x * x + y * y > reach * reach:
+                break
+            points.append((x, y))
+        if len(points) > 2:
+            color = scene.color(palette)
+            scene.stroke(points, shade(color, 0.62), width * 1.5)
+            scene.stroke(points, color, width)
+
+
+def egg(scene: Scene, x: float, y: float, size: float) -> None:
+    """Paint a fried or a halved egg."""
+    scene.lay(scene.color([WHITE], 5), scene.mask(blob(scene, x, y, size, 0.12, 0.85, scene.number(0, pi))), 0.04)
+    x, y = x + size * scene.number(-0.15, 0.15), y + size * scene.number(-0.15, 0.15)
+    yolk = scene.color([(244, 170, 40), (236, 140, 32), (248, 192, 60)])
+    scene.lay(yolk, scene.mask(blob(scene, x, y, size * scene.number(0.36, 0.48))), 0.06, relief=0.7, shadow=0.2)
+    scene.fill(blob(scene, x + size * 0.14 * scene.light[0], y + size * 0.14 * scene.light[1], size * 0.08), WHITE)
+
+
+def herbs(scene: Scene, number: int, reach: float = 0.7) -> None:
+    """Scatter chopped green."""
+    scene.crumbs(GREENS, number, reach, scene.number(0.05, 0.1), 0.04)
+
+
+def rice(scene: Scene, palette: Sequence[Color], number: int, reach: float, x: float = 0.0, y: float = 0.0) -> None:
+    """Scatter grains around (x, y)."""
+    for _ in range(number):
+        (u, v), turn = scene.spot(reach), scene.number(0, pi)
+        if (x + u) ** 2 + (y + v) ** 2 > 0.9:
+            continue
+        color, du, dv = scene.color(palette, 8), 0.045 * cos(turn), 0.045 * sin(turn)
+        scene.stroke([(x + u - du, y + v - dv + 0.02), (x + u + du, y + v + dv + 0.02)], shade(color, 0.75), 0.05)
+        scene.stroke([(x + u - du, y + v - dv), (x + u + du, y + v + dv)], color, 0.045)
 
 
 def set_table(scene: Scene) -> None:

@@ -1,0 +1,31 @@
+"""Lay the pictures of food_mini out on one sheet, a dish a row: docs/food_mini.jpg.
+
+Run: python tools/contact_sheet.py [--columns 12] [--pixels 64] [--to docs/food_mini.jpg]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from PIL import Image
+
+from kd.datasets._food_dishes import PAINTERS, render
+
+
+def main() -> None:
+    """Paint and write the sheet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--columns", type=int, default=14)
+    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--to", default="docs/food_mini.jpg")
+    given = parser.parse_args()
+    side = given.pixels
+    sheet = Image.new("RGB", (given.columns * side, len(PAINTERS) * side))
+    for row, dish in enumerate(PAINTERS):
+        for column in range(given.columns):
+            sheet.paste(render(dish, "train", column, 0, side), (column * side, row * side))
+    sheet.save(given.to, quality=85)
+
+
+if __name__ == "__main__":
+    main()
