@@ -12,10 +12,11 @@ from kd.config import Config
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
+from kd.report.trackers import check as check_trackers
 from kd.types import Dims
 
 
-def check(settings: Config, path: str) -> str:
+def check(settings: Config, path: str = "given") -> str:
     """Check a configuration and describe the run.
 
     Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
@@ -26,6 +27,7 @@ def check(settings: Config, path: str) -> str:
     """
     required = build.needs(settings)
     build.augmentation(settings)
+    check_trackers(settings.run.trackers)
     data = build.data(settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = build.arithmetic(settings, world_size, len(data.train))

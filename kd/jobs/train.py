@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kd import build
 from kd.artifacts.files import write_text
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.jobs._folder import enter
 from kd.jobs._student import Result, distil
 from kd.jobs._world import prepared, world
+from kd.jobs.check import check
 from kd.jobs.teach import obtain_teacher
 from kd.parts import default_options
 from kd.report.console import percent, table
@@ -24,11 +24,9 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    build.needs(settings)  # what is wrong with the losses or the policy must not be found out after the teacher's fit
-    build.augmentation(settings)
+    check(settings)  # nothing that can be known now may be found out after the teacher was fitted
     with world(settings) as backend:
         data = prepared(settings, backend)
-        build.arithmetic(settings, backend.world_size, len(data.train))
         folder = RunDir(Path(settings.run.folder) / settings.run.name, backend.rank, settings.run.keep)
         enter(folder, settings)
         try:

@@ -38,7 +38,18 @@ class Trackers:
             tracker.finish()
 
 
-def _start(name: str, project: str, folder: Path, config: dict[str, Any]) -> Any:
+def check(names: Sequence[str]) -> None:
+    """Require every tracker to exist and to be installed, before anything is trained.
+
+    Raises:
+        ConfigError: unknown name.
+        MissingExtra: the tracker's package is not installed.
+    """
+    for name in names:
+        _find(name)
+
+
+def _find(name: str) -> Any:
     from accelerate import tracking
 
     known = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
@@ -48,11 +59,14 @@ def _start(name: str, project: str, folder: Path, config: dict[str, Any]) -> Any
     if name not in {str(key) for key in tracking.get_available_trackers()}:
         remedy = "pip install 'kd[track]'" if name == "tensorboard" else f"pip install {name}"
         raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
-    cls = known[name]
+    return known[name]
+
+
+def _start(name: str, project: str, folder: Path, config: dict[str, Any]) -> Any:
+    cls = _find(name)
     tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
     if hasattr(tracker, "start"):
         tracker.start()
-    tracker.store_init_configuration(
-        {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
-    )
+    plain = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in config.items()}
+    tracker.store_init_configuration(plain)
     return tracker
