@@ -29,6 +29,7 @@ class Console:
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._train, self._val = "", ""
+        self._shown: Mapping[str, float] = {}
         self._started = time.monotonic()
         self._first_progress: float | None = None
 
@@ -73,7 +74,9 @@ class Console:
         if self.trackers is not None:
             self.trackers.log(kind, state.step, values)
         if kind == "train":
-            self._train = _training_text(values)
+            news = {name: value for name, value in values.items() if self._shown.get(name) != value}
+            self._train = _training_text(values, news)
+            self._shown = values
         else:
             self._val = _validation_text(values)
         if self._bar is None:
@@ -89,9 +92,10 @@ class Console:
         return f"({100 * self._progress:.0f} %, {left:.0f} s left) "
 
 
-def _training_text(values: Mapping[str, float]) -> str:
+def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> str:
+    """Return a row as text; a count that stands still, such as memory or compilations, is said once."""
     skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
-    terms = " ".join(f"{name} {value:.3f}" for name, value in values.items() if name not in skip)
+    terms = " ".join(f"{name} {value:.3f}" for name, value in news.items() if name not in skip)
     return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
 
 
