@@ -1,4 +1,4 @@
-"""Precision and attention kernel of teacher and student, chosen by measurement at the start of a run.
+"""Precision, attention kernel and threads of teacher and student, chosen by measurement at the start of a run.
 
 Precision first, then attention at that precision: where the processor has no bfloat16 units, one bfloat16 step can take
 as long as thirty others, and should be taken once only.
@@ -80,7 +80,24 @@ def choose_student(
     asked = config.backend.precision, config.student.attention
     stages = options(*asked, choices.get("student"), backend.preferred, distillation)
     choices["student"], table = in_stages(*stages, lambda name: lambda: step(name), backend)
+    table |= choose_threads(lambda: step(choices["student"]), backend, choices)
     apply(choices["student"], distillation)
+    return table
+
+
+def choose_threads(step: Callable[[], torch.Tensor], backend: Backend, choices: dict[str, str]) -> Table:
+    """Set the number of CPU threads that makes a step fastest; write it into `choices`."""
+    if not backend.thread_counts:
+        return {}
+
+    def work(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        return step()
+
+    counts = [int(choices["threads"])] if "threads" in choices else backend.thread_counts
+    name, table = fastest({f"{n} threads": (lambda n=n: work(n)) for n in counts}, backend)
+    choices["threads"] = name.split()[0]
+    torch.set_num_threads(int(choices["threads"]))
     return table
 
 

@@ -134,6 +134,8 @@ class Backend(Protocol):
     """Ranks on this machine."""
     autocast_dtype: torch.dtype | None
     """bfloat16, or None for float32."""
+    thread_counts: tuple[int, ...]
+    """Numbers of CPU threads that are worth trying for a step; empty where the device does the work."""
     preferred: str
     """`precision+attention` that `auto` takes unmeasured, where trying the candidates would mean to compile each; ""
     where `auto` measures."""

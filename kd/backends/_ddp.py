@@ -6,6 +6,8 @@ only; one owner of the gradient reduction (DDP); the world is proven by an all-r
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -29,6 +31,7 @@ class DDPBackend:
     kind = ""
     init = ""
     """Name of the torch.distributed backend."""
+    thread_counts: tuple[int, ...] = ()
     preferred = ""
     """Nothing: these devices run eagerly, so `auto` measures."""
 
@@ -49,7 +52,7 @@ class DDPBackend:
             return
         announce(self.place)
         try:
-            dist.init_process_group(self.init, timeout=self.timeout)
+            self._meet()
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _no_meeting(self.place.launcher, self.timeout, error) from error
         self._joined = True
@@ -62,6 +65,17 @@ class DDPBackend:
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
+
+    def _meet(self) -> None:
+        """Join the process group, under names that no earlier attempt of this launcher has used.
+
+        torchrun keeps one store over its restarts (`--standalone` too): without the prefix a restarted rank may read
+        the address of a rank that is dead, and waits for it.
+        """
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        named = dist.PrefixStore(f"kd/attempt_{attempt}", store)
+        dist.init_process_group(self.init, store=named, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, the device's too."""
@@ -77,9 +91,7 @@ class DDPBackend:
         if self.world_size == 1:
             return module
         devices = [self.device.index] if self.device.index is not None else None
-        return DistributedDataParallel(
-            module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Hold DDP's reduction back."""
@@ -180,6 +192,10 @@ class DDPBackend:
             dist.destroy_process_group()
 
 
+# Buffers are constants, or statistics of a rank's own images; torch renamed the switch.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
 # What gloo says when a peer's process is gone or does not answer; nccl raises a DistError.
 _PEER_IS_GONE = (
     "Connection closed by peer",
@@ -196,5 +212,5 @@ def _no_meeting(launcher: str, timeout: timedelta, error: Exception) -> BackendE
         "backend",
         f"the ranks that {launcher} promised did not meet within {timeout.total_seconds():g} s ({reason})",
         "All ranks must reach MASTER_ADDR:MASTER_PORT",
-        "Start all ranks; restarts need `torchrun --standalone` or `--rdzv-backend c10d`, a static port does not recover",
+        "Start all ranks with the same command, and let them reach that address",
     )

@@ -15,7 +15,7 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = 0
-    """Threads of torch in one rank. 0: the machine's cores divided by the ranks on it."""
+    """Threads of torch in one rank. 0: measured at start, at most the cores divided by the ranks on them."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -33,7 +33,10 @@ class CPU(DDPBackend):
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
-        torch.set_num_threads(threads or max(1, cores // self.local_world_size))
+        share = max(1, cores // self.local_world_size)
+        torch.set_num_threads(threads or share)
+        # Many small operations, or a busy neighbour, can make fewer threads the faster ones.
+        self.thread_counts = () if threads or share == 1 else (share, max(1, share // 2))
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CPU:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kd.engine.run import Run
-from kd.engine.snapshot import AFTER_DIVERGING, restore, snapshot
+from kd.engine.snapshot import AFTER_DIVERGING, agree, restore, snapshot
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
 from kd.types import Batch, State
@@ -51,6 +51,8 @@ def train(run: Run) -> State:
             if due(length.log, state) or evaluating or checkpointing:
                 state = meter.flush(state, lr)
             improved = False
+            if evaluating or checkpointing:
+                agree(run)
             if evaluating:
                 state, improved = evaluate(run, state)
             if checkpointing or improved:
@@ -94,8 +96,6 @@ def score(run: Run, batch: Batch) -> Tensor:
 
 def evaluate(run: Run, state: State) -> tuple[State, bool]:
     """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
-    # Statistics of batch norms are each rank's own; from here on all ranks go on with those that are evaluated.
-    run.backend.broadcast_(run.distillation.buffers())
     with run.average.applied() if run.average is not None else nullcontext():
         values = run.evaluator(run.distillation.student)
     improved = values["accuracy"] > state.best

@@ -17,6 +17,28 @@ AFTER_DIVERGING = (
 )
 
 
+@torch.no_grad()
+def agree(run: Run) -> None:
+    """Replace statistics that each rank gathers from its own images (batch norm's) by their mean over the ranks.
+
+    Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
+    which rank is asked. Constants that no checkpoint holds are left alone.
+    """
+    if run.backend.world_size == 1:
+        return
+    student = run.distillation.student
+    kept = student.state_dict().keys()
+    named = {name: tensor for name, tensor in student.named_buffers() if name in kept and tensor.is_floating_point()}
+    tensors = list(named.values())
+    if run.average is not None:
+        tensors += [run.average.average[name] for name in named]
+    if not tensors:
+        return
+    mean = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
+    for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered.
 

@@ -1,0 +1,68 @@
+"""AWS P4d and P4de: NVIDIA GPUs over SageMaker's collectives library (smddp).
+
+The library is a torch.distributed backend: importing it registers the name, and plain DDP runs over it. It knows no
+second process group, no AVG, no object collectives and no barrier arguments; see `_ddp.py` and `_shards.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kd.backends._cuda import CUDA, claim
+from kd.backends._ddp import DDPBackend
+from kd.errors import MissingExtra
+
+LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of the smddp backend."""
+
+    fallback: Literal["none", "nccl"] = "none"
+    """What to do where the library is not installed. nccl: run on NVIDIA's own, say so and record it."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where the tensors are. cpu: for a rehearsal with a stand-in of the library; the real one needs GPUs."""
+    tf32: bool = True
+    """Let float32 products use TensorFloat-32."""
+
+
+class SMDDP(DDPBackend):
+    """Train on one GPU a process over smddp, or on the CPU with a stand-in."""
+
+    kind = "smddp"
+    init = "smddp"
+
+    def __init__(self, precision: str, timeout_seconds: float, options: Options) -> None:
+        super().__init__(torch.device("cpu"), precision, timeout_seconds)
+        if options.device == "cuda":
+            self.device = claim(self.kind, self.local_rank, options.tf32)
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:
+    """Build the smddp backend; `setup` joins the world.
+
+    Raises:
+        MissingExtra: the library is not installed and no fallback is allowed.
+        BackendError: no GPU for this rank.
+    """
+    try:
+        importlib.import_module(LIBRARY)
+    except ImportError as error:
+        if options.fallback == "none":
+            raise MissingExtra(
+                "backend.kind",
+                f"is 'smddp', but the library {LIBRARY} cannot be imported ({error})",
+                "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI",
+                "Run in such a container, or set backend.fallback=nccl, or backend.kind=cuda",
+            ) from error
+        print("backend: smddp is not installed; running on nccl, as backend.fallback allows", file=sys.stderr)
+        backend = CUDA(precision, timeout_seconds, options.tf32)
+        backend.kind = "cuda, in place of smddp"  # for the manifest
+        return backend
+    return SMDDP(precision, timeout_seconds, options)

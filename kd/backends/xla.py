@@ -1,0 +1,295 @@
+"""AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process a device.
+
+No wrapper: parameters are broadcast once and `xm.optimizer_step` is the reduction's one owner (with clipping, its two
+halves: `xm.reduce_gradients`, clip, step; with ZeRO, torch_xla's own optimizer, which reduces and clips itself).
+`end_step` cuts the graph, and nothing else does.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kd.backends._launch import announce, place
+from kd.errors import BackendError, KdError, MissingExtra
+from kd.types import Batch
+
+try:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
+    import torch_xla.distributed.parallel_loader as pl
+    import torch_xla.runtime as xr
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+except ImportError as error:
+    _absent: ImportError | None = error
+else:
+    _absent = None
+
+NEVER = 2**31
+"""Batches between the cuts that the device loader would make of itself."""
+NAMES = ("ids", "image", "label", "partner_label", "lam", "weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options; PJRT_DEVICE (NEURON, TPU, CPU) says where torch_xla runs."""
+
+
+class XLA:
+    """One process of a torch_xla world, or of none. See `kd.contracts.Backend`."""
+
+    kind = "xla"
+    thread_counts: tuple[int, ...] = ()
+
+    def __init__(self, precision: str, timeout_seconds: float) -> None:
+        self.place = place()
+        self.rank, self.local_rank, self.world_size = self.place.rank, self.place.local_rank, self.place.world_size
+        self.local_world_size = self.place.local_world_size
+        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.timeout_seconds = timeout_seconds
+        self.device = torch.device("cpu")
+        """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
+        self.preferred = "fp32+unfused"
+        self._joined = False
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def setup(self) -> None:
+        """Join the world and require that it reduces; on the CPU torch_xla joins, and reduces nothing, in silence."""
+        # autocast decides what is bfloat16; the compiler must not lower the rest behind its back
+        flags = os.environ.get("NEURON_CC_FLAGS", "")
+        if "--auto-cast" not in flags:
+            os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
+        # torch_xla has its own kernel of kl_div, and torch doubts its gradient; tests/xla holds it against the CPU's
+        warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
+        if self.world_size > 1:
+            announce(self.place)
+            importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
+            dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
+            self._joined = True
+        self.device = torch_xla.device()
+        if xr.device_type() != "CPU":
+            self.preferred = "bf16+unfused"
+        present = self.reduce_sum(torch.ones(1, device=self.device))
+        if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
+            self.close()
+            raise BackendError(
+                "backend.kind",
+                f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.place.launcher} "
+                f"promised take part in a reduction on device {xr.device_type()}",
+                "Every rank must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
+                "Start one process, or set backend.kind=cpu",
+            )
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generator and the device's, which torch.manual_seed does not reach."""
+        torch.manual_seed(seed)
+        xm.set_rng_state(seed)
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Upload batches from a thread, ahead of their use.
+
+        The thread drops what it raises and the loader then merely ends: errors are carried past it here.
+        """
+        source = _Uploads(batches)
+        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # what MpDeviceLoader wraps
+        try:
+            for tensors, number in loader.per_device_loader(self.device):
+                yield replace(source.heads.pop(number), **dict(zip(NAMES, tensors, strict=True)))
+        finally:
+            loader.close()
+        if source.error is not None:
+            raise source.error
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Make all ranks start from rank 0's parameters; there is no wrapper, `step` reduces."""
+        self.broadcast_([*module.parameters(), *module.buffers()])
+        return module
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Nothing to hold back: gradients are reduced in `step`."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in bfloat16 where the precision says so."""
+        return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension."""
+        if not zero:
+            self._optimizer = cls(groups, **options)
+            return self._optimizer
+        # save_master_weights changes only its own state_dict, which is not used here; without it, it warns
+        made = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
+        self._optimizer = made.base_optimizer
+        return made
+
+    def step(self, optimizer: Any, max_norm: float) -> Tensor:
+        """Reduce, clip, step, drop the gradients: once each, whoever owns the reduction."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            # infinity: it measures the norm only where it clips
+            optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
+            optimizer.step()
+            norm = optimizer.grad_norm
+        elif max_norm > 0:
+            xm.reduce_gradients(optimizer)
+            norm = nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm, foreach=False)
+            optimizer.step()
+        else:
+            xm.optimizer_step(optimizer)
+            gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients, foreach=False)
+        optimizer.zero_grad(set_to_none=True)
+        return norm.detach()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state as a plain optimizer's on the CPU, whole on rank 0 and empty elsewhere."""
+        torch_xla.sync()
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
+        shards = _parameters(optimizer.base_optimizer)
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, (whole, shard) in enumerate(zip(_parameters(optimizer), shards, strict=True)):
+            entries = optimizer.base_optimizer.state.get(shard, {})
+            state[index] = {name: self._whole(value, shard, whole) for name, value in entries.items()}
+        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        torch_xla.sync()
+        return _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
+
+    def _whole(self, value: Any, shard: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(value, Tensor) or value.shape != shard.shape or not value.dim():
+            return torch.as_tensor(value)
+        gathered = xm.all_gather(value, dim=0, pin_layout=False) if self.world_size > 1 else value
+        return gathered[: whole.shape[0]]
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Load a plain optimizer's whole state; a sharded one takes its share, of the weights too."""
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.load_state_dict(state)
+            return
+        optimizer.init_zero()  # its shards are copies of the weights before the restore
+        self._optimizer = optimizer.base_optimizer
+        parameters = _parameters(optimizer)
+        shared = {
+            index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
+            for index, entries in state["state"].items()
+        }
+        optimizer.base_optimizer.load_state_dict({"state": shared, "param_groups": state["param_groups"]})
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _share(self, optimizer: Any, value: Tensor, whole: Tensor) -> Tensor:
+        if value.shape != whole.shape or not value.dim():
+            return value
+        padded = nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [0, -value.shape[0] % self.world_size])
+        return padded.chunk(self.world_size)[self.rank].clone()
+
+    def counters(self) -> dict[str, float]:
+        """Return the graphs compiled and executed so far, and the optimizer state held, MiB."""
+        entries = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
+        return {
+            "compiles": float(_samples("CompileTime")),
+            "executions": float(_samples("ExecuteTime")),
+            "optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20,
+        }
+
+    def end_step(self) -> None:
+        """Cut the graph: compile it where it is new, and start it."""
+        torch_xla.sync()
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        total = tensor.clone()
+        if self._joined:
+            xm.all_reduce(xm.REDUCE_SUM, [total])
+        return total
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over ranks: SUM, then divide."""
+        return self.reduce_sum(tensor) / self.world_size
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite with rank 0's."""
+        if self._joined:
+            xm.collective_broadcast([tensor.data for tensor in tensors])
+            torch_xla.sync()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self._joined:
+            xm.rendezvous("kd")
+
+    def explain(self, error: Exception) -> KdError | None:
+        """Nothing is known of how torch_xla reports a lost rank."""
+        return None
+
+    def close(self) -> None:
+        """Leave the world."""
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+
+
+class _Uploads:
+    """Batches as the device loader takes them: a list of tensors and a number; it keeps what does not travel."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+        self.heads: dict[int, Batch] = {}
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
+        try:
+            for number, batch in enumerate(self.batches):
+                self.heads[number] = batch
+                yield [getattr(batch, name) for name in NAMES], number
+        except Exception as error:
+            self.error = error
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _samples(metric: str) -> int:
+    data = met.metric_data(metric)
+    return data[0] if data else 0
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    entries = {
+        index: {name: torch.as_tensor(value).cpu() for name, value in named.items()}
+        for index, named in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
+    """Build the torch_xla backend; `setup` joins the world.
+
+    Raises:
+        MissingExtra: torch_xla is not installed.
+    """
+    if _absent is not None:
+        raise MissingExtra(
+            "backend.kind",
+            f"is 'xla', but torch_xla cannot be imported ({_absent})",
+            "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
+            "Run: pip install 'kd[xla]' in an environment of its own",
+        )
+    return XLA(precision, timeout_seconds)

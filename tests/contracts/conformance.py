@@ -1,0 +1,200 @@
+"""What one rank does in the conformance suite of backends; the tests compare what the ranks wrote.
+
+`main([kind, options as JSON, folder, task])`. What this machine cannot build ends with code 77 and the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kd import parts
+from kd.errors import KdError
+
+CANNOT = 77
+STEPS, ROWS = 6, 12
+LR = 1e-2
+
+
+def main(argv: list[str]) -> int:
+    kind, options, folder, task = argv
+    torch.set_num_threads(1)
+    module = parts.find("backends", kind, "backend.kind")
+    try:
+        made = module.build(module.Options(**json.loads(options)), precision="fp32", timeout_seconds=15.0)
+    except KdError as error:
+        print(error)
+        return CANNOT
+    made.setup()
+    facts = {"train": train, "resume": resume, "lose": lose}[task](made, Path(folder))
+    library = sys.modules.get("smdistributed.dataparallel.torch.torch_smddp")
+    facts["operations"] = dict(library.OPERATIONS) if library else {}
+    (Path(folder) / f"{task}_{made.world_size}_{made.rank}.json").write_text(json.dumps(facts))
+    if task != "lose":
+        made.close()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- a tiny run
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def shares(step: int, made: Any, micros: int) -> Iterator[Tensor]:
+    """Yield this rank's micro-batches of a step; the rows of a step are the same on any number of ranks."""
+    rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
+    size = ROWS // (micros * made.world_size)
+    for micro in range(micros):
+        first = (micro * made.world_size + made.rank) * size
+        yield rows[first : first + size].to(made.device)
+
+
+def backward(made: Any, module: nn.Module, step: int, micros: int) -> None:
+    batches = list(shares(step, made, micros))
+    for i, rows in enumerate(batches):
+        hold = i + 1 < len(batches)
+        with made.no_sync(module) if hold else torch.enable_grad(), made.autocast():
+            (module(rows).square().mean() / micros).backward()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def ours(made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW) -> tuple[nn.Module, Any]:
+    """Train by the contract's methods; the ranks start from different weights, which `wrap` must make equal."""
+    model = network(made.rank).to(made.device)
+    module = made.wrap(model)
+    optimizer = made.optimizer(groups(model), cls, zero, lr=LR)
+    for step in range(STEPS):
+        backward(made, module, step, micros)
+        made.step(optimizer, 0.5)
+        made.end_step()
+    return model, optimizer
+
+
+def by_hand(made: Any) -> nn.Module:
+    """Train with nothing of ours: DDP and AdamW as PyTorch's documentation shows them."""
+    model = network(0).to(made.device)
+    module = model
+    if made.world_size > 1:
+        devices = [made.device.index] if made.device.index is not None else None
+        module = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+    optimizer = torch.optim.AdamW(groups(model), lr=LR)
+    for step in range(STEPS):
+        module(next(shares(step, made, 1))).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+
+
+def train(made: Any, folder: Path) -> dict[str, Any]:
+    models: dict[str, nn.Module] = {"hand": by_hand(made)}
+    models["plain"], plain = ours(made, zero=False)
+    whole_mib = made.counters()["optimizer_mib"]
+    states = {"plain": made.optimizer_state(plain)}
+    try:
+        models["zero"], optimizer = ours(made, zero=True)
+        mib = made.counters()["optimizer_mib"]
+        states["zero"] = made.optimizer_state(optimizer)
+    except KdError as error:
+        print(error)  # a backend may refuse ZeRO, in words
+        mib = whole_mib
+    models["two micros"], _ = ours(made, zero=False, micros=2)
+    models["sgd"], _ = ours(made, zero=False, cls=torch.optim.SGD)
+    models["sgd, two micros"], _ = ours(made, zero=False, micros=2, cls=torch.optim.SGD)
+    if made.rank == 0:
+        save_file(flat(models, states), folder / f"train_{made.world_size}.safetensors")
+        (folder / "groups.json").write_text(json.dumps(states["plain"]["param_groups"]))
+    mean = made.reduce_mean(torch.full((3,), float(made.rank), device=made.device))
+    own = torch.full((2,), float(made.rank + 5), device=made.device)
+    made.broadcast_([own])
+    made.barrier()
+    return {
+        "rank": made.rank,
+        "world_size": made.world_size,
+        "digests": {name: digest(model) for name, model in models.items()},
+        "state_is_empty": {name: not state for name, state in states.items()},
+        "mib": mib,
+        "whole_mib": whole_mib,
+        "sum": made.reduce_sum(torch.ones(1, device=made.device)).item(),
+        "mean": mean.tolist(),
+        "broadcast": own.tolist(),
+    }
+
+
+def resume(made: Any, folder: Path) -> dict[str, Any]:
+    """Take up the two-rank run's ZeRO state in this world, give it back, and make one more step."""
+    saved = load_file(folder / "train_2.safetensors")
+    model = network(0).to(made.device)
+    module = made.wrap(model)
+    optimizer = made.optimizer(groups(model), torch.optim.AdamW, True, lr=LR)
+    model.load_state_dict({k.removeprefix("model/zero/"): v for k, v in saved.items() if k.startswith("model/zero/")})
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in saved.items():
+        if name.startswith("state/zero/"):
+            _, _, index, key = name.split("/")
+            state.setdefault(int(index), {})[key] = value
+    made.load_optimizer_state(
+        optimizer, {"state": state, "param_groups": json.loads((folder / "groups.json").read_text())}
+    )
+    returned = made.optimizer_state(optimizer)
+    copied = flat({}, {"zero": returned}) if returned else {}  # a state dict holds the live tensors, as torch's does
+    backward(made, module, STEPS, 1)
+    made.step(optimizer, 0.5)
+    if made.rank == 0:
+        save_file({**flat({"zero": model}, {}), **copied}, folder / f"resume_{made.world_size}.safetensors")
+    return {"digest": digest(model), "lr": [group["lr"] for group in optimizer.param_groups]}
+
+
+def lose(made: Any, folder: Path) -> dict[str, Any]:
+    """Let the last rank vanish; the others must be told in words, soon."""
+    if made.rank == made.world_size - 1:
+        os._exit(9)
+    start = time.monotonic()
+    try:
+        for _ in range(10_000):
+            made.reduce_sum(torch.ones(1, device=made.device)).item()
+        told: Callable[..., Any] | None = None
+    except RuntimeError as error:
+        told = made.explain(error)
+    foreign = made.explain(RuntimeError("shape mismatch"))
+    return {"told": str(told), "kind": type(told).__name__, "seconds": time.monotonic() - start, "foreign": foreign}
+
+
+def digest(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for value in model.state_dict().values():
+        sha.update(value.detach().cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def flat(models: dict[str, nn.Module], states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """Lay weights and optimizer states out by name."""
+    tensors = {
+        f"model/{name}/{key}": value for name, model in models.items() for key, value in model.state_dict().items()
+    }
+    for name, state in states.items():
+        for index, entries in state["state"].items():
+            tensors |= {f"state/{name}/{index}/{key}": value for key, value in entries.items()}
+    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}

@@ -1,0 +1,29 @@
+"""Ask the stand-in of smddp for one thing that the real library refuses."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+
+
+def main(argv: list[str]) -> int:
+    importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    dist.init_process_group("smddp")
+    assert dist.get_backend() == "smddp"
+    one = torch.ones(2)
+    ask = {
+        "new_group": lambda: dist.new_group([0, 1]),
+        "ReduceOp": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
+        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(4), one),
+        "barrier": lambda: dist.barrier(device_ids=[0]),
+    }[argv[0]]
+    code = 4
+    try:
+        ask()
+    except RuntimeError as error:
+        print(error)
+        code = 0 if "SMDDP does not support" in str(error) else 3
+    dist.all_reduce(one)  # rank 0 holds the store: it must not leave before the others have come
+    return code

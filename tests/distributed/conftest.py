@@ -1,0 +1,102 @@
+"""Runs of the real trainer in worlds of real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from ranks import World, start
+from safetensors.torch import load_file
+from torch import Tensor
+
+BATCH, STEPS = 12, 20
+
+
+class Trained(NamedTuple):
+    """A finished run."""
+
+    world: World
+    folder: Path
+
+    def checkpoint(self, step: int = STEPS) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: weights, average, optimizer."""
+        return load_file(self.folder / "checkpoints" / f"step_{step:08d}" / "tensors.safetensors")
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl of a kind."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def ids(self, world_size: int, micros: int) -> list[list[int]]:
+        """Return what each step was trained on, put together from the records of all ranks."""
+        record = self.folder.with_suffix(".record")
+        texts = [(record / f"rank_{rank}.jsonl").read_text() for rank in range(world_size)]
+        seen = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        steps = len(seen[0]) // micros
+        return [
+            [id for i in range(micros) for rank in range(world_size) for id in seen[rank][step * micros + i]]
+            for step in range(steps)
+        ]
+
+
+@pytest.fixture(scope="session")
+def config_file(photos, teacher, tmp_path_factory) -> Path:
+    """A run of 20 steps, 3 an epoch, with a checkpoint every 5: the deaths of these tests fall into an epoch."""
+    content = {
+        "run": {"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 5}, "keep": 9},
+        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": BATCH, "workers": 0},
+        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
+        "student": {
+            "model": "vit_tiny_patch16_224",
+            "args": {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "drop_rate": 0.1},
+            "attention": "unfused",
+        },
+        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
+        "sifter": {"kind": "outside.recording"},
+        "optimizer": {"lr": 2e-3},
+        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1, "timeout_seconds": 20},
+    }
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.fixture(scope="session")
+def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
+    """Train in a world of so many ranks: `train("name", 2, "optimizer.zero=true")`; the same name resumes."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(
+        name: str,
+        ranks: int,
+        *overrides: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+        launcher: str = "torchrun",
+    ) -> Trained:
+        record = folder / f"{name}.record"
+        record.mkdir(exist_ok=True)
+        argv = [config_file, f"run.folder={folder}", f"run.name={name}", *overrides]
+        world = start("kd.cli.train:main", argv, ranks, {"KD_RECORD": str(record), **env}, launcher=launcher)
+        return Trained(world, folder / name)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(train) -> Callable[..., Trained]:
+    """Undisturbed runs, each made once a session: `plain(2, "optimizer.zero=true")`."""
+    made: dict[tuple[object, ...], Trained] = {}
+
+    def run(ranks: int, *overrides: str) -> Trained:
+        key = (ranks, *overrides)
+        if key not in made:
+            made[key] = train(f"plain{len(made)}", ranks, *overrides)
+            made[key].world.ended_well()
+        return made[key]
+
+    return run

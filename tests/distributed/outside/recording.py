@@ -1,0 +1,45 @@
+"""A sifter from outside the repository: visits everything, notes what was trained on, and can kill its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from kd.sifters.none import Everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """No options: what a test wants of one start of a run is not a property of the run, so it is in the environment."""
+
+
+class Recording(Everything):
+    """Write the ids of each micro-batch to KD_RECORD/rank_R.jsonl.
+
+    KD_DIE=RANK:MICRO sends SIGKILL to that rank in the middle of a step, after so many micro-batches of this process;
+    with KD_DIE_ONCE=FILE only where the file does not exist yet.
+    """
+
+    seen = 0
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        rank = os.environ.get("RANK", "0")
+        self.seen += 1
+        if "KD_RECORD" in os.environ:
+            with open(f"{os.environ['KD_RECORD']}/rank_{rank}.jsonl", "a") as file:
+                file.write(json.dumps(ids.tolist()) + "\n")
+        if os.environ.get("KD_DIE") == f"{rank}:{self.seen}":
+            once = os.environ.get("KD_DIE_ONCE")
+            if once is None or not Path(once).exists():
+                if once is not None:
+                    Path(once).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build(options: Options, num_images: int, batch_size: int, seed: int) -> Recording:
+    return Recording(num_images, batch_size, seed)

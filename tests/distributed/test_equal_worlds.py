@@ -1,0 +1,61 @@
+"""The same run in worlds of one, two and three processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import STEPS
+
+MICROS = "data.micro_batch=3"
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str = "model.") -> float:
+    """Return the largest difference of any weight."""
+    names = [name for name in one if name.startswith(prefix)]
+    assert names
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in names)
+
+
+def test_two_ranks_of_two_micros_are_one_rank_of_four(plain):
+    # SGD: an update is proportional to the gradient, so a sum in another order stays at float32's rounding. AdamW
+    # divides by the gradient's size and turns the rounding noise of parameters whose gradient is 0 in theory (the key
+    # bias of attention) into whole steps; it is compared by its losses below.
+    sgd = (MICROS, "optimizer.kind=sgd", "optimizer.lr=0.05", "student.args.drop_rate=0")
+    one, two = plain(1, *sgd), plain(2, *sgd)
+    assert "1 ranks x 4 micros x 3" in one.world.logs[0]
+    assert "2 ranks x 2 micros x 3" in two.world.logs[0]
+    steps = one.ids(1, 4)
+    assert len(steps) == STEPS
+    assert steps == two.ids(2, 2)
+    assert len({id for step in steps for id in step}) == 36
+    assert difference(one.checkpoint(), two.checkpoint()) < 1e-6
+    assert difference(one.checkpoint(), one.checkpoint(5)) > 1e-2  # it did learn
+
+
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
+    adamw = (MICROS, "student.args.drop_rate=0")
+    one, two = plain(1, *adamw), plain(2, *adamw)
+    losses = [[row["loss"] for row in run.rows("train")] for run in (one, two)]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    values = [run.rows("val")[-1] for run in (one, two)]
+    assert values[0]["teacher_nll"] == pytest.approx(values[1]["teacher_nll"], rel=1e-6)
+    assert values[0]["teacher_accuracy"] == values[1]["teacher_accuracy"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_is_adamw_to_the_last_bit(plain, ranks):
+    average = "optimizer.ema=0.9"
+    whole, sharded = plain(ranks, average), plain(ranks, average, "optimizer.zero=true")
+    one, other = whole.checkpoint(), sharded.checkpoint()
+    assert one.keys() == other.keys()
+    assert {name.split(".")[0] for name in one} == {"model", "average", "optimizer"}
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    infos = [(run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text() for run in (whole, sharded)]
+    assert (
+        infos[0].partition('"info"')[2].partition('"state"')[0]
+        == infos[1].partition('"info"')[2].partition('"state"')[0]
+    )
+    mib = [run.rows("train")[-1]["optimizer_mib"] for run in (whole, sharded)]
+    assert mib[1] / mib[0] == pytest.approx(1 / ranks, rel=0.35)  # whole tensors are dealt out, and these are few

@@ -1,0 +1,125 @@
+"""Killed and resumed, in the same world and in another one; the launcher's restart; what the survivors say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import STEPS
+from ranks import environment, free_port, start
+from test_equal_worlds import difference
+
+ZERO = ("optimizer.zero=true", "optimizer.ema=0.9")
+SGD = ("optimizer.kind=sgd", "optimizer.lr=0.05", "data.micro_batch=4")
+# batch norm, whose statistics are each rank's own until an evaluation or a checkpoint
+NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "optimizer.ema=0.9")
+LONE = ("optimizer.ema=0.9",)
+
+
+def same_bits(one, other) -> bool:
+    """Return whether two checkpoints hold the same tensors, bit by bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "die", "step"),
+    [
+        pytest.param(1, LONE, "0:13", 10, id="one rank, AdamW, average"),
+        pytest.param(1, SGD, "0:24", 5, id="one rank, SGD, between micro-batches"),
+        pytest.param(2, ZERO, "1:13", 10, id="two ranks, ZeRO, average"),
+        pytest.param(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, die, step):
+    name = f"killed-{ranks}-{'-'.join(overrides[0].split('.')[1:])}"
+    killed = train(name, ranks, *overrides, env={"KD_DIE": die})
+    victim = int(die[0])
+    assert killed.world.codes[victim] == -9
+    assert sorted(folder.name for folder in (killed.folder / "checkpoints").glob("step_*"))[-1] == f"step_{step:08d}"
+    assert not (killed.folder / "checkpoints" / f"step_{STEPS:08d}").exists()
+    if ranks > 1:
+        survivor = 1 - victim
+        assert killed.world.codes[survivor] == 2
+        assert killed.world.seconds[survivor] - killed.world.seconds[victim] < 5
+        last = killed.world.logs[survivor].strip().splitlines()[-1]
+        assert "lost the other ranks" in last
+        assert "the same command resumes" in last
+    resumed = train(name, ranks, *overrides)
+    resumed.world.ended_well()
+    undisturbed = plain(ranks, *overrides)
+    assert same_bits(resumed.checkpoint(), undisturbed.checkpoint())
+    timing = ("seconds", "images_per_second")
+    rows = [
+        [{k: v for k, v in row.items() if k not in timing} for row in r.rows("train")] for r in (resumed, undisturbed)
+    ]
+    assert rows[0] == rows[1]
+    assert resumed.rows("val")[-1]["nll"] == undisturbed.rows("val")[-1]["nll"]
+
+
+def test_a_run_goes_on_in_a_world_of_another_size(train, plain):
+    # without dropout, whose draws belong to a rank: then only the order of sums differs
+    overrides = ("optimizer.zero=true", "student.args.drop_rate=0", "optimizer.lr=3e-4")
+    killed = train("regrouped", 2, *overrides, env={"KD_DIE": "0:17"})
+    assert killed.world.codes[0] == -9
+    resumed = train("regrouped", 3, *overrides)
+    resumed.world.ended_well()
+    assert "3 ranks x 1 micros x 4" in resumed.world.logs[0]
+    undisturbed = plain(2, *overrides)
+    assert same_bits(resumed.checkpoint(15), undisturbed.checkpoint(15))  # where it was taken up
+    assert not same_bits(resumed.checkpoint(), undisturbed.checkpoint())  # other sums
+    assert difference(resumed.checkpoint(), undisturbed.checkpoint()) < 1e-4
+    assert resumed.rows("train")[-1]["loss"] == pytest.approx(undisturbed.rows("train")[-1]["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_world_and_it_ends_with_the_same_bits(config_file, plain, tmp_path):
+    # with a data worker, which outlives its killed trainer for some seconds and must not hold the run's lock
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv += ["--max-restarts", "1", "-m", "kd.cli.train", str(config_file), *ZERO, "data.workers=1"]
+    argv += [f"run.folder={tmp_path}", "run.name=restarted"]
+    env = {"KD_DIE": "0:13", "KD_DIE_ONCE": str(tmp_path / "died")}
+    env = {**environment(), **env}
+    env["PYTHONPATH"] += ":" + str(sys.modules["ranks"].HERE)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "died").exists()
+    undisturbed = plain(2, *ZERO)
+    restarted = type(undisturbed)(undisturbed.world, tmp_path / "restarted")
+    assert same_bits(restarted.checkpoint(), undisturbed.checkpoint())
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "sagemaker"])
+def test_every_launcher_starts_the_same_run(train, plain, launcher):
+    started = train(f"under-{launcher}", 2, *ZERO, launcher=launcher)
+    started.world.ended_well()
+    assert same_bits(started.checkpoint(), plain(2, *ZERO).checkpoint())
+
+
+def test_a_rank_that_never_comes_is_one_line(config_file, tmp_path):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = [config_file, f"run.folder={tmp_path}", "backend.timeout_seconds=2"]
+    world = start("kd.cli.train:main", argv, env=env)
+    assert world.codes == [2]
+    lines = [line for line in world.logs[0].splitlines() if not line.startswith("[W")]  # torch's own warnings
+    assert len(lines) == 1, world.logs[0]
+    assert "the ranks that torchrun promised did not meet within 2 s" in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set", id="no address"),
+        pytest.param({"WORLD_SIZE": "2"}, "torchrun's environment is not whole ('RANK')", id="no rank"),
+        pytest.param({"RANK": "2", "WORLD_SIZE": "2"}, "says rank 2 of 2", id="a rank too many"),
+        pytest.param({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun promises 2", id="mpirun"),
+        pytest.param({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SageMaker promises 2 hosts", id="SageMaker"),
+    ],
+)
+def test_a_world_of_one_where_more_were_promised_is_one_line(config_file, tmp_path, env, text):
+    world = start("kd.cli.train:main", [config_file, f"run.folder={tmp_path}"], env=env)
+    assert world.codes == [2]
+    assert len(world.logs[0].splitlines()) == 1
+    assert text in world.logs[0]

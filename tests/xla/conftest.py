@@ -1,0 +1,105 @@
+"""The engine on real torch_xla, on the CPU. `make test-xla` runs these; elsewhere they are skipped with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+if find_spec("torch_xla") is not None:
+    # autograd counts the devices at its first backward, which here would be the fixture's teacher on the CPU
+    import torch_xla
+
+    torch_xla.device()
+STEPS = 20
+# torch_xla's own, about python and torch
+IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark this folder's tests, and skip them where there is no torch_xla."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xla)
+            for text in IGNORED:
+                item.add_marker(pytest.mark.filterwarnings(text))
+            if find_spec("torch_xla") is None:
+                item.add_marker(pytest.mark.skip(reason="torch_xla is not installed; `make test-xla` installs it"))
+
+
+class Trained(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+
+    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl of a kind."""
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if row["kind"] == kind]
+
+    def losses(self) -> list[float]:
+        """Return the loss of every row."""
+        return [row["loss"] for row in self.rows()]
+
+    def checkpoint(self, step: int = STEPS) -> dict[str, Any]:
+        """Return the tensors of a checkpoint."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "checkpoints" / f"step_{step:08d}" / "tensors.safetensors")
+
+
+@pytest.fixture(scope="session")
+def run_file(photos, teacher, tmp_path_factory) -> Path:
+    """A run of 20 steps of two micro-batches, three steps an epoch; the validation split ends in a padded batch."""
+    import yaml
+
+    content = {
+        "run": {"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 10}, "keep": 9},
+        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 12, "micro_batch": 6},
+        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
+        "student": {
+            "model": "vit_tiny_patch16_224",
+            "args": {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2},
+            "attention": "unfused",
+        },
+        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
+        "optimizer": {"lr": 2e-3},
+        "backend": {"precision": "fp32"},
+    }
+    content["data"]["workers"] = 0
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.fixture(scope="session")
+def train(run_file, tmp_path_factory) -> Callable[..., Trained]:
+    """Train in this process: `train("xla", "optimizer.zero=true")`; the same folder resumes."""
+    from kd import config, jobs
+
+    def run(kind: str, *overrides: str, folder: Path | None = None) -> Trained:
+        folder = folder or tmp_path_factory.mktemp("runs") / "run"
+        place = [f"run.folder={folder.parent}", f"run.name={folder.name}"]
+        jobs.train(config.load(run_file, [f"backend.kind={kind}", *place, *overrides]))
+        return Trained(folder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(train) -> Callable[..., Trained]:
+    """Runs that several tests look at, each made once."""
+    made: dict[tuple[str, ...], Trained] = {}
+
+    def run(*key: str) -> Trained:
+        if key not in made:
+            made[key] = train(*key)
+        return made[key]
+
+    return run

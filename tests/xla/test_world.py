@@ -1,0 +1,84 @@
+"""What several replicas would compute, what torch_xla does not do on a CPU, and errors that must not be swallowed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kd.errors import DataError
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+@pytest.mark.parametrize(
+    ("how", "operation"), [("clip", "all-reduce"), ("plain", "all-reduce"), ("zero", "reduce-scatter")]
+)
+def test_two_replicas_reduce_once_and_divide_by_two(how, operation):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "two_replicas.py"), how], env=environment(), capture_output=True, text=True
+    )
+    graph = done.stdout
+    assert done.returncode == 0, done.stderr
+    shapes = [line for line in graph.splitlines() if re.search(rf" {operation}\(", line)]
+    gradients = [line for line in shapes if re.search(r"f32\[(3,4|2,4|2|3)\]", line)]
+    # torch_xla reduces the list of gradients in one operation, and scatters each of the two by itself
+    assert len(gradients) == (2 if how == "zero" else 1), graph
+    assert "constant(0.5)" in graph
+
+
+def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv += ["-m", "kd.cli.train", str(run_file), "backend.kind=xla", f"run.folder={tmp_path}"]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert "1 of the 2 processes that torchrun promised take part in a reduction on device CPU" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreadable_image_stops_the_run(photos, train, tmp_path):
+    # the device loader's thread drops what it raises: without care the epoch would merely end, over and over
+    import shutil
+
+    shutil.copytree(photos, tmp_path / "photos")
+    victim = next((tmp_path / "photos" / "train").rglob("*.jpg"))
+    victim.write_bytes(victim.read_bytes()[:200])
+    with pytest.raises(DataError, match=victim.name):
+        train("xla", f"data.root={tmp_path / 'photos'}")
+
+
+def test_the_compilers_flags_are_extended_and_never_overwritten(monkeypatch):
+    from kd import parts
+
+    module = parts.find("backends", "xla", "test")
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--model-type=transformer")
+    backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
+    backend.setup()
+    assert os.environ["NEURON_CC_FLAGS"] == "--model-type=transformer --auto-cast=none"
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--auto-cast=matmult")
+    backend.setup()
+    assert os.environ["NEURON_CC_FLAGS"] == "--auto-cast=matmult"
+
+
+def test_seeds_reach_the_device():
+    from kd import parts
+
+    module = parts.find("backends", "xla", "test")
+    backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
+    backend.setup()
+    draws = []
+    for seed in (2**62 + 1, 2**62 + 1, 7):
+        backend.seed(seed)
+        draws.append(torch.nn.functional.dropout(torch.ones(64, device=backend.device)).cpu())
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
