@@ -111,6 +111,8 @@ class Fit:
 
     epochs: int = ranged(0, low=0)
     """Passes over the training images. 0: never fit; a checkpoint is required."""
+    steps: int = ranged(0, low=0)
+    """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
     lr: float = ranged(1e-3, above=0.0)
     """Peak learning rate."""
     weight_decay: float = ranged(0.05, low=0.0)

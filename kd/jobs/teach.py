@@ -84,6 +84,7 @@ def teacher_run(settings: Config) -> Config:
             folder=fit.folder,
             seed=settings.run.seed,
             epochs=fit.epochs,
+            steps=fit.steps,
             every=Every(log=settings.run.every.log, evaluate=fit.evaluate),
             keep=1,
         ),
