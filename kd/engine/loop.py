@@ -42,7 +42,7 @@ def train(run: Run) -> State:
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)
             meter.add(update(run, micros, state))
-            backend.end_step()  # after the sums of the meter, which are then part of the step's graph
+            backend.end_step()
             state = advance(state, length.batch_size, steps_in_epoch)
             run.watcher.step(state, progress)
             last = length.finished(state)
@@ -130,16 +130,19 @@ def grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 class Meter:
-    """Sums metrics on the device; `flush` is the only point where the loop waits for it."""
+    """Keeps metrics on the device, a few numbers a step; `flush`, which sums them, is the only wait for it.
+
+    Not summed as they come: on XLA that would make the first step of a window another graph than the others.
+    """
 
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state
-        self.sums: dict[str, Tensor] = {}
+        self.rows: list[dict[str, Tensor]] = []
         self.clock = time.perf_counter()
 
     def add(self, values: dict[str, Tensor]) -> None:
-        """Add the means of one step."""
-        self.sums = {name: self.sums[name] + value for name, value in values.items()} if self.sums else values
+        """Keep the means of one step."""
+        self.rows.append(values)
 
     def flush(self, state: State, lr: float) -> State:
         """Log the means since the last flush and return the state with the time spent.
@@ -150,9 +153,12 @@ class Meter:
         steps = state.step - self.since.step
         if not steps:
             return state
-        stacked = torch.stack([value.float() for value in self.sums.values()])
+        sums, *rest = self.rows
+        for row in rest:
+            sums = {name: sums[name] + value for name, value in row.items()}
+        stacked = torch.stack([value.float() for value in sums.values()])
         means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
-        values = dict(zip(self.sums, means, strict=True))
+        values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         broken = [name for name, value in values.items() if not math.isfinite(value)]
         if broken:
@@ -167,10 +173,10 @@ class Meter:
         values |= self.run.backend.counters()
         self.run.sink.log("train", state, values)
         self.run.watcher.log("train", state, values)
-        self.since, self.sums = state, {}
+        self.since, self.rows = state, []
         return state
 
     def resume(self) -> None:
         """Start the clock anew where a flush ended the window: evaluation and checkpoints are not training."""
-        if not self.sums:
+        if not self.rows:
             self.clock = time.perf_counter()
