@@ -3,6 +3,8 @@
 Run: python examples/plain_loop.py
 """
 
+from dataclasses import replace
+
 import torch
 
 from kd.engine.criterion import Criterion
@@ -10,8 +12,8 @@ from kd.losses.ce import CE
 from kd.losses.kl import KL
 from kd.models.classifier import Plain
 from kd.models.teacher import LiveTeacher
-from kd.sifters.none import Everything
-from kd.types import Batch, Outputs
+from kd.sifters.history import History, Options
+from kd.types import Batch, Outputs, Population
 from own_modules import blobs, network
 
 
@@ -22,15 +24,15 @@ def main() -> float:
     teacher = LiveTeacher(Plain(network(32)), torch.device("cpu"))
     student = network(4)
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.1, CE(label_smoothing=0.0))])
-    sifter = Everything(num_images=512, batch_size=64, seed=0)
+    sifter = History(Options(keep=0.5), Population.alone(labels, batch_size=64))
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     loss = torch.tensor(0.0)
     for epoch in range(4):
-        plan = sifter.plan(epoch)
-        for ids in plan.ids.split(64):
-            batch = Batch.of(images[ids], labels[ids], ids)
+        plan = sifter.plan(epoch, progress=epoch / 4)
+        for ids, weight in zip(plan.ids.split(64), plan.weights.split(64), strict=True):
+            batch = replace(Batch.of(images[ids], labels[ids], ids), weight=weight)
             scores = criterion(Outputs(student(batch.image)), teacher(batch), batch)
-            sifter.observe(ids, scores["loss"].detach())
+            sifter.observe(ids, scores["per_image"])
             loss = scores["loss"].mean()
             loss.backward()
             optimizer.step()

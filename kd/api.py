@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def _run(
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
     distillation = Distillation(model, criterion).to(world.device)
-    context = {"num_images": num_images, "batch_size": batch_size, "seed": seed}
+    crowd = build.population(num_images, partial(_labels, train), world, split, seed)
     section = settings.optimizer
     given = not isinstance(sifter, (str, Mapping))
     sink = Memory()
@@ -177,7 +178,7 @@ def _run(
         loader=train_loader,
         sifter=sifter
         if given
-        else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", **context),
+        else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", population=crowd),
         optimizer=build.optimizer(settings, distillation, world),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(model, section.ema) if section.ema else None,
@@ -198,6 +199,12 @@ def _loader(items: Any, batch_size: int, world: Backend, workers: int, seed: int
         return GivenLoader(items, batch_size), len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
     dataset = GivenDataset(items, seed)
     return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, workers), len(dataset)
+
+
+def _labels(items: Any) -> torch.Tensor:
+    """Return the class of every item; `targets`, where a dataset has them, spare reading the images."""
+    targets = getattr(items, "targets", None)
+    return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
 
 
 def _eval_batch(val: Any, batch_size: int, world: Backend) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from kd import parts
 from kd.choose import choose_student, choose_teacher
 from kd.config import Config
-from kd.contracts import Backend, Sink, Source, Watcher
+from kd.contracts import Backend, Sifter, Sink, Source, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
@@ -29,7 +29,7 @@ from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.types import Dims
+from kd.types import Dims, Population
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,32 @@ def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> 
     )
 
 
+def sifter(config: Config, source: Source, backend: Backend, split: Arithmetic) -> Sifter:
+    """Build the sifter of the training images."""
+
+    def labels() -> torch.Tensor:
+        return torch.tensor([source.label(id) for id in range(len(source))])
+
+    crowd = population(len(source), labels, backend, split, config.run.seed)
+    return parts.build("sifters", config.sifter.kind, config.sifter.options, "sifter.kind", population=crowd)
+
+
+def population(
+    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: Arithmetic, seed: int
+) -> Population:
+    """Return what a sifter must know of the images and of how they are divided."""
+    return Population(
+        num_images=num_images,
+        batch_size=split.batch_size,
+        micro_batch=split.micro_batch,
+        rank=backend.rank,
+        world_size=backend.world_size,
+        seed=seed,
+        labels=labels,
+        reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+    )
+
+
 def length(config: Config, split: Arithmetic) -> Length:
     """Return how long the run is."""
     section = config.run
@@ -284,7 +310,6 @@ def run(
     live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     train_loader, val_loader = loaders(config, data, backend, split)
-    sifter_context = {"num_images": len(data.train), "batch_size": split.batch_size, "seed": config.run.seed}
     section = config.optimizer
     module = backend.wrap(distillation)
     stepper = optimizer(config, distillation, backend)
@@ -297,7 +322,7 @@ def run(
         distillation=distillation,
         teacher=live if "teacher" in required else NoTeacher(),
         loader=train_loader,
-        sifter=parts.build("sifters", config.sifter.kind, config.sifter.options, "sifter.kind", **sifter_context),
+        sifter=sifter(config, data.train, backend, split),
         optimizer=stepper,
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(student, section.ema) if section.ema else None,

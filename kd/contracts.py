@@ -9,7 +9,7 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,22 +78,58 @@ class Loader(Protocol):
         ...
 
 
-class Sifter(Protocol):
-    """Decides which images an epoch visits: `sifters/NAME.py: build(options, num_images, batch_size, seed)`."""
+class Score(Protocol):
+    """The scoring pass that the engine lends to a sifter: eval mode, no gradients, nothing random."""
 
-    def plan(self, epoch: int) -> Plan:
-        """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size."""
+    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
+        """Score the micro-batches of one step's worth of images.
+
+        Args:
+            batches: this rank's micro-batches of the step, all of them.
+            by: "loss" (the distillation loss, unweighted) or "entropy" (the student's; the teacher is not asked).
+
+        Returns:
+            float32 [global batch] on the CPU, of all ranks, in the plan's order; and the batches, which now carry the
+            teacher's answer where it was asked, so that it is never asked twice.
+        """
         ...
 
-    def stream(self, batches: Iterable[Batch], score: Callable[[Batch], Tensor]) -> Iterator[Batch]:
-        """Yield full batches of one shape out of `batches`; `score` gives one loss per image [B]."""
+
+class Sifter(Protocol):
+    """Decides which images an epoch visits: `sifters/NAME.py: build(options, population) -> Sifter`."""
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size.
+
+        All ranks must call it. The same epoch asked for again, after a resume, is the same plan.
+
+        Args:
+            epoch: counts from 0.
+            progress: share of the run that is done when the epoch begins, 0 to 1.
+        """
+        ...
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        """Yield full batches of one shape out of `batches`, as many on every rank.
+
+        Args:
+            batches: this rank's micro-batches of the plan, from step `first(start)` on.
+            score: the scoring pass.
+            start: optimizer steps of the epoch done before.
+        """
+        ...
+
+    def first(self, start: int) -> int:
+        """Return from which step of the plan the loader must begin, for optimizer step `start` of the epoch."""
         ...
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Remember the per-image losses [B] of a step; must not wait for the device."""
+        """Remember the per-image losses [B], unweighted, of a step; must not wait for the device."""
         ...
 
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a resumed run must know. All ranks must call it."""
+        ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
@@ -101,7 +137,18 @@ class Sifter(Protocol):
 class Teacher(Protocol):
     """Answers for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
 
+    images: int
+    """How many images its forward has run on, this rank."""
+
+    def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass batches on, with what is known of their answers, before they go to the device."""
+        ...
+
     def __call__(self, batch: Batch) -> Outputs: ...
+
+    def settle(self) -> None:
+        """Write down what is still on its way; called where the loop waits for the device anyway."""
+        ...
 
 
 class Loss(Protocol):

@@ -5,12 +5,15 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels, N ima
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
+"""The tensors that every batch has."""
 
 
 class Sample(NamedTuple):
@@ -47,6 +50,8 @@ class Batch:
     """Which view of the images this is: `epoch mod views`, or the epoch itself."""
     unreadable: tuple[int, ...] = ()
     """Ids whose image could not be decoded; they carry weight 0."""
+    answer: Answer | None = None
+    """What the teacher has said of these images already (a cache's records, a scoring pass); None: nothing."""
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
@@ -63,8 +68,31 @@ class Batch:
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with `move` applied to each tensor."""
-        names = ("ids", "image", "label", "partner_label", "lam", "weight")
-        return replace(self, **{name: move(getattr(self, name)) for name in names})
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
+        if self.answer is not None:
+            moved["answer"] = self.answer.map(move)
+        return replace(self, **moved)
+
+    def take(self, rows: Tensor) -> Batch:
+        """Return some rows of the batch, in the order of `rows`, int64 [K] on the batch's device.
+
+        The answer must be whole: rows that the teacher has yet to say are known by their position.
+        """
+        assert self.answer is None or not self.answer.missing, "rows are taken after the teacher has answered"
+        return self.map(lambda tensor: tensor.index_select(0, rows))
+
+    @classmethod
+    def cat(cls, batches: Sequence[Batch]) -> Batch:
+        """Return batches of one view as one."""
+        joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
+        answers = [batch.answer for batch in batches]
+        if answers[0] is not None:
+            logits = torch.cat([answer.outputs.logits for answer in answers if answer is not None])
+            parts = [answer.outputs.features for answer in answers if answer is not None]
+            features = torch.cat([part for part in parts if part is not None]) if parts[0] is not None else None
+            joined["answer"] = Answer(Outputs(logits, features))
+        unreadable = tuple(id for batch in batches for id in batch.unreadable)
+        return replace(batches[0], unreadable=unreadable, **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`."""
@@ -86,6 +114,20 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """The teacher's outputs for a batch, as far as they are known before its forward."""
+
+    outputs: Outputs
+    missing: tuple[tuple[int, int], ...] = ()
+    """(row, id) of the images that the teacher has yet to see; their rows in `outputs` are 0."""
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Answer:
+        """Return the answer with `move` applied to each tensor."""
+        features = move(self.outputs.features) if self.outputs.features is not None else None
+        return replace(self, outputs=Outputs(move(self.outputs.logits), features))
+
+
+@dataclass(frozen=True, slots=True)
 class Dims:
     """The sizes a loss may need to build learned adapters."""
 
@@ -103,6 +145,36 @@ class Plan:
     """int64 [N]; N is a multiple of the global batch size."""
     weights: Tensor
     """float32 [N]; 1.0 where the image stands for itself only."""
+    steps: int = 0
+    """Optimizer steps of the epoch, exact, where the sifter's stream drops images. 0: N / batch size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """What a sifter sifts, and how it is divided."""
+
+    num_images: int
+    batch_size: int
+    """Images per optimizer step, all ranks."""
+    micro_batch: int
+    rank: int
+    world_size: int
+    seed: int
+    labels: Callable[[], Tensor]
+    """Return every image's class, int64 [num_images]; asked for only where a sifter needs it."""
+    reduce_sum: Callable[[Tensor], Tensor]
+    """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
+
+    @classmethod
+    def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> Population:
+        """Return the images of a loop in one process, without micro-batches.
+
+        Args:
+            labels: every image's class, int64 [num_images].
+            batch_size: images per optimizer step.
+            seed: of all that a sifter draws.
+        """
+        return cls(len(labels), batch_size, batch_size, 0, 1, seed, lambda: labels, lambda tensor: tensor)
 
 
 @dataclass(frozen=True, slots=True)

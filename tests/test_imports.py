@@ -46,7 +46,7 @@ MAY_IMPORT_OUTSIDE = {
     "transformers": (),
     "pickle": (),
 }
-LIMITS = {"kd/contracts.py": 250}
+LIMITS = {"kd/contracts.py": 300}
 
 
 def name_of(path: Path) -> str:

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +40,6 @@ else:
 
 NEVER = 2**31
 """Batches between the cuts that the device loader would make of itself."""
-NAMES = ("ids", "image", "label", "partner_label", "lam", "weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +106,7 @@ class XLA:
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # what MpDeviceLoader wraps
         try:
             for tensors, number in loader.per_device_loader(self.device):
-                yield replace(source.heads.pop(number), **dict(zip(NAMES, tensors, strict=True)))
+                yield source.whole(tensors, number)
         finally:
             loader.close()
         if source.error is not None:
@@ -257,9 +256,26 @@ class _Uploads:
         try:
             for number, batch in enumerate(self.batches):
                 self.heads[number] = batch
-                yield [getattr(batch, name) for name in NAMES], number
+                yield _tensors(batch), number
         except Exception as error:
             self.error = error
+
+    def whole(self, tensors: list[Tensor], number: int) -> Batch:
+        """Return batch `number` with its tensors as they arrived on the device."""
+        arrived = iter(tensors)
+        return self.heads.pop(number).map(lambda _: next(arrived))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch in the order in which `map` meets them."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    batch.map(note)
+    return found
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

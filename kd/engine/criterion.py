@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +28,14 @@ class Criterion(nn.Module):
         """Score a micro-batch.
 
         Returns:
-            Every term [B] by name, unweighted, and `loss` [B]: their weighted sum times `batch.weight`.
+            Every term [B] by name, unweighted; `per_image` [B]: their weighted sum, detached, which is what sifters
+            remember; and `loss` [B]: the same times `batch.weight`, which is what is minimized.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
             scores = {name: term(student, teacher, batch) for name, term in zip(self.names, self.terms, strict=True)}
-            total = sum(weight * score for weight, score in zip(self.weights, scores.values(), strict=True))
-            return {**scores, "loss": batch.weight * total}
+            weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
+            total = functools.reduce(torch.add, weighted)
+            return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
 
 
 class Distillation(nn.Module):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kd.engine.run import Run
+from kd.engine.scoring import Scoring
 from kd.engine.snapshot import AFTER_DIVERGING, agree, restore, snapshot
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
-from kd.types import Batch, State
+from kd.types import Batch, Plan, State
 
 
 def train(run: Run) -> State:
@@ -33,11 +34,12 @@ def train(run: Run) -> State:
     meter = Meter(run, state)
     run.distillation.train()
     while not length.finished(state):
-        plan = run.sifter.plan(state.epoch)
-        steps_in_epoch = len(plan.ids) // length.batch_size
-        loaded = run.loader.epoch(plan, length.view(state.epoch), start=state.step_in_epoch)
-        batches = run.sifter.stream(backend.put(loaded), lambda batch: score(run, batch))
-        for micros in grouped(batches, length.accumulate):
+        plan = run.sifter.plan(state.epoch, length.share(state))
+        steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
+        first = run.sifter.first(state.step_in_epoch)
+        loaded = run.loader.epoch(plan, length.view(state.epoch), start=first)
+        sent = backend.put(run.teacher.attach(loaded))
+        for micros in grouped(run.sifter.stream(sent, Scoring(run), state.step_in_epoch), length.accumulate):
             backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)
@@ -48,8 +50,11 @@ def train(run: Run) -> State:
             last = length.finished(state)
             evaluating = due(length.evaluate, state) or last
             checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
-            if due(length.log, state) or evaluating or checkpointing:
+            turned = state.step_in_epoch == 0
+            if due(length.log, state) or evaluating or checkpointing or turned:
                 state = meter.flush(state, lr)
+            if turned:
+                log_epoch(run, state, plan, steps_in_epoch)
             improved = False
             if evaluating or checkpointing:
                 agree(run)
@@ -73,7 +78,7 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             with run.backend.autocast():
                 logits_BC, scores = run.module(batch, teacher)
             (scores["loss"].mean() / len(micros)).backward()
-        run.sifter.observe(batch.ids, scores["loss"].detach())
+        run.sifter.observe(batch.ids, scores.pop("per_image"))
         scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
@@ -82,16 +87,6 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
     if run.average is not None:
         run.average.update(state.step + 1)
     return sums
-
-
-@torch.no_grad()
-def score(run: Run, batch: Batch) -> Tensor:
-    """Return the distillation loss per image [B] without training, for sifters that score."""
-    run.distillation.eval()
-    with run.backend.autocast():
-        _, scores = run.distillation(batch, run.teacher(batch))
-    run.distillation.train()
-    return scores["loss"]
 
 
 def evaluate(run: Run, state: State) -> tuple[State, bool]:
@@ -103,6 +98,20 @@ def evaluate(run: Run, state: State) -> tuple[State, bool]:
     run.sink.log("val", state, values)
     run.watcher.log("val", state, values)
     return state, improved
+
+
+def log_epoch(run: Run, state: State, plan: Plan, steps: int) -> None:
+    """Log what an epoch's plan was: images trained, and how many equally weighted ones they are worth."""
+    weights_N = plan.weights.double()
+    run.sink.log(
+        "epoch",
+        state,
+        {
+            "candidates": float(len(plan.ids)),
+            "trained": float(steps * run.length.batch_size),
+            "effective": float(weights_N.sum() ** 2 / (weights_N**2).sum()),
+        },
+    )
 
 
 def advance(state: State, images: int, steps_in_epoch: int) -> State:
@@ -138,6 +147,7 @@ class Meter:
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state
         self.rows: list[dict[str, Tensor]] = []
+        self.taught = run.teacher.images
         self.clock = time.perf_counter()
 
     def add(self, values: dict[str, Tensor]) -> None:
@@ -171,6 +181,9 @@ class Meter:
         state = replace(state, seconds=state.seconds + seconds)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
         values |= self.run.backend.counters()
+        self.run.teacher.settle()
+        images = self.run.teacher.images
+        values["teacher_images"], self.taught = float(images - self.taught), images
         self.run.sink.log("train", state, values)
         self.run.watcher.log("train", state, values)
         self.since, self.rows = state, []
@@ -179,4 +192,4 @@ class Meter:
     def resume(self) -> None:
         """Start the clock anew where a flush ended the window: evaluation and checkpoints are not training."""
         if not self.rows:
-            self.clock = time.perf_counter()
+            self.clock, self.taught = time.perf_counter(), self.run.teacher.images

@@ -54,6 +54,12 @@ class Length:
             return min(1.0, (state.step + 0.5) / self.steps)
         return min(1.0, (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs)
 
+    def share(self, state: State) -> float:
+        """Return the share of the run that was done when the current epoch began, 0 to 1."""
+        if self.steps:
+            return min(1.0, (state.step - state.step_in_epoch) / self.steps)
+        return state.epoch / self.epochs
+
     def finished(self, state: State) -> bool:
         """Return whether nothing is left to train."""
         return state.step >= self.steps if self.steps else state.epoch >= self.epochs

@@ -49,12 +49,12 @@ def snapshot(run: Run, state: State, best: bool) -> None:
     if not torch.stack([tensor.isfinite().all() for tensor in weights]).all().item():  # all ranks hold the same
         wrong = f"the student's weights became NaN or infinite in step {state.step} or before"
         raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
-    optimizer = run.backend.optimizer_state(run.optimizer)
+    optimizer, sifter = run.backend.optimizer_state(run.optimizer), run.sifter.state_dict()
     if run.backend.rank == 0:
         tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
         if run.average is not None:
             tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
-        tensors |= {f"sifter.{name}": value for name, value in run.sifter.state_dict().items()}
+        tensors |= {f"sifter.{name}": value for name, value in sifter.items()}
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entries.items()}

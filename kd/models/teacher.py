@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,20 @@ from kd.models.classifier import Classifier, Plain
 from kd.types import Batch, Outputs
 
 
-class LiveTeacher:
+class Uncached:
+    """What a teacher that stores nothing has to say to the loop. See `kd.contracts.Teacher`."""
+
+    images = 0
+
+    def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass the batches on: nothing is known before the forward."""
+        yield from batches
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+
+class LiveTeacher(Uncached):
     """Run the teacher's forward for each batch. See `kd.contracts.Teacher`.
 
     Not an nn.Module, so that no `.train()`, no DDP and no state_dict of the run can reach it.
@@ -44,6 +58,9 @@ class LiveTeacher:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features [B, D], ordinary tensors that autograd may save."""
+        if batch.answer is not None and not batch.answer.missing:  # a scoring pass has asked already
+            return batch.answer.outputs
+        self.images += batch.image.shape[0]
         parts = self._forward(batch.image)
         logits = torch.cat([part.logits for part in parts]).float().clone()
         if parts[0].features is None:
@@ -52,7 +69,7 @@ class LiveTeacher:
         return Outputs(logits, features.float().clone())
 
 
-class NoTeacher:
+class NoTeacher(Uncached):
     """Stands where a run learns from labels alone: logits of width 0 that no loss may ask for."""
 
     def __call__(self, batch: Batch) -> Outputs:

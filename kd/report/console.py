@@ -95,8 +95,13 @@ class Console:
 def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> str:
     """Return a row as text; a count that stands still, such as memory or compilations, is said once."""
     skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
-    terms = " ".join(f"{name} {value:.3f}" for name, value in news.items() if name not in skip)
+    terms = " ".join(f"{name} {_number(value)}" for name, value in news.items() if name not in skip)
     return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+
+
+def _number(value: float) -> str:
+    """Return a count without decimals, anything else with three."""
+    return f"{value:.0f}" if value.is_integer() else f"{value:.3f}"
 
 
 def _validation_text(values: Mapping[str, float]) -> str:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import kd
 from kd.errors import ConfigError, KdError
 from kd.sifters.none import Everything
+from kd.types import Population
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
@@ -39,8 +40,8 @@ def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs
     kept = [p for p in student.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    sifter, steps = Everything(len(train), 16, seed=0), epochs * (len(train) // 16)
-    order = torch.cat([sifter.plan(epoch).ids for epoch in range(epochs)])
+    sifter, steps = Everything(Population.alone(label, 16)), epochs * (len(train) // 16)
+    order = torch.cat([sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)])
     for step in range(steps):
         ids = order[16 * step : 16 * step + 16]
         for group in optimizer.param_groups:
@@ -166,7 +167,7 @@ def test_a_dataloader_cannot_be_sifted_by_id():
             network(16, 1),
             network(4, 2),
             DataLoader(data(70, 3), batch_size=16),
-            sifter=Remembering(num_images=64, batch_size=16, seed=0),
+            sifter=Remembering(Population.alone(torch.zeros(64), 16)),
         )
 
 

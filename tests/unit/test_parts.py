@@ -14,7 +14,7 @@ from kd.errors import PartNotFound
 PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
 CONTEXT = {
     "losses": ["options", "dims"],
-    "sifters": ["options", "num_images", "batch_size", "seed"],
+    "sifters": ["options", "population"],
     "datasets": ["options", "split", "classes"],
     "backends": ["options", "precision", "timeout_seconds"],
 }

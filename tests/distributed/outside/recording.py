@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kd.sifters.none import Everything
+from kd.types import Population
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,5 +42,5 @@ class Recording(Everything):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build(options: Options, num_images: int, batch_size: int, seed: int) -> Recording:
-    return Recording(num_images, batch_size, seed)
+def build(options: Options, population: Population) -> Recording:
+    return Recording(population)

@@ -1,0 +1,70 @@
+"""What sifters that decide before loading share: full epochs, exact counts, and nothing to do afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from kd.contracts import Score
+from kd.seeds import seed_from
+from kd.types import Batch, Plan, Population
+
+
+class Planned:
+    """Decide in the plan: what was loaded is trained, and nothing is scored. See `kd.contracts.Sifter`."""
+
+    def __init__(self, population: Population) -> None:
+        self.population = population
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        """Pass the batches on."""
+        yield from batches
+
+    def first(self, start: int) -> int:
+        """Return `start`: a step of the plan is a step of the optimizer."""
+        return start
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Nothing to remember."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing: the plans are functions of (seed, epoch)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Nothing to load."""
+
+
+def generator(population: Population, purpose: str, epoch: int) -> torch.Generator:
+    """Return a generator that is a function of (seed, purpose, epoch)."""
+    return torch.Generator().manual_seed(seed_from(population.seed, purpose, epoch))
+
+
+def everything(population: Population, epoch: int) -> Plan:
+    """Plan a random permutation of all images, cut to a multiple of the global batch size.
+
+    What is cut differs from epoch to epoch, so that no image is left out for good.
+    """
+    visited = population.num_images // population.batch_size * population.batch_size
+    ids = torch.randperm(population.num_images, generator=generator(population, "order", epoch))[:visited]
+    return Plan(ids=ids, weights=torch.ones(visited))
+
+
+def shuffled(population: Population, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
+    """Return a plan of chosen images in a random order that is a function of (seed, epoch)."""
+    order = torch.randperm(len(ids), generator=generator(population, "order", epoch))
+    return Plan(ids=ids[order], weights=weights[order])
+
+
+def count_kept(population: Population, keep: float) -> int:
+    """Return the multiple of the global batch size that is nearest to the share `keep` of all images; at least one."""
+    batches = population.num_images // population.batch_size
+    wanted = round(keep * population.num_images / population.batch_size)
+    return min(max(1, wanted), batches) * population.batch_size
+
+
+def sees_everything(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
+    """Return whether an epoch is left whole: the first `warmup`, and those that begin in the last share `anneal`."""
+    return epoch < warmup or progress >= 1 - anneal

@@ -1,0 +1,46 @@
+"""Visit a fresh random subset each epoch: the baseline that every cleverer sifter must beat at equal keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
+from kd.types import Plan, Population
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How much of an epoch is kept."""
+
+    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    """Share of the images that a sifted epoch visits."""
+    warmup: int = field(default=1, metadata={"low": 0})
+    """First epochs that visit everything."""
+    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    """Last share of the run in which epochs visit everything."""
+
+
+class Random(Planned):
+    """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
+
+    With distillation a strong baseline: arXiv:2403.07854 finds it no worse than cleverer pruning.
+    """
+
+    def __init__(self, options: Options, population: Population) -> None:
+        super().__init__(population)
+        self.options = options
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return `keep` of all images, or everything in the first and last epochs."""
+        if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
+            return everything(self.population, epoch)
+        count = count_kept(self.population, self.options.keep)
+        ids = torch.randperm(self.population.num_images, generator=generator(self.population, "subset", epoch))[:count]
+        return shuffled(self.population, epoch, ids, torch.ones(count))
+
+
+def build(options: Options, population: Population) -> Random:
+    """Build the random baseline."""
+    return Random(options, population)
