@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from kd import parts
+from kd.cached import cached
 from kd.choose import choose_student, choose_teacher
 from kd.config import Config
-from kd.contracts import Backend, Sifter, Sink, Source, Watcher
+from kd.contracts import Backend, Sifter, Sink, Source, Teacher, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
@@ -152,6 +153,13 @@ def needs(config: Config) -> frozenset[str]:
                 "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
+    if config.teacher.cache.views and "features" in found:
+        raise ConfigError(
+            "teacher.cache.views",
+            "keeps the teacher's logits, but a loss needs its features",
+            "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm",
+            "Set teacher.cache.views=0, or take another loss",
+        )
     return frozenset(found)
 
 
@@ -239,6 +247,23 @@ def population(
     )
 
 
+def views(config: Config) -> int:
+    """Return how many views an image has; 0: a fresh one every epoch.
+
+    Raises:
+        ConfigError: the data's views are not the cache's.
+    """
+    own, kept = config.data.views, config.teacher.cache.views
+    if own and kept and own != kept:
+        raise ConfigError(
+            "teacher.cache.views",
+            f"is {kept}, but data.views is {own}",
+            "The cache keeps the views that the run shows",
+            f"Set teacher.cache.views={own}, or leave data.views at 0",
+        )
+    return own or kept
+
+
 def length(config: Config, split: Arithmetic) -> Length:
     """Return how long the run is."""
     section = config.run
@@ -247,7 +272,7 @@ def length(config: Config, split: Arithmetic) -> Length:
         steps=section.steps,
         batch_size=split.batch_size,
         accumulate=split.accumulate,
-        views=config.data.views,
+        views=views(config),
         log=section.every.log,
         evaluate=section.every.evaluate,
         checkpoint=section.every.checkpoint,
@@ -308,6 +333,9 @@ def run(
     choices = dict(pinned)
     measured: dict[str, dict[str, float]] = {}
     live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
+    answering: Teacher = live if "teacher" in required else NoTeacher()
+    if config.teacher.cache.views and "teacher" in required and teacher is not None:
+        answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     train_loader, val_loader = loaders(config, data, backend, split)
     section = config.optimizer
@@ -320,7 +348,7 @@ def run(
         backend=backend,
         module=module,
         distillation=distillation,
-        teacher=live if "teacher" in required else NoTeacher(),
+        teacher=answering,
         loader=train_loader,
         sifter=sifter(config, data.train, backend, split),
         optimizer=stepper,

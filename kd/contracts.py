@@ -137,8 +137,10 @@ class Sifter(Protocol):
 class Teacher(Protocol):
     """Answers for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
 
-    images: int
-    """How many images its forward has run on, this rank."""
+    @property
+    def images(self) -> int:
+        """How many images its forward has run on, this rank."""
+        ...
 
     def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on, with what is known of their answers, before they go to the device."""

@@ -97,7 +97,8 @@ class DataSection:
     workers: int | str = "auto"
     """Processes that decode and augment. `auto`: by cores and ranks; 0: the training process itself."""
     views: int = ranged(0, low=0)
-    """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch."""
+    """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
+    many as `teacher.cache.views`."""
     on_corrupt: Literal["error", "skip"] = "error"
     """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name."""
     augment: Augment = field(default_factory=Augment)
@@ -130,6 +131,20 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """The teacher's logits on the disk, so that it is run once for each view of an image."""
+
+    views: int = ranged(0, low=0)
+    """How many views of an image the run has, and the cache keeps; epoch e shows view `e mod views`. 0: no cache."""
+    path: str = ""
+    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the logits depend on."""
+    dtype: Literal["fp16", "fp32"] = "fp16"
+    """How a logit is kept. fp16: two bytes, rounded; the student is given the rounded logit from the first time on."""
+    topk: int = ranged(-1, low=-1)
+    """Keep only so many logits an image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSection:
     """The frozen model that is distilled."""
 
@@ -149,6 +164,8 @@ class TeacherSection:
     """Refuse a teacher below this validation accuracy. -1: twice chance."""
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
+    cache: Cache = field(default_factory=Cache)
+    """Keep the teacher's logits and do not ask it twice."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
 

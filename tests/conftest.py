@@ -87,6 +87,17 @@ def teacher(photos, tmp_path_factory) -> Path:
     return jobs.teach(config.load(settings)).absolute()
 
 
+@pytest.fixture(scope="session")
+def steady(photos, tmp_path_factory) -> Path:
+    """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
+    from kd import config, jobs
+
+    made = base(photos, tmp_path_factory.mktemp("steady"))
+    made["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
+    made["teacher"]["fit"]["epochs"] = 1
+    return jobs.teach(config.load(made)).absolute()
+
+
 @pytest.fixture
 def settings(photos, teacher, tmp_path) -> dict[str, Any]:
     """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it as you like."""

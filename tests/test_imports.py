@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "kd").rglob("*.py"))
 VALUES = {"errors", "types", "seeds", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-JOBS = BELOW_BUILD | {"build", "jobs"}
+JOBS = BELOW_BUILD | {"choose", "cached", "build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
@@ -26,7 +26,8 @@ MAY_IMPORT = {
     **dict.fromkeys(PART_FOLDERS, VALUES),
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
     "choose": BELOW_BUILD,
-    "build": BELOW_BUILD | {"choose"},
+    "cached": BELOW_BUILD,
+    "build": BELOW_BUILD | {"choose", "cached"},
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api"},

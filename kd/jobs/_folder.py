@@ -26,6 +26,7 @@ FREE = (
     "data.workers",
     "data.eval_batch",
     "backend.timeout_seconds",
+    "teacher.cache.path",
 )
 
 

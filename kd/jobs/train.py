@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from kd import build
 from kd.artifacts.files import write_text
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
@@ -54,6 +55,7 @@ def labels_alone(settings: Config) -> Config:
     return replace(
         settings,
         run=replace(settings.run, baseline=False),
+        data=replace(settings.data, views=build.views(settings)),
         teacher=TeacherSection(),
         losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
         sifter=SifterSection(options=default_options("sifters", "none")),

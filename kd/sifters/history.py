@@ -118,7 +118,9 @@ class History(Planned):
         if dropped <= 0:
             return rest[:0], rest, doubted
         score = self._within_class(rest) if self.options.balance else self.loss_N[rest]
-        order = rest[torch.argsort(score, stable=True)]
+        # equal losses take turns, or their places in the dataset would decide
+        turn = torch.randperm(len(rest), generator=generator(self.population, "ties", self.epoch))
+        order = rest[turn[torch.argsort(score[turn], stable=True)]]
         below_mean = int((score < score.mean()).sum())
         spared = max(1 - self.options.floor, 1e-9)
         num_easy = min(max(below_mean, math.ceil(dropped / spared)), len(rest))

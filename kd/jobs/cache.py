@@ -1,0 +1,156 @@
+"""Fill the teacher's cache ahead of training, and compare it with the teacher."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kd import build
+from kd.cached import cached
+from kd.choose import choose_teacher
+from kd.config import Config
+from kd.contracts import Backend, Teacher
+from kd.data.loader import LocalLoader
+from kd.errors import ConfigError, ModelError
+from kd.jobs._world import prepared, world
+from kd.jobs.teach import obtain_teacher
+from kd.models.cache import CachedTeacher
+from kd.types import Plan
+
+SAMPLE = 256
+"""Records of each view that a verification computes again."""
+TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
+"""Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What a cache holds after a job."""
+
+    folder: str
+    records: int
+    missing: int
+    computed: int
+    """Images that the teacher's forward ran on."""
+    seconds: float
+    difference: float = 0.0
+    """Largest |logit - stored logit| of the sample; 0 where nothing was compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    backend: Backend
+    live: Teacher
+    cache: CachedTeacher
+    loader: LocalLoader
+    batch_size: int
+
+
+def cache(settings: Config, verify: bool = False) -> Cached:
+    """Fill the cache of a configuration, all views; what is whole already is not computed again.
+
+    Args:
+        settings: `teacher.cache.views` at least 1.
+        verify: instead of filling, compute a sample of the records again and compare.
+
+    Raises:
+        ConfigError: no teacher, or no views to cache.
+        ModelError: a verified record is not what the teacher says.
+    """
+    views = build.views(settings)
+    if not settings.teacher.cache.views or not settings.teacher.model:
+        remedy = "Set teacher.cache.views=4, for example"
+        raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
+    build.needs(settings)
+    with world(settings) as backend:
+        parts = _parts(settings, backend)
+        start = time.perf_counter()
+        difference = _verify(parts, views) if verify else _fill(parts, views)
+        store = parts.cache.store
+        missing = sum(len(store.missing(view)) for view in range(views))
+        done = Cached(
+            folder=str(store.folder),
+            records=views * store.num_images - missing,
+            missing=missing,
+            computed=parts.cache.images,
+            seconds=time.perf_counter() - start,
+            difference=difference,
+        )
+    if difference < 0:
+        raise ModelError("teacher.cache.path", f"'{done.folder}' holds no whole record yet", "", "Fill it first")
+    return done
+
+
+def _parts(settings: Config, backend: Backend) -> _Parts:
+    data = prepared(settings, backend)
+    teacher = obtain_teacher(settings, data, backend)
+    assert teacher is not None
+    split = build.arithmetic(settings, backend.world_size, len(data.train))
+    choices: dict[str, str] = {}
+    live, _ = choose_teacher(settings, teacher, split.micro_batch, backend, choices)
+    stored = cached(settings, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
+    loader = build.loaders(settings, data, backend, split)[0]
+    return _Parts(backend, live, stored, loader, split.batch_size)
+
+
+def _fill(parts: _Parts, views: int) -> float:
+    """Compute what is missing, every rank its share, in the shapes of training."""
+    for view in range(views):
+        ids = parts.cache.store.missing(view).tolist()
+        parts.backend.barrier()  # every rank has read the same list before one writes
+        if parts.backend.rank == 0:
+            print(f"cache: view {view}: {len(ids)} of {parts.cache.store.num_images} images to compute", flush=True)
+        plan = _padded(ids, parts.batch_size)
+        for batch in parts.backend.put(parts.cache.attach(parts.loader.epoch(plan, view))):
+            parts.cache(batch)
+            parts.backend.end_step()
+        parts.cache.settle()
+        parts.backend.barrier()
+    return 0.0
+
+
+def _verify(parts: _Parts, views: int) -> float:
+    """Return the largest difference of a sample; -1 where there is nothing to compare.
+
+    Raises:
+        ModelError: it is larger than rounding explains.
+    """
+    worst = -1.0
+    for view in range(views):
+        gaps = set(parts.cache.store.missing(view).tolist())
+        whole = [id for id in range(parts.cache.store.num_images) if id not in gaps]
+        chosen = sorted(random.Random(view).sample(whole, min(SAMPLE, len(whole))))
+        for batch in parts.backend.put(parts.cache.attach(parts.loader.epoch(_padded(chosen, parts.batch_size), view))):
+            assert batch.answer is not None
+            kept = batch.weight > 0
+            stored_BC = batch.answer.outputs.logits.float()[kept]
+            said_BC = parts.live(replace(batch, answer=None)).logits[kept]
+            if not len(said_BC):
+                continue
+            difference = (said_BC - stored_BC).abs().max().item()
+            worst = max(worst, difference)
+            _require(parts, view, difference, said_BC.abs().max().item())
+    return worst
+
+
+def _require(parts: _Parts, view: int, difference: float, largest: float) -> None:
+    dtype = "fp16" if parts.cache.store.codec.dtype.itemsize == 2 else "fp32"
+    if difference > TOLERANCE[dtype] * max(1.0, largest):
+        raise ModelError(
+            "teacher.cache.path",
+            f"'{parts.cache.store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the "
+            "teacher says now",
+            f"At most {TOLERANCE[dtype]:g} of the largest logit ({largest:.3g})",
+            "Remove the folder, or choose another teacher.cache.path",
+        )
+
+
+def _padded(ids: Sequence[int], batch_size: int) -> Plan:
+    """Return a plan of `ids`, padded with weight 0 to a multiple of the global batch."""
+    padding = -len(ids) % batch_size
+    every = torch.tensor([*ids, *[0] * padding], dtype=torch.int64)
+    return Plan(every, torch.cat([torch.ones(len(ids)), torch.zeros(padding)]))

@@ -1,0 +1,178 @@
+"""The cache against the live teacher: the same bits, whoever filled it, torn or not; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kd.errors import ModelError
+from kd.models.cache import CachedTeacher, Codec, open_store
+from kd.models.classifier import Plain
+from kd.models.teacher import LiveTeacher
+from kd.types import Batch
+
+IMAGES, CLASSES = 40, 5
+
+
+@pytest.fixture
+def live() -> LiveTeacher:
+    torch.manual_seed(0)
+    return LiveTeacher(Plain(nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))), torch.device("cpu"))
+
+
+def image(id: int, view: int) -> torch.Tensor:
+    return torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1000 * view + id))
+
+
+def batch(ids: list[int], view: int = 0) -> Batch:
+    made = Batch.of(torch.stack([image(id, view) for id in ids]), torch.zeros(len(ids), dtype=torch.int64))
+    return Batch(torch.tensor(ids), made.image, made.label, made.label, made.lam, made.weight, view)
+
+
+def opened(folder, dtype: str = "fp32", topk: int = 0, writable: bool = True, **changes):
+    identity = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], **changes}
+    return open_store(folder, identity, Codec(CLASSES, dtype, topk), IMAGES, writable)
+
+
+def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
+    return [teacher(found).logits for found in teacher.attach(batches)]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_it_answers_as_the_live_teacher_and_asks_it_once(tmp_path, live, dtype):
+    stored = CachedTeacher(live, opened(tmp_path, dtype))
+    asked = [batch(list(range(8))), batch(list(range(8, 16)))]
+    expected = [live(one).logits for one in asked]
+    if dtype == "fp16":
+        expected = [logits.half().float() for logits in expected]
+    before = live.images
+    first = ask(stored, *asked)
+    stored.settle()
+    assert live.images - before == 16
+    again = ask(stored, *asked)
+    afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *asked)
+    assert live.images - before == 16
+    for answers in (first, again, afresh):
+        assert all(torch.equal(one, other) for one, other in zip(answers, expected, strict=True))
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_only_what_is_missing_is_computed(tmp_path, live, fixed_shape):
+    stored = CachedTeacher(live, opened(tmp_path), fixed_shape)
+    ask(stored, batch([1, 3, 5, 7]))
+    stored.settle()
+    before = live.images
+    mixed = batch([0, 1, 2, 3])
+    torch.testing.assert_close(ask(stored, mixed)[0], live(mixed).logits)
+    assert live.images - before == (4 if fixed_shape else 2) + 4
+    stored.settle()
+    assert stored.store.missing(0).tolist() == [4, 6, *range(8, IMAGES)]
+
+
+def test_views_are_kept_apart(tmp_path, live):
+    stored = CachedTeacher(live, opened(tmp_path))
+    for view in (0, 1):
+        ask(stored, batch([2, 3], view))
+    stored.settle()
+    before = live.images
+    for view in (0, 1):
+        assert torch.equal(ask(stored, batch([3, 2], view))[0], live(batch([3, 2], view)).logits)
+    assert live.images - before == 4  # the expectations only
+
+
+def test_padding_is_neither_asked_nor_written(tmp_path, live):
+    padded = batch([4, 5, 0, 0])
+    padded.weight[2:] = 0
+    stored = CachedTeacher(live, opened(tmp_path))
+    ask(stored, padded)
+    stored.settle()
+    assert stored.store.missing(0).tolist() == [id for id in range(IMAGES) if id not in (4, 5)]
+
+
+@pytest.mark.parametrize("damage", ["cut in the middle", "zeros", "another image's record", "one bit"])
+def test_a_torn_record_is_computed_again(tmp_path, live, damage):
+    stored = CachedTeacher(live, opened(tmp_path))
+    ask(stored, batch(list(range(10))))
+    stored.settle()
+    size = stored.store.codec.record.itemsize
+    file = tmp_path / "view_0000.logits"
+    raw = bytearray(file.read_bytes())
+    at = 4 * size
+    if damage == "cut in the middle":
+        raw[at + size // 2 : at + size] = os.urandom(size - size // 2)
+    elif damage == "zeros":
+        raw[at : at + size] = bytes(size)
+    elif damage == "another image's record":
+        raw[at : at + size] = raw[at + size : at + 2 * size]
+    else:
+        raw[at] ^= 1
+    file.write_bytes(raw)
+    afresh = CachedTeacher(live, opened(tmp_path))
+    assert 4 in afresh.store.missing(0)
+    before = live.images
+    assert torch.equal(ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0])
+    assert live.images - before == 2
+    afresh.settle()
+    assert 4 not in afresh.store.missing(0)
+
+
+def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest():
+    torch.manual_seed(0)
+    logits_BC = 3 * torch.randn(6, 50)
+    codec = Codec(50, "fp32", 8)
+    rebuilt = codec.expand(codec.compress(logits_BC))
+    highest = logits_BC.topk(8)
+    exact, found = logits_BC.double().softmax(1), rebuilt.double().softmax(1)
+    torch.testing.assert_close(found.gather(1, highest.indices), exact.gather(1, highest.indices), rtol=1e-5, atol=0)
+    rest = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
+    torch.testing.assert_close((found * rest).sum(1), (exact * rest).sum(1), rtol=1e-5, atol=0)
+    assert math.isclose(found.sum().item(), 6.0, rel_tol=1e-9)
+
+
+def test_top_k_through_the_files(tmp_path, live):
+    stored = CachedTeacher(live, opened(tmp_path, "fp32", topk=2))
+    first = ask(stored, batch([0, 1, 2]))[0]
+    stored.settle()
+    before = live.images
+    assert torch.equal(ask(stored, batch([0, 1, 2]))[0], first)
+    assert live.images == before
+    assert torch.equal(first.topk(2).indices, live(batch([0, 1, 2])).logits.topk(2).indices)
+
+
+def test_the_size_of_a_record():
+    assert Codec(101, "fp16", 0).record.itemsize == 206  # Food-101: 15.6 MB a view of 75,750 images
+
+
+@pytest.mark.parametrize(("field", "value"), [("teacher", "xyz"), ("seed", 1), ("classes", ["b", "a"]), ("more", 1)])
+def test_a_cache_of_something_else_is_refused_by_name(tmp_path, field, value):
+    opened(tmp_path)
+    with pytest.raises(ModelError, match=rf"^teacher\.cache\.path: .* made with another {field} \("):
+        opened(tmp_path, **{field: value})
+
+
+def test_the_manifest_is_readable(tmp_path):
+    opened(tmp_path)
+    assert json.loads((tmp_path / "manifest.json").read_text())["classes"] == ["a", "b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_reader_computes_and_does_not_write(tmp_path, live):
+    opened(tmp_path)
+    reader = CachedTeacher(live, opened(tmp_path, writable=False))
+    assert torch.equal(ask(reader, batch([1, 2]))[0], live(batch([1, 2])).logits)
+    reader.settle()
+    assert not list(tmp_path.glob("*.logits"))
+
+
+def test_records_are_bytes_in_place(tmp_path, live):
+    stored = CachedTeacher(live, opened(tmp_path))
+    ask(stored, batch([7]))
+    stored.settle()
+    record = np.fromfile(tmp_path / "view_0000.logits", stored.store.codec.record)[7]
+    np.testing.assert_array_equal(record["logits"], live(batch([7])).logits[0].numpy())

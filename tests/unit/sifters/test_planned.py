@@ -1,0 +1,181 @@
+"""Sifters that decide in the plan: exact in number, unbiased, refreshed, the same on every rank, resumable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kd.errors import ConfigError
+from kd.sifters import history, none, random
+from kd.sifters._plan import count_kept
+from kd.types import Population
+
+IMAGES, BATCH = 400, 20
+LABELS = torch.arange(IMAGES) % 4
+
+
+def population(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> Population:
+    return Population(IMAGES, BATCH, BATCH // world_size, rank, world_size, seed, lambda: LABELS, reduce_sum)
+
+
+def losses(seed: int = 0) -> torch.Tensor:
+    """Losses with a long tail, as trained models have them."""
+    return torch.rand(IMAGES, generator=torch.Generator().manual_seed(seed)) ** 3 * 4
+
+
+def warm(options: history.Options, seed: int = 0, values: torch.Tensor | None = None) -> history.History:
+    """Return a sifter after a first epoch that saw all images."""
+    sifter = history.build(options, population(seed))
+    plan = sifter.plan(0, 0.0)
+    values = losses() if values is None else values
+    for ids in plan.ids.split(BATCH):
+        sifter.observe(ids, values[ids])
+    return sifter
+
+
+@pytest.mark.parametrize("keep", [0.15, 0.3, 0.5, 0.6, 0.75, 0.9, 1.0])
+@pytest.mark.parametrize("kind", ["history", "random"])
+def test_a_sifted_epoch_has_exactly_the_images_asked_for(kind, keep):
+    if kind == "history":
+        sifter = warm(history.Options(keep=keep))
+    else:
+        sifter = random.build(random.Options(keep=keep), population())
+    plan = sifter.plan(1, 0.3)
+    assert len(plan.ids) == count_kept(population(), keep)
+    assert abs(len(plan.ids) / IMAGES - keep) <= 0.5 * BATCH / IMAGES + 1e-9
+    assert len(plan.ids) % BATCH == 0
+    assert len(plan.ids.unique()) == len(plan.ids)
+
+
+def test_whole_epochs_at_the_start_and_at_the_end():
+    for sifter in (warm(history.Options(keep=0.5, warmup=2)), random.Random(random.Options(warmup=2), population())):
+        sizes = [len(sifter.plan(epoch, epoch / 16).ids) / IMAGES for epoch in range(16)]
+        assert sizes[:2] == [1.0, 1.0]
+        assert sizes[14:] == [1.0, 1.0]  # they begin at 0.875 and 0.9375
+        assert max(sizes[2:14]) < 0.7
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.75])
+def test_the_weighted_gradient_of_a_plan_is_the_full_gradient_in_expectation(keep, balance):
+    """Against the full sum over all images, over many draws, within four standard errors."""
+    gradient = torch.randn(IMAGES, 3, generator=torch.Generator().manual_seed(3)).double() * losses()[:, None]
+    full = gradient.sum(0)
+    draws = []
+    for seed in range(400):
+        plan = warm(history.Options(keep=keep, balance=balance), seed).plan(1, 0.3)
+        draws.append((plan.weights.double()[:, None] * gradient[plan.ids]).sum(0))
+    estimate = torch.stack(draws)
+    error = estimate.std(0) / len(draws) ** 0.5
+    assert ((estimate.mean(0) - full).abs() < 4 * error).all()
+    assert (error > 0).all()
+
+
+def test_without_weights_it_would_be_biased():
+    """The test above can fail: the plain sum over the same plans is far from the full one."""
+    gradient = losses().double()
+    draws = torch.stack([gradient[warm(history.Options(keep=0.5), seed).plan(1, 0.3).ids].sum() for seed in range(50)])
+    assert (draws.mean() - gradient.sum()).abs() > 10 * draws.std() / 50**0.5
+
+
+def test_hard_images_are_kept_and_easy_ones_drawn():
+    plan = warm(history.Options(keep=0.6)).plan(1, 0.3)
+    easy = losses() < losses().mean()
+    drawn = plan.ids[plan.weights > 1]
+    assert set(plan.ids[plan.weights == 1].tolist()) == set((~easy).nonzero()[:, 0].tolist())
+    assert easy[drawn].all()
+    torch.testing.assert_close(plan.weights.sum(), torch.tensor(float(IMAGES)))
+
+
+@pytest.mark.parametrize("keep", [0.15, 0.2, 0.3])
+def test_no_weight_is_larger_than_the_floor_allows(keep):
+    plan = warm(history.Options(keep=keep, floor=0.15)).plan(1, 0.3)
+    assert plan.weights.max() <= 1 / 0.15 + 0.2  # counts are whole
+
+
+def test_constant_losses_are_drawn_without_preference():
+    counts = torch.zeros(IMAGES)
+    for seed in range(200):
+        counts[warm(history.Options(keep=0.5), seed, torch.ones(IMAGES)).plan(1, 0.3).ids] += 1
+    assert counts.sum() == 200 * IMAGES / 2
+    assert (counts - 100).abs().max() < 5 * 50**0.5  # binomial: 200 draws with probability 1/2
+
+
+def test_no_image_is_left_out_for_longer_than_refresh():
+    sifter = warm(history.Options(keep=0.3, refresh=3, floor=0.15, anneal=0.0))
+    last = torch.zeros(IMAGES, dtype=torch.int64)
+    for epoch in range(1, 40):
+        plan = sifter.plan(epoch, epoch / 40)
+        last[plan.ids] = epoch
+        assert (epoch - last).max() <= 4
+        sifter.observe(plan.ids, losses()[plan.ids])
+
+
+def test_balance_sifts_no_class_more_than_another():
+    values = losses() + LABELS  # class 0 is easy, class 3 is hard
+    plain = warm(history.Options(keep=0.5), values=values).plan(1, 0.3)
+    even = warm(history.Options(keep=0.5, balance=True), values=values).plan(1, 0.3)
+    assert LABELS[plain.ids].bincount().min() < 40
+    assert LABELS[even.ids].bincount().min() >= 45  # of 50
+
+
+def test_losses_that_stay_high_are_drawn_at_the_floor_and_not_weighted_up():
+    noisy = torch.arange(0, IMAGES, 20)
+    sifter = warm(history.Options(keep=0.6, noise_cap=0.05, anneal=0.0, warmup=5))
+    for epoch in range(1, 5):
+        values = losses() * 0.5**epoch
+        values[noisy] = 9.0
+        plan = sifter.plan(epoch, 0.1)
+        sifter.observe(plan.ids, values[plan.ids])
+    plan = sifter.plan(5, 0.5)
+    kept = plan.weights[torch.isin(plan.ids, noisy)]
+    assert kept.tolist() == [1.0] * 3  # 15 % of 20
+    assert len(plan.ids) == count_kept(population(), 0.6)
+
+
+def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
+    """Two ranks that each saw half of an epoch know, after a checkpoint, what one rank knows that saw all."""
+    alone = warm(history.Options(keep=0.5))
+    plan = alone.plan(1, 0.2)
+    half = len(plan.ids) // 2
+    alone.observe(plan.ids[:half], losses(1)[plan.ids[:half]])
+    resumed = history.build(history.Options(keep=0.5), population())
+    resumed.load_state_dict(alone.state_dict())
+    again = resumed.plan(1, 0.2)
+    assert torch.equal(again.ids, plan.ids)
+    assert torch.equal(again.weights, plan.weights)
+
+    totals: list[torch.Tensor] = []
+    ranks = [
+        history.build(history.Options(keep=0.5), population(0, rank, 2, lambda t: totals[0] if totals else t))
+        for rank in (0, 1)
+    ]
+    for sifter in ranks:
+        sifter.load_state_dict(alone.state_dict())
+        sifter.plan(1, 0.2)
+    late = plan.ids[half:]
+    for sifter, share in zip(ranks, (late[::2], late[1::2]), strict=True):
+        sifter.observe(share, losses(1)[share])
+    sums = torch.zeros(2, IMAGES)
+    sums[0, late], sums[1, late] = losses(1)[late], 1.0
+    totals.append(sums)
+    alone.observe(late, losses(1)[late])
+    resumed.observe(late, losses(1)[late])
+    expected = alone.plan(2, 0.4)
+    for sifter in (resumed, *ranks):
+        found = sifter.plan(2, 0.4)
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.weights, expected.weights)
+
+
+def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
+    for kind, options in ((none, none.Options()), (random, random.Options())):
+        one, other = kind.build(options, population()), kind.build(options, population())
+        assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
+        assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
+        assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, population(1)).plan(3, 0.3).ids)
+
+
+def test_keep_below_the_floor_is_refused():
+    with pytest.raises(ConfigError, match=r"^sifter.keep: is 0.1, .*floor=0.15"):
+        history.build(history.Options(keep=0.1), population())
