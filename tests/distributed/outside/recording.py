@@ -10,16 +10,21 @@ from pathlib import Path
 
 from torch import Tensor
 
+from kd.sifters.history import History
+from kd.sifters.history import Options as HistoryOptions
 from kd.sifters.none import Everything
 from kd.types import Population
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """No options: what a test wants of one start of a run is not a property of the run, so it is in the environment."""
+    """What is recorded; what a test wants of one start of a run is no property of the run: it is in the environment."""
+
+    history: bool = False
+    """Sift by history, half of the images; else visit all."""
 
 
-class Recording(Everything):
+class Recorder:
     """Write the ids of each micro-batch to KD_RECORD/rank_R.jsonl.
 
     KD_DIE=RANK:MICRO sends SIGKILL to that rank in the middle of a step, after so many micro-batches of this process;
@@ -29,6 +34,7 @@ class Recording(Everything):
     seen = 0
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
+        super().observe(ids, losses)
         rank = os.environ.get("RANK", "0")
         self.seen += 1
         if "KD_RECORD" in os.environ:
@@ -42,5 +48,15 @@ class Recording(Everything):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build(options: Options, population: Population) -> Recording:
-    return Recording(population)
+class RecordedEverything(Recorder, Everything):
+    """`none`, recorded."""
+
+
+class RecordedHistory(Recorder, History):
+    """`history`, recorded."""
+
+
+def build(options: Options, population: Population) -> Everything | History:
+    if options.history:
+        return RecordedHistory(HistoryOptions(keep=0.5, anneal=0.0), population)
+    return RecordedEverything(population)
