@@ -34,7 +34,6 @@ def same_bits(one, other) -> bool:
         pytest.param(1, SGD, "0:24", 5, id="one rank, SGD, between micro-batches"),
         pytest.param(2, ZERO, "1:13", 10, id="two ranks, ZeRO, average"),
         pytest.param(2, SIFTED, "1:13", 10, id="two ranks, sifted, in the middle of an epoch"),
-        pytest.param(3, SIFTED, "0:8", 5, id="three ranks, sifted"),
         pytest.param(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
     ],
 )
@@ -62,6 +61,20 @@ def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, d
     ]
     assert rows[0] == rows[1]
     assert resumed.rows("val")[-1]["nll"] == undisturbed.rows("val")[-1]["nll"]
+
+
+def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
+    # Not to the bit: DDP lays its buckets out anew after its first step, and three ranks' sum depends on the layout.
+    killed = train("three", 3, *SIFTED, env={"KD_DIE": "0:8"})
+    assert killed.world.codes[0] == -9
+    resumed, undisturbed = train("three", 3, *SIFTED), plain(3, *SIFTED)
+    resumed.world.ended_well()
+    assert len(undisturbed.ids(3, 1)) == STEPS  # as many on each rank
+    trained = [(row["epoch"], row["trained"]) for row in undisturbed.rows("epoch")]
+    assert trained[:3] == [(1, 36), (2, 24), (3, 24)]
+    assert trained == [(row["epoch"], row["trained"]) for row in resumed.rows("epoch")]
+    assert torch.equal(resumed.checkpoint()["sifter.visits"], undisturbed.checkpoint()["sifter.visits"])
+    assert difference(resumed.checkpoint(), undisturbed.checkpoint()) < 1e-4
 
 
 def test_a_run_goes_on_in_a_world_of_another_size(train, plain):
