@@ -255,7 +255,8 @@ class SiftingDataloader:
         state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
         state |= {f"order.{name}": value for name, value in self._order.items()}
         state["pending"] = None if waiting is None else self.transform.reverse_transform(waiting)
-        state["pending_size"] = len(self.pending)
+        if isinstance(self.transform, DefaultTransform):  # what waits may be too few to tell
+            state["format"] = [self.transform.form, self.transform.index]
         state["seen_and_kept"] = [self.metrics["num_orig_samples_seen"], self.metrics["num_orig_samples_kept"]]
         return state
 
@@ -269,22 +270,14 @@ class SiftingDataloader:
         self.window.load_state_dict(_under("window.", state))
         self._order = _under("order.", state)
         self.pending = Pending()
+        if isinstance(self.transform, DefaultTransform):
+            self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
-            self.pending.add(self._restored(state["pending"], int(state["pending_size"])))
+            self.pending.add(self._transformed(state["pending"]))
         self.meter.metrics["num_orig_samples_seen"], self.meter.metrics["num_orig_samples_kept"] = state[
             "seen_and_kept"
         ]
         self._resuming = self.position > 0
-
-    def _restored(self, waiting: Any, size: int) -> SiftingBatch:
-        transform = self.transform
-        if isinstance(transform, DefaultTransform) and transform.form is None:
-            # What waits is a batch of another size: it shows the format as well as a full one would.
-            learnt = DefaultTransform(size, transform.index, alone=False)
-            batch = learnt.transform(waiting)
-            transform.form, transform.index = learnt.form, learnt.index
-            return batch
-        return transform.transform(waiting)
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
