@@ -1,0 +1,146 @@
+"""What a list, tuple, dict or tensor batch looks like, found out once, on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kd.sifting.batch import ROWS, SAME, SiftingBatchTransform, TreeBatch, sizes
+from kd.sifting.config import UnsupportedDataFormatException
+
+REMEDY = "Pass a SiftingBatchTransform of your own as batch_transforms"
+SAMPLE, FEATURE = 0, 1
+"""`batch_format_index`: the dimension of the batch that counts samples."""
+
+
+class DefaultTransform(SiftingBatchTransform):
+    """Cut lists, tuples, dicts and tensors into samples.
+
+    A list is either samples, `batch[i]` is sample i (`batch_format_index=0`), or features, `batch[i]` holds feature
+    i of all samples, as torch's own collation makes it (`batch_format_index=1`). Which of them follows from the batch
+    size; where both fit, it has to be said. A bare tensor is alike: [B, ...] or [features, B, ...]. Inside a dict
+    or a list of features everything is batch-first; numbers and strings there count for all samples.
+
+    Args:
+        expected: the loader's batch size, or None where it is not known.
+        index: `batch_format_index`.
+        alone: whether the first batch is the only one, which may be shorter than the batch size.
+    """
+
+    def __init__(self, expected: int | None, index: int | None, alone: bool) -> None:
+        self.expected, self.index, self.alone = expected, index, alone
+        self.form: Any = None
+
+    def transform(self, batch: Any) -> TreeBatch:
+        if self.form is None:
+            self._learn(batch)
+        if isinstance(batch, Tensor) and self.index == FEATURE:
+            batch = batch.movedim(1, 0)
+        found = sizes(batch, self.form)
+        if len(found) != 1:
+            raise _mismatch("batch", sorted(found), "its parts differ in their number of samples")
+        return TreeBatch(batch, self.form, found.pop())
+
+    def reverse_transform(self, batch: Any) -> Any:
+        return batch.data.movedim(0, 1) if isinstance(batch.data, Tensor) and self.index == FEATURE else batch.data
+
+    def _learn(self, batch: Any) -> None:
+        """Find out which parts of the batch have one entry a sample."""
+        if isinstance(batch, Mapping):
+            size = self._size([_length(value) for value in batch.values() if not _is_constant(value)])
+            self.form = _form(batch, size, "batch")
+            return
+        if not isinstance(batch, (list, tuple, Tensor)):
+            wrong = f"Batches of type {type(batch)} are not supported by default"
+            raise UnsupportedDataFormatException("batch", wrong, "Lists, tuples, dicts and tensors are", REMEDY)
+        samples, features = _dimensions(batch)
+        if self.index is None:
+            self.index = self._which(batch, samples, features)
+        size = features if self.index == FEATURE else samples
+        if self.index == SAMPLE or isinstance(batch, Tensor):
+            self.form = ROWS
+        else:
+            assert size is not None
+            self.form = [_form(part, size, f"batch[{i}]") for i, part in enumerate(batch)]
+
+    def _size(self, lengths: list[int | None]) -> int:
+        known = [length for length in lengths if length is not None]
+        if not known:
+            raise UnsupportedDataFormatException(
+                "batch", "Unable to index the batch: no value has one entry a sample", "", REMEDY
+            )
+        if self.expected is None or (self.alone and self.expected not in known):
+            return known[0]
+        return self.expected
+
+    def _which(self, batch: Any, samples: int, features: int | None) -> int:
+        """Tell samples from features by the batch size."""
+        size = self.expected
+        if size is None or (self.alone and size not in (samples, features)):
+            size = samples if isinstance(batch, Tensor) or features is None else features
+        if samples == features == size:
+            raise UnsupportedDataFormatException(
+                "batch",
+                f"Both dimension 0 and dimension 1 match batch size {size}",
+                "A batch is a sequence of samples or of features",
+                "Say which with batch_format_index: 0 where batch[i] is a sample, 1 where batch[i] is a feature of "
+                "all samples (torch's default collation)",
+            )
+        if size not in (samples, features):
+            raise _mismatch("batch", size, f"they are {samples} and {features}")
+        return SAMPLE if size == samples else FEATURE
+
+
+def _dimensions(batch: Any) -> tuple[int, int | None]:
+    """Return the sizes of dimensions 0 and 1; None where there is no second one, or its parts differ."""
+    if isinstance(batch, Tensor):
+        if not batch.ndim:
+            raise UnsupportedDataFormatException(
+                "batch", f"Unable to index the batch of type {type(batch)}", "", REMEDY
+            )
+        return len(batch), batch.shape[1] if batch.ndim > 1 else None
+    if not len(batch):
+        raise UnsupportedDataFormatException("batch", f"Unable to index the batch of type {type(batch)}", "", REMEDY)
+    lengths = {_length(part) for part in batch if not _is_constant(part)}
+    return len(batch), lengths.pop() if len(lengths) == 1 else None
+
+
+def _form(value: Any, size: int, where: str) -> Any:
+    """Return which leaves of `value` have `size` rows."""
+    if _is_constant(value):
+        return SAME
+    if isinstance(value, Mapping):
+        return {key: _form(item, size, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (Tensor, np.ndarray)):
+        if len(value) != size:
+            raise _mismatch(where, size, f"its shape is {list(value.shape)}")
+        return ROWS
+    if not isinstance(value, (list, tuple)):
+        raise UnsupportedDataFormatException(where, f"Unable to index the batch of type {type(value)}", "", REMEDY)
+    columns = [not _is_constant(item) and _length(item) == size for item in value]
+    if len(value) == size and not all(columns):
+        return ROWS
+    if not any(columns):
+        raise _mismatch(where, size, f"it is a {type(value).__name__} of {len(value)}")
+    return [_form(item, size, f"{where}[{i}]") for i, item in enumerate(value)]
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return not value.ndim
+    return value is None or isinstance(value, (str, bytes, bool, int, float, complex, np.generic))
+
+
+def _length(value: Any) -> int | None:
+    """Return how many samples a part of a batch seems to have."""
+    if isinstance(value, Mapping):
+        return next((_length(item) for item in value.values() if not _is_constant(item)), None)
+    return len(value) if hasattr(value, "__len__") else None
+
+
+def _mismatch(where: str, size: Any, found: str) -> UnsupportedDataFormatException:
+    wrong = f"Batch size {size} does not match dimension 0 or dimension 1 sizes: {found}"
+    return UnsupportedDataFormatException(where, wrong, "One of them must count samples", REMEDY)

@@ -1,0 +1,69 @@
+"""Training times of a Lightning run, under the names that smart sifting logs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import Any
+
+from kd.errors import MissingExtra
+from kd.sifting.meter import logger
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _callback_class() -> type[Any]:
+    """Return the Callback of the Lightning that the script uses: the one that is imported already, if any is."""
+    for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name).Callback
+        except ModuleNotFoundError:
+            continue
+    raise MissingExtra(
+        "TrainingMetricsRecorder", "Lightning is not installed", "", "pip install lightning (or pytorch-lightning)"
+    )
+
+
+class TrainingMetricsRecorder:
+    """Lightning callback: log how long forward, backward and optimizer take, and what sifting does.
+
+    `latencies` holds the newest values in seconds under smart sifting's names, as the host sees them: on a GPU they
+    are only as true as the synchronizations of the loop make them. The loader's own numbers are `loader.metrics`.
+
+    Raises:
+        MissingExtra: when it is made and Lightning is not installed.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        base = _callback_class()
+        if not issubclass(cls, base):  # made a Lightning callback only now: importing kd.sifting stays light
+            cls = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        self.train_step_count = 0
+        self.latencies: dict[str, float] = {}
+        self._begin = self._last = 0.0
+
+    def _lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.latencies[f"train {name} latency"] = now - self._last
+        self._last = now
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._begin = self._last = time.perf_counter()
+
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._lap("forward pass")
+
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._lap("backprop")
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._lap("optimizer step")
+        self.latencies["train total step latency"] = self._last - self._begin
+        self.train_step_count += 1
+        logger.info("train step count: %s", self.train_step_count)
+        for name, seconds in self.latencies.items():
+            logger.info("%s: %s", name, seconds)

@@ -1,0 +1,306 @@
+"""`SiftingDataloader`: a loader around a loader, which gives full batches of the samples that are worth training on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kd.sifters._window import LossWindow, generator_at, quota
+from kd.sifting import source, world
+from kd.sifting.batch import SiftingBatch, SiftingBatchTransform
+from kd.sifting.config import (
+    RelativeProbabilisticSiftConfig,
+    SiftConfigValidationException,
+    UnsupportedDataFormatException,
+    from_dict,
+)
+from kd.sifting.formats import DefaultTransform
+from kd.sifting.loss import device_of, losses_of, method_of
+from kd.sifting.meter import Meter, logger, now
+from kd.sifting.pending import Pending
+
+COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
+
+
+class SiftingDataloader:
+    """Score every batch of a loader with the live model and give on only what is worth a training step.
+
+    The first `sift_delay` batches pass as they are, a short last one too, and cost nothing. Then every batch gets an
+    evaluative forward pass; a sample is kept with probability percentile**beta of its loss among the last
+    `loss_history_length` and those of its own batch; kept samples wait until they fill a batch of the original size.
+    So all sifted batches have one size; what is left at the end of an epoch goes into the next one, and less than
+    one batch is left for good at the end of the run.
+
+    In a world of several ranks each ranks its losses for itself, and all give the same number of batches. With
+    `pick="fixed"` this is so by construction wherever all ranks have equally long loaders; where they have not, or it
+    is not known, or with `pick="bernoulli"`, they add up a flag before each batch and stop together.
+
+    `state_dict` is this rank's: each rank saves its own.
+
+    Args:
+        sift_config: a `RelativeProbabilisticSiftConfig` or a dict of its keys.
+        orig_dataloader: any iterable of batches. Attributes that are not ours are looked up there (`dataset`,
+            `sampler`).
+        model: the model that is trained; every sample is scored with its weights of that moment.
+        loss_impl: an object with `loss(model, transformed_batch, original_batch)`, see `Loss`.
+        batch_transforms: how a batch becomes a `SiftingBatch` and back; None for lists, tuples, dicts and tensors.
+        log_batch_data: keep and log the losses of each batch; copies them from the device.
+        batch_format_index: the dimension of a batch that counts samples, 0 or 1, where the batch size does not tell.
+        pick: "fixed" keeps a fixed number of each batch, exactly 1 / (1 + beta) overall; "bernoulli" draws each
+            sample by itself, as smart sifting documents it.
+        seed: of the draws, which touch no global random state.
+
+    Raises:
+        SiftConfigValidationException: a configuration or an argument is not allowed.
+        LossImplementationNotProvidedException: `loss_impl` has no loss.
+        UnsupportedDataFormatException: later, a batch cannot be cut into samples.
+    """
+
+    sized: bool = True
+    """Whether `len` may answer. `enable_sifting` turns it off, see there."""
+
+    def __init__(
+        self,
+        sift_config: RelativeProbabilisticSiftConfig | Mapping[str, Any],
+        orig_dataloader: Any,
+        model: nn.Module,
+        loss_impl: Any = None,
+        batch_transforms: SiftingBatchTransform | None = None,
+        log_batch_data: bool = False,
+        batch_format_index: int | None = None,
+        *,
+        pick: Literal["fixed", "bernoulli"] = "fixed",
+        seed: int = 0,
+    ) -> None:
+        self.orig_dataloader, self.model, self.pick, self.seed = orig_dataloader, model, pick, seed
+        self.sift_config = from_dict(RelativeProbabilisticSiftConfig, sift_config, "sift_config")
+        self.loss_method = method_of(loss_impl)
+        _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
+        expected, alone = source.batch_size_of(orig_dataloader), source.count_of(orig_dataloader) == 1
+        self.transform = batch_transforms or DefaultTransform(expected, batch_format_index, alone)
+        self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
+        self.meter = Meter(log_batch_data)
+        self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
+        self.size = 0
+        """Samples of a full batch, once the first one was seen."""
+        self._order = source.random_state(orig_dataloader)
+        self._resuming = False
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What was logged last, under smart sifting's names: `num_orig_samples_seen`, `num_orig_samples_kept`, ..."""
+        return self.meter.metrics
+
+    @property
+    def keep(self) -> float:
+        """The kept fraction, 1 / (1 + beta)."""
+        return 1 / (1 + self.sift_config.beta_value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "orig_dataloader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.orig_dataloader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resuming:
+            self.position = self.steps_in_epoch = 0
+        batches, device = self._sifted(), device_of(self.model)
+        counted = self._counts_agree(device)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if not counted and not world.all_ready(batch is not None, device):
+                if batch is not None:  # another rank has no more: this one is the first of the next epoch
+                    self.pending.put_back(batch)
+                break
+            if batch is None:
+                break
+            self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
+            self.meter.log(len(batch), time.perf_counter() - start)
+            with self.meter.timed("reverse_transform"):
+                given = self.transform.reverse_transform(batch)
+            pilot = self.draws > 0 and self.meter.saving is None
+            start = now(device, pilot)
+            yield given
+            if pilot:
+                self.meter.trained(now(device, True) - start, len(batch), self.keep)
+        if not self.steps_in_epoch:
+            text = "an epoch of %d batches gave no full batch of %d kept samples; %d wait for the next epoch"
+            logger.warning(text, self.position, self.size, len(self.pending))
+        self.position = self.steps_in_epoch = 0  # a checkpoint from now on begins an epoch
+
+    def _open(self) -> Iterator[Any]:
+        """Begin an epoch of the original loader, or take up the one of a checkpoint."""
+        if self._resuming:
+            self._resuming = False
+            return source.take_up(self.orig_dataloader, self._order, self.position)
+        self._order = source.random_state(self.orig_dataloader)
+        return iter(self.orig_dataloader)
+
+    def _sifted(self) -> Iterator[SiftingBatch]:
+        """Yield batches to train on. Whenever one is out, the counters are those of the moment after it."""
+        while self.size and len(self.pending) >= self.size:  # put back, or of a checkpoint
+            yield self.pending.cut(self.size)
+        for original in self._open():
+            self.position += 1
+            with self.meter.timed("transform"):
+                batch = self._transformed(original)
+            self.size = self.size or len(batch)
+            if self._delays():
+                self.meter.count(len(batch), len(batch))
+                yield batch
+                continue
+            self._sift(batch, original)
+            while len(self.pending) >= self.size:
+                yield self.pending.cut(self.size)
+
+    def _transformed(self, original: Any) -> SiftingBatch:
+        batch = self.transform.transform(original)
+        if not isinstance(batch, SiftingBatch):
+            raise UnsupportedDataFormatException(
+                "batch_transforms",
+                f"transform() returned a {type(batch).__name__}",
+                "It must return a SiftingBatch: ListBatch, TensorBatch or a class derived from SiftingBatch",
+            )
+        return batch
+
+    def _delays(self) -> bool:
+        base = self.sift_config.base
+        return (self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps) < base.sift_delay
+
+    def _sift(self, batch: SiftingBatch, original: Any) -> None:
+        """Score a candidate batch and add what is kept of it to what is pending."""
+        size, beta = len(batch), float(self.sift_config.beta_value)
+        with self.meter.scored(size, device_of(self.model)):
+            losses = losses_of(self.loss_method, self.model, batch, original)
+        with self.meter.timed("should_sift"):
+            generator = generator_at(self.seed, world.rank_and_size()[0], self.draws)
+            share = quota(self.seen, size, beta) if self.pick == "fixed" else None
+            index = self.window.sift(losses, beta, generator, share)
+        self.meter.data(losses, index)
+        with self.meter.timed("sift"):
+            kept = batch.take(index)
+        with self.meter.timed("accumulate"):
+            self.pending.add(kept)
+        self.seen, self.draws = self.seen + size, self.draws + 1
+        self.meter.count(size, len(kept))
+
+    def _counts_agree(self, device: torch.device) -> bool:
+        """Return whether all ranks give equally many batches this epoch without asking each other."""
+        if world.rank_and_size()[1] == 1:
+            return True
+        loader = self.orig_dataloader
+        numbers = [source.count_of(loader), source.samples_of(loader), source.batch_size_of(loader)]
+        known = self.pick == "fixed" and None not in numbers
+        counters = [getattr(self, name) for name in COUNTERS]
+        # Every rank takes part, whatever it knows itself.
+        same = world.same_everywhere(
+            [known, *(number or 0 for number in numbers), *counters, len(self.pending)], device
+        )
+        return same and known
+
+    def __len__(self) -> int:
+        """Return how many batches this epoch has, or the next one where none is under way.
+
+        Raises:
+            TypeError: it is not known: `pick="bernoulli"`, a loader without a length, or a first delay that is not
+                over, with which epochs differ: `epoch_lengths` answers then.
+        """
+        base = self.sift_config.base
+        done = self.steps - self.steps_in_epoch
+        if not self.sized or (done < base.sift_delay and not base.repeat_delay_per_epoch):
+            raise TypeError("a SiftingDataloader has no length before sift_delay is over; see epoch_lengths(epochs)")
+        return self.epoch_lengths(1)[0]
+
+    def epoch_lengths(self, epochs: int) -> list[int]:
+        """Return the numbers of batches of the next epochs, the one under way, if there is one, first and whole.
+
+        Their sum is what a learning rate schedule needs to decay to its end.
+
+        Raises:
+            TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
+        """
+        batches, samples = source.count_of(self.orig_dataloader), source.samples_of(self.orig_dataloader)
+        size = self.size or source.batch_size_of(self.orig_dataloader)
+        if self.pick != "fixed" or batches is None or samples is None or size is None:
+            raise TypeError("the number of batches that a SiftingDataloader gives is not known beforehand")
+        size = self.size or min(size, samples)
+        base, lengths = self.sift_config.base, []
+        under_way = 0 < self.position <= batches
+        position, given = (self.position, self.steps_in_epoch) if under_way else (0, 0)
+        steps, seen, pending = self.steps, self.seen, len(self.pending)
+        for _ in range(epochs):
+            delay = base.sift_delay - (given if base.repeat_delay_per_epoch else steps)
+            flushed, pending = divmod(pending, size)
+            passed = min(batches - position, max(0, delay - flushed))
+            rest = max(0, samples - (position + passed) * size)
+            kept = quota(seen, rest, float(self.sift_config.beta_value))
+            full, pending = divmod(pending + kept, size)
+            lengths.append(given + flushed + passed + full)
+            steps, seen = steps + flushed + passed + full, seen + rest
+            position = given = 0
+        return lengths
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, the counters, the pending samples and the order of the epoch under way.
+
+        The state is that after the batch which the loop got last, whether it asks inside the loop or after it.
+        """
+        waiting = self.pending.joined()
+        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        state |= {f"order.{name}": value for name, value in self._order.items()}
+        state["pending"] = None if waiting is None else self.transform.reverse_transform(waiting)
+        if isinstance(self.transform, DefaultTransform):  # what waits may be too few to tell
+            state["format"] = [self.transform.form, self.transform.index]
+        state["seen_and_kept"] = [self.metrics["num_orig_samples_seen"], self.metrics["num_orig_samples_kept"]]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next iteration gives the batches that were still to come.
+
+        The original loader must be made as it was: the same data, sampler and seeds.
+        """
+        for name in COUNTERS:
+            setattr(self, name, int(state[name]))
+        self.window.load_state_dict(_under("window.", state))
+        self._order = _under("order.", state)
+        self.pending = Pending()
+        if isinstance(self.transform, DefaultTransform):
+            self.transform.form, self.transform.index = state["format"]
+        if state["pending"] is not None:
+            self.pending.add(self._transformed(state["pending"]))
+        self.meter.metrics["num_orig_samples_seen"], self.meter.metrics["num_orig_samples_kept"] = state[
+            "seen_and_kept"
+        ]
+        self._resuming = self.position > 0
+
+
+def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
+    """Refuse arguments that cannot work, before the first batch."""
+    methods = ("transform", "reverse_transform")
+    rules = (
+        ("model", isinstance(model, nn.Module), model, "a torch.nn.Module"),
+        ("orig_dataloader", hasattr(loader, "__iter__"), loader, "a DataLoader or another iterable of batches"),
+        (
+            "batch_transforms",
+            transforms is None or (all(hasattr(transforms, m) for m in methods) and not isinstance(transforms, type)),
+            transforms,
+            "None or an object of a class derived from SiftingBatchTransform",
+        ),
+        ("batch_format_index", index is None or (index in (0, 1) and not isinstance(index, bool)), index, "0 or 1"),
+        ("pick", pick in ("fixed", "bernoulli"), pick, "'fixed' or 'bernoulli'"),
+    )
+    for name, fine, value, allowed in rules:
+        if not fine:
+            shown = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+            where = f"SiftingDataloader.{name}"
+            raise SiftConfigValidationException(where, f"is {shown}", f"Allowed: {allowed}", "Change the value")

@@ -1,0 +1,66 @@
+"""The original loader: how long it is, and how it is taken up again in the middle of an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def count_of(thing: Any) -> int | None:
+    """Return `len(thing)`, or None where it has none."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the size of the loader's full batches, or None where it does not say."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def samples_of(loader: Any) -> int | None:
+    """Return how many samples an epoch of this rank has, or None where that is not known before it is over."""
+    batches, size = count_of(loader), batch_size_of(loader)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batches is None or size is None:
+        return None
+    if getattr(batch_sampler, "even_batches", False):  # accelerate's shard of a rank: every batch is full
+        return batches * size
+    if type(batch_sampler) is not torch.utils.data.BatchSampler:
+        return None
+    samples = count_of(batch_sampler.sampler)
+    return samples if samples is None or not batch_sampler.drop_last else batches * size
+
+
+def random_state(loader: Any) -> dict[str, Tensor]:
+    """Return the states of the generators that decide the order of an epoch when it begins."""
+    state = {"torch": torch.get_rng_state()}
+    generator = getattr(loader, "generator", None)
+    if isinstance(generator, torch.Generator):
+        state["loader"] = generator.get_state()
+    return state
+
+
+def take_up(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
+    """Begin the epoch that began with those random states, and skip `position` batches of it.
+
+    The caller's random state is left as it is. A loader that skips by itself is asked to: `state_dict` of torchdata's
+    StatefulDataLoader is restored by its owner before. Not handled: an order drawn from numpy or `random`.
+    """
+    generator = getattr(loader, "generator", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(order["torch"].cpu())
+        if "loader" in order and isinstance(generator, torch.Generator):
+            generator.set_state(order["loader"].cpu())
+        batches = iter(loader)
+        for _ in itertools.islice(batches, position):
+            pass
+    return batches

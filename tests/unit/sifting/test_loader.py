@@ -1,0 +1,476 @@
+"""`SiftingDataloader` in a plain loop: what it gives, what it leaves alone, how it goes on."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from kd.sifting import (
+    ListBatch,
+    Loss,
+    LossImplementationNotProvidedException,
+    RelativeProbabilisticSiftConfig,
+    SiftingBatchTransform,
+    SiftingDataloader,
+    TensorBatch,
+    UnsupportedDataFormatException,
+)
+from kd.sifting.meter import PILOT
+
+
+def config(beta: float = 1.0, delay: int = 0, repeat: bool = False, length: int = 50):
+    base = {"sift_delay": delay, "repeat_delay_per_epoch": repeat}
+    return RelativeProbabilisticSiftConfig(beta, length, {"sift_config": base})
+
+
+class OwnLoss(Loss):
+    """A sample's loss is its first number: the loader's choices can be told by hand."""
+
+    def __init__(self, shape: str = "flat"):
+        self.shape, self.sizes = shape, []
+
+    def loss(self, model, transformed_batch, original_batch=None):
+        values = original_batch[0][:, 0] + 0 * model(original_batch[0]).sum()
+        self.sizes.append(len(values))
+        return {"flat": values, "column": values[:, None], "mean": values.mean(), "float": 1.0}[self.shape]
+
+
+def data(count: int = 64) -> TensorDataset:
+    ids = torch.arange(count)
+    return TensorDataset(torch.stack([ids.float() / count, torch.ones(count)], 1), ids)
+
+
+def sifting(loader=None, beta=1.0, loss=None, model=None, delay=0, repeat=False, **options):
+    if loader is None:
+        loader = DataLoader(data(), batch_size=8)
+    return SiftingDataloader(
+        config(beta, delay, repeat), loader, model or nn.Linear(2, 1), loss or OwnLoss(), **options
+    )
+
+
+def ids_of(loader) -> list[list[int]]:
+    return [ids.tolist() for _, ids in loader]
+
+
+@pytest.mark.parametrize("pick", ["fixed", "bernoulli"])
+@pytest.mark.parametrize("beta", [0.1, 1.0, 3.0, 10.0])
+def test_batches_are_full_and_what_is_left_goes_into_the_next_epoch(beta, pick):
+    torch.manual_seed(0)
+    loader = sifting(DataLoader(data(100), batch_size=8, shuffle=True), beta, pick=pick)
+    given = [ids_of(loader) for _ in range(6)]
+    assert {len(ids) for epoch in given for ids in epoch} == {8}
+    trained = sum(len(ids) for epoch in given for ids in epoch)
+    waiting = len(loader.pending)
+    assert waiting < 8
+    assert loader.metrics["num_orig_samples_seen"] == 600
+    assert loader.metrics["num_orig_samples_kept"] == trained + waiting
+    if pick == "fixed":
+        assert trained + waiting == int(600 / (1 + beta) + 1e-9)
+    trained_ids = [id for epoch in given for ids in epoch for id in ids]
+    counts = torch.bincount(torch.tensor(trained_ids), minlength=100)
+    assert counts.max() <= 6  # nobody twice in an epoch
+    assert counts[:50].sum() < counts[50:].sum()  # the higher half of the losses
+
+
+def test_bernoulli_draws_are_by_the_sample():
+    order = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0))
+    given = [len(ids_of(sifting(order, pick="bernoulli", seed=seed))) for seed in range(30)]
+    assert len(set(given)) > 1
+    assert sum(given) / 30 == pytest.approx(4, abs=0.5)
+
+
+def test_batches_of_one_shape_even_where_the_last_one_is_short():
+    loader = sifting(DataLoader(data(29), batch_size=8), beta=0.25)
+    shapes = {tuple(x.shape) for _ in range(5) for x, _ in loader}
+    assert shapes == {(8, 2)}
+
+
+def test_samples_stay_whole():
+    for x, ids in sifting():
+        assert torch.equal(x[:, 0], ids.float() / 64)
+
+
+def test_the_delay_gives_everything_and_scores_nothing():
+    loss = OwnLoss()
+    loader = sifting(loss=loss, delay=11)
+    plain = ids_of(DataLoader(data(), batch_size=8))
+    assert ids_of(loader) == plain
+    assert loss.sizes == []
+    second = ids_of(loader)
+    assert second[:3] == plain[:3]
+    assert loss.sizes == [8] * 5  # the five batches after the delay
+    assert len(second) == 3 + 5 * 8 // 2 // 8
+    ids_of(loader)
+    assert len(loss.sizes) == 13
+
+
+def test_the_delay_of_each_epoch():
+    loss = OwnLoss()
+    loader = sifting(loss=loss, delay=6, repeat=True)
+    plain = ids_of(DataLoader(data(), batch_size=8))
+    for epoch in range(3):
+        assert ids_of(loader)[:6] == plain[:6]
+        assert len(loss.sizes) == 2 * (epoch + 1)
+
+
+def test_a_short_last_batch_of_the_delay_is_given_as_it_is():
+    assert [len(ids) for ids in ids_of(sifting(DataLoader(data(20), batch_size=8), delay=99))] == [8, 8, 4]
+
+
+class Noisy(nn.Module):
+    """Everything that a forward pass can leave behind: batch norm's statistics, dropout's draws, modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.frozen = nn.BatchNorm1d(2), nn.Dropout(0.5), nn.BatchNorm1d(2)
+        self.frozen.eval()
+        self.modes: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.modes.append(self.training or torch.is_grad_enabled() or self.drop.training)
+        return self.drop(self.frozen(self.norm(x))).sum(1)
+
+
+class Random(Loss):
+    def loss(self, model, transformed_batch, original_batch=None):
+        torch.rand(5)
+        return model(original_batch[0]) + torch.rand(len(original_batch[1]))
+
+
+def test_scoring_leaves_no_trace():
+    model = Noisy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    loader = DataLoader(data(), batch_size=8, shuffle=True)
+    torch.manual_seed(3)
+    list(loader)
+    untouched = torch.get_rng_state()
+    torch.manual_seed(3)
+    given = list(sifting(loader, loss=Random(), model=model))
+    assert given
+    assert torch.equal(untouched, torch.get_rng_state())
+    assert model.modes == [False] * 8
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_modes_come_back_after_an_error_too():
+    model = Noisy()
+
+    class Broken(Loss):
+        def loss(self, model, transformed_batch, original_batch=None):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        next(iter(sifting(loss=Broken(), model=model)))
+    assert model.training
+    assert not model.frozen.training
+
+
+def test_weights_get_their_gradients_inside_an_outer_autocast():
+    model = nn.Linear(2, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, _ in sifting(model=model):
+            model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_the_live_model_decides():
+    model = nn.Linear(2, 1, bias=False)
+
+    class Live(Loss):
+        def loss(self, model, transformed_batch, original_batch=None):
+            return model(original_batch[0]).flatten()
+
+    kept = []
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[sign, 0.0]]))
+        loader = sifting(DataLoader(data(), batch_size=64), beta=3.0, loss=Live(), model=model)
+        ids_of(loader)
+        batch = loader.pending.joined()
+        assert batch is not None
+        kept.append(batch.data[1].float().mean())
+    assert kept[0] > 40
+    assert kept[1] < 23
+
+
+@pytest.mark.parametrize("shape", ["mean", "float"])
+def test_a_loss_that_is_no_loss_a_sample_is_refused(shape):
+    with pytest.raises(LossImplementationNotProvidedException, match='Use reduction="none"'):
+        next(iter(sifting(loss=OwnLoss(shape))))
+
+
+def test_a_column_of_losses_is_understood():
+    assert ids_of(sifting(loss=OwnLoss("column"))) == ids_of(sifting())
+
+
+def test_a_loss_need_not_derive_from_ours_and_may_hide_itself():
+    class Documented:
+        """As in Amazon's examples: no base class, and the attribute has the method's name."""
+
+        def __init__(self):
+            self.loss = nn.MSELoss(reduction="none")
+
+        def loss(self, model, transformed_batch, original_batch=None):
+            return self.loss(original_batch[0][:, 0], torch.zeros(len(original_batch[1])))
+
+    assert len(ids_of(sifting(loss=Documented()))) == 4
+
+
+class Lists(SiftingBatchTransform):
+    """The list transform of Amazon's documentation."""
+
+    def transform(self, batch):
+        return ListBatch(batch[0].tolist(), batch[-1].tolist())
+
+    def reverse_transform(self, batch):
+        return [torch.tensor(batch.inputs), torch.tensor(batch.labels)]
+
+
+class Tensors(SiftingBatchTransform):
+    """The tensor transform of Amazon's documentation."""
+
+    def transform(self, batch):
+        return TensorBatch(batch[0], batch[-1])
+
+    def reverse_transform(self, batch):
+        return [batch.inputs, batch.labels]
+
+
+class Both(Loss):
+    def loss(self, model, transformed_batch, original_batch=None):
+        inputs, labels = transformed_batch
+        assert torch.equal(torch.as_tensor(labels), original_batch[1])
+        return torch.as_tensor(inputs)[:, 0]
+
+
+@pytest.mark.parametrize("transform", [Lists, Tensors])
+def test_batch_transforms(transform):
+    assert ids_of(sifting(loss=Both(), batch_transforms=transform())) == ids_of(sifting())
+    delayed = list(sifting(loss=Both(), batch_transforms=transform(), delay=1))
+    assert [type(batch) for batch in delayed] == [list] * len(delayed)  # one form in the delay and after it
+
+
+def test_a_transform_must_give_a_sifting_batch():
+    class Wrong(Tensors):
+        def transform(self, batch):
+            return batch
+
+    with pytest.raises(
+        UnsupportedDataFormatException, match=r"transform\(\) returned a list. It must return a Sifting"
+    ):
+        next(iter(sifting(batch_transforms=Wrong())))
+
+
+def test_dict_batches():
+    class Rows(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            return {"x": torch.full((5,), float(i)), "label": i, "text": f"no {i}"}
+
+    class DictLoss(Loss):
+        def loss(self, model, transformed_batch, original_batch=None):
+            return original_batch["x"].mean(1)
+
+    given = list(sifting(DataLoader(Rows(), batch_size=8), loss=DictLoss()))
+    assert len(given) == 4
+    for batch in given:
+        assert batch["x"].shape == (8, 5)
+        assert batch["text"] == [f"no {i}" for i in batch["label"].tolist()]
+        assert batch["x"][:, 0].tolist() == batch["label"].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- lengths
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 10.0])
+@pytest.mark.parametrize(("delay", "repeat"), [(0, False), (5, False), (20, False), (3, True), (40, True)])
+def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last):
+    loader = sifting(DataLoader(data(61), batch_size=4, drop_last=drop_last), beta, delay=delay, repeat=repeat)
+    promised = loader.epoch_lengths(5)
+    for epoch in range(5):
+        if not repeat and loader.steps < delay:
+            with pytest.raises(TypeError, match="no length before sift_delay is over"):
+                len(loader)
+        else:
+            assert len(loader) == promised[epoch]
+        assert loader.epoch_lengths(5 - epoch) == promised[epoch:]
+        given = 0
+        for _ in loader:
+            given += 1
+            if given in (1, 3):
+                assert loader.epoch_lengths(5 - epoch) == promised[epoch:]
+        assert given == promised[epoch]
+
+
+def test_a_dataset_smaller_than_a_batch():
+    loader = sifting(DataLoader(data(5), batch_size=8))
+    promised = loader.epoch_lengths(4)
+    assert [[len(ids) for ids in ids_of(loader)] for _ in range(4)] == [[5] * n for n in promised] == [[], [5], [], [5]]
+
+
+def test_an_epoch_without_a_batch_is_reported(caplog):
+    assert ids_of(sifting(beta=10.0)) == []
+    assert "an epoch of 8 batches gave no full batch of 8 kept samples; 5 wait" in caplog.text
+
+
+def test_lengths_that_are_not_known():
+    with pytest.raises(TypeError):
+        len(sifting(pick="bernoulli"))
+    with pytest.raises(TypeError):
+        len(sifting(iter([])))
+    assert len(list(sifting([[torch.rand(8, 2), torch.arange(8)]] * 4))) == 2  # any iterable of batches
+
+
+# ---------------------------------------------------------------------------------------------------- resuming
+
+
+def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None, delay: int = 2):
+    """A loop with live weights, dropout and a shuffled loader; return what it saw and its state after `steps`."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Live(Loss):
+        def loss(self, model, transformed_batch, original_batch=None):
+            return (model(original_batch[0]).flatten() - original_batch[0][:, 0]) ** 2
+
+    original = DataLoader(data(), batch_size=8, shuffle=True)
+    loader = sifting(original, beta=0.7, loss=Live(), model=model, delay=delay, pick=pick, batch_transforms=transform)
+    begin = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        loader.load_state_dict(state["loader"])
+        begin = state["epoch"]
+        torch.set_rng_state(state["rng"])
+    seen, saved = [], None
+    for epoch in range(begin, epochs):
+        for x, ids in loader:
+            optimizer.zero_grad()
+            ((model(x).flatten() - x[:, 0]) ** 2).mean().backward()
+            optimizer.step()
+            seen.append((ids.tolist(), model[0].weight.detach().clone()))
+            if len(seen) == steps:
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                rng = torch.get_rng_state()
+                saved = {"model": weights, "loader": loader.state_dict(), "epoch": epoch, "rng": rng}
+    return seen, saved
+
+
+@pytest.mark.parametrize("transform", [None, Tensors, Lists])
+@pytest.mark.parametrize("pick", ["fixed", "bernoulli"])
+@pytest.mark.parametrize("steps", [1, 4, 5, 9])
+def test_a_run_goes_on_to_the_bit(steps, pick, transform, tmp_path):
+    make = transform or (lambda: None)
+    whole, saved = train(steps, None, 4, pick, make())
+    assert len(whole) > steps + 4
+    torch.save(saved, tmp_path / "state.pt")
+    resumed, _ = train(0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make())
+    assert [ids for ids, _ in resumed] == [ids for ids, _ in whole[steps:]]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
+
+
+def test_a_state_between_two_epochs_begins_an_epoch():
+    loader = sifting()
+    first = ids_of(loader)
+    again = sifting()
+    again.load_state_dict(loader.state_dict())
+    assert ids_of(again) == ids_of(loader)
+    assert len(first) == 4
+    assert again.metrics["num_orig_samples_seen"] == 128
+
+
+def test_a_broken_off_epoch_keeps_what_waits():
+    loader = sifting(beta=0.25)  # 6 or 7 of 8 are kept
+    next(iter(loader))
+    waiting = len(loader.pending)
+    assert waiting
+    assert ids_of(loader)[0][:waiting] != []
+    assert loader.metrics["num_orig_samples_kept"] == int(80 / 1.25)
+
+
+# ---------------------------------------------------------------------------------------------------- what is logged
+
+
+def test_the_metrics_have_the_documented_names(caplog):
+    caplog.set_level(logging.INFO, "kd.sifting")
+    loader = sifting(log_batch_data=True)
+    given = ids_of(loader)
+    names = {
+        "num_orig_samples_seen",
+        "num_orig_samples_kept",
+        "Batch size for next sifted batch",
+        "sifted_batch_creation_latency",
+        *(
+            f"func:{name} latency"
+            for name in (
+                "transform",
+                "calculate_relevance_values",
+                "should_sift",
+                "sift",
+                "accumulate",
+                "reverse_transform",
+            )
+        ),
+        "relevance_values",
+        "relevance_values_kept",
+    }
+    assert names <= set(loader.metrics)
+    assert "num_orig_samples_kept: 32" in caplog.messages
+    assert loader.metrics["relevance_values"] == pytest.approx([i / 64 for i in range(56, 64)])
+    assert loader.metrics["relevance_values_kept"] == pytest.approx([i / 64 for i in given[-1][-4:]])
+
+
+def test_relevance_values_are_not_copied_unless_asked_for():
+    loader = sifting()
+    ids_of(loader)
+    assert not any(name.startswith("relevance") for name in loader.metrics)
+
+
+class Spin(nn.Module):
+    """A forward pass of known cost."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        random.seed(0)
+        for _ in range(self.rounds):
+            random.random()
+        return x[:, 0]
+
+
+@pytest.mark.parametrize(("scoring", "training", "saves"), [(100, 10_000, True), (10_000, 100, False)])
+def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, caplog):
+    caplog.set_level(logging.INFO, "kd.sifting")
+    loader = sifting(DataLoader(data(8 * 4 * PILOT), batch_size=8), model=Spin(scoring))
+    step = Spin(training)
+    for x, _ in loader:
+        step(x)
+    assert loader.meter.saving is not None
+    assert (loader.meter.saving > 0) == saves
+    assert loader.metrics["predicted_saving"] == loader.meter.saving
+    judged = [record for record in caplog.records if "of the time is saved" in record.message]
+    assert [record.levelname for record in judged] == ["INFO" if saves else "WARNING"]
+    assert judged[0].message.startswith("sifting saves nothing here") != saves
+    assert "50.0% are kept" in judged[0].message
+
+
+def test_other_attributes_are_those_of_the_original_loader():
+    original = DataLoader(data(), batch_size=8)
+    loader = sifting(original)
+    assert loader.dataset is original.dataset
+    assert loader.sampler is original.sampler
+    with pytest.raises(AttributeError, match="no attribute 'set_epoch'"):
+        loader.set_epoch(1)

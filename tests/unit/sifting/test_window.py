@@ -1,0 +1,168 @@
+"""The core of relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+
+BETAS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 10.0)
+DISTRIBUTIONS = {
+    "constant": lambda n, g: torch.full((n,), 0.7),
+    "two values": lambda n, g: (torch.rand(n, generator=g) < 0.3).float(),
+    "mostly zero": lambda n, g: torch.rand(n, generator=g).sub(0.9).clamp(min=0),
+    "uniform": lambda n, g: torch.rand(n, generator=g),
+    "heavy tail": lambda n, g: torch.rand(n, generator=g).pow(-3.0),
+    "with infinities": lambda n, g: torch.rand(n, generator=g).sub(0.1).log(),  # a tenth is NaN
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def naive(history: list[float], batch: list[float], place: list[float]) -> list[float]:
+    """The definition, one loss after the other."""
+    pool = history + batch
+    ranks = []
+    for loss, at in zip(batch, place, strict=True):
+        below = sum(other < loss for other in pool)
+        equal = sum(other == loss for other in pool)
+        ranks.append((below + at * equal) / len(pool))
+    return ranks
+
+
+@pytest.mark.parametrize("values", [3, 10_000])
+def test_the_percentile_is_the_definition(values):
+    draw = generator()
+    window, history = LossWindow(10), []
+    for size in (4, 1, 7, 12, 3):  # a batch longer than the window among them
+        losses = torch.randint(values, (size,), generator=draw).double() / 7
+        place = torch.rand(size, generator=draw, dtype=torch.float64)
+        single = losses.float().tolist()
+        assert window.percentile(losses, place).tolist() == pytest.approx(naive(history, single, place.tolist()))
+        assert window.percentile(losses).tolist() == pytest.approx(naive(history, single, [0.5] * size))
+        window.push(losses)
+        history = (history + single)[-10:]
+
+
+def test_the_mid_rank_of_constant_losses_is_a_half():
+    window = LossWindow(8)
+    for _ in range(3):
+        assert window.percentile(torch.ones(5)).tolist() == [0.5] * 5
+        window.push(torch.ones(5))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_kept_fraction_is_that_of_beta_for_any_distribution(name, beta):
+    draw, window = generator(1), LossWindow(500)
+    size, batches = 8192, 1 + math.ceil(20 * beta)  # one per cent is then four standard deviations for every beta
+    kept = sum(len(window.sift(DISTRIBUTIONS[name](size, draw), beta, draw)) for _ in range(batches))
+    assert kept / (size * batches) == pytest.approx(1 / (1 + beta), rel=0.01)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_first_losses_of_a_run_are_calibrated_too(batch):
+    draw = generator(2)
+    kept = sum(len(LossWindow(50).sift(torch.full((batch,), 2.0), 3.0, draw)) for _ in range(3_000))
+    assert kept / (3_000 * batch) == pytest.approx(0.25, abs=0.032)  # four standard deviations
+
+
+def test_a_strict_percentile_would_starve_constant_losses():
+    """What the jitter repairs: counting only smaller losses gives every one of them probability 0."""
+    window = LossWindow(20)
+    window.push(torch.ones(20))
+    assert window.percentile(torch.ones(4), torch.zeros(4)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_quotas_add_up_to_the_kept_fraction(beta):
+    seen = kept = 0
+    for size in (32, 7, 32, 1, 1, 64) * 200:
+        share = quota(seen, size, beta)
+        assert 0 <= share <= size
+        seen, kept = seen + size, kept + share
+        assert kept == math.floor(seen / (1 + beta) + 1e-9)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 19, 20])
+def test_a_fixed_draw_is_exact_ascending_and_distinct(size):
+    draw = generator(3)
+    for _ in range(200):
+        probability = torch.rand(20, generator=draw, dtype=torch.float64) ** 10
+        share = inclusion(probability, size)
+        assert share.sum().item() == pytest.approx(size)
+        assert share.max() <= 1
+        chosen = systematic(share, size, draw).tolist()
+        assert len(chosen) == size
+        assert chosen == sorted(set(chosen))
+        assert set(chosen) <= set(range(20))
+
+
+def test_inclusion_is_proportional_below_the_cap():
+    probability = torch.tensor([0.5, 0.01, 0.02, 0.4, 0.03], dtype=torch.float64)
+    share = inclusion(probability, 3)
+    assert share[[0, 3]].tolist() == [1.0, 1.0]
+    assert share[[1, 2, 4]].tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+def test_a_fixed_draw_has_the_inclusion_probabilities():
+    draw, share = generator(4), inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4)
+    counts = torch.zeros(12, dtype=torch.float64)
+    for _ in range(5_000):
+        counts[systematic(share, 4, draw)] += 1
+    assert (counts / 5_000 - share).abs().max() < 0.029  # four standard deviations
+
+
+def test_underflowing_probabilities_still_fill_a_fixed_draw():
+    assert len(LossWindow(4).sift(torch.arange(6.0), 5000.0, generator(), size=4)) == 4
+
+
+def test_high_losses_are_kept_more_often():
+    window, kept = LossWindow(100), torch.zeros(10)
+    for position in range(400):
+        kept[window.sift(torch.arange(10.0), 1.0, generator_at(0, 0, position), size=5)] += 1
+    wanted = inclusion((torch.arange(10.0) + 0.5).double() / 10, 5) * 400
+    assert (kept - wanted).abs().max() < 40  # the mid-ranks are 0.05, 0.15 .. 0.95
+
+
+def test_draws_leave_the_global_generator_alone_and_repeat():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again = [LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3), size) for size in (4, 4)]
+    assert first.tolist() == again.tolist()
+    LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3))
+    assert torch.equal(before, torch.get_rng_state())
+    others = {
+        tuple(LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(*place), 4).tolist())
+        for place in ((7, 1, 4), (7, 2, 3), (8, 1, 3), (7, 1, 5), (7, 3, 3))
+    }
+    assert len(others) > 1
+
+
+def test_a_window_goes_on_from_its_state():
+    draw = generator(6)
+    whole = LossWindow(10)
+    whole.push(torch.rand(7, generator=draw))
+    resumed = LossWindow(10)
+    resumed.load_state_dict(whole.state_dict())
+    for _ in range(3):
+        losses = torch.rand(4, generator=draw)
+        assert torch.equal(whole.percentile(losses), resumed.percentile(losses))
+        for window in (whole, resumed):
+            window.push(losses)
+    assert torch.equal(whole.losses_L, resumed.losses_L)
+
+
+@pytest.mark.parametrize("length", [3, 6, 9])
+def test_a_state_fits_a_window_of_another_length(length):
+    window = LossWindow(6)
+    window.push(torch.arange(4.0))
+    other = LossWindow(length)
+    other.load_state_dict(window.state_dict())
+    expected = naive([0.0, 1.0, 2.0, 3.0][-length:], [1.5], [0.5])
+    assert other.percentile(torch.tensor([1.5])).tolist() == pytest.approx(expected)
