@@ -94,6 +94,10 @@ class Score(Protocol):
         """
         ...
 
+    def cut(self) -> None:
+        """Mark the end of what was computed to put batches together; XLA cuts its graph here."""
+        ...
+
 
 class Sifter(Protocol):
     """Decides which images an epoch visits: `sifters/NAME.py: build(options, population) -> Sifter`."""

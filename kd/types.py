@@ -74,25 +74,24 @@ class Batch:
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return some rows of the batch, in the order of `rows`, int64 [K] on the batch's device.
-
-        The answer must be whole: rows that the teacher has yet to say are known by their position.
-        """
-        assert self.answer is None or not self.answer.missing, "rows are taken after the teacher has answered"
-        return self.map(lambda tensor: tensor.index_select(0, rows))
+        """Return some rows of the batch, in the order of `rows`, int64 [K] on the CPU."""
+        index = rows.to(self.image.device, non_blocking=True)
+        taken = self.map(lambda tensor: tensor.index_select(0, index))
+        if self.answer is None or not self.answer.missing:
+            return taken
+        ids = dict(self.answer.missing)
+        missing = tuple((new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids)
+        assert taken.answer is not None
+        return replace(taken, answer=replace(taken.answer, missing=missing))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return batches of one view as one."""
+        """Return batches of one view as one; the answer is kept where all have one."""
         joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
-        answers = [batch.answer for batch in batches]
-        if answers[0] is not None:
-            logits = torch.cat([answer.outputs.logits for answer in answers if answer is not None])
-            parts = [answer.outputs.features for answer in answers if answer is not None]
-            features = torch.cat([part for part in parts if part is not None]) if parts[0] is not None else None
-            joined["answer"] = Answer(Outputs(logits, features))
-        unreadable = tuple(id for batch in batches for id in batch.unreadable)
-        return replace(batches[0], unreadable=unreadable, **joined)
+        answers = [batch.answer for batch in batches if batch.answer is not None]
+        joined["answer"] = Answer.cat(answers) if len(answers) == len(batches) else None
+        joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
+        return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`."""
@@ -125,6 +124,17 @@ class Answer:
         """Return the answer with `move` applied to each tensor."""
         features = move(self.outputs.features) if self.outputs.features is not None else None
         return replace(self, outputs=Outputs(move(self.outputs.logits), features))
+
+    @classmethod
+    def cat(cls, answers: Sequence[Answer]) -> Answer:
+        """Return the answers of several batches as that of one; features only where all have them."""
+        missing, start = [], 0
+        for answer in answers:
+            missing += [(start + row, id) for row, id in answer.missing]
+            start += len(answer.outputs.logits)
+        features = [answer.outputs.features for answer in answers if answer.outputs.features is not None]
+        logits = torch.cat([answer.outputs.logits for answer in answers])
+        return cls(Outputs(logits, torch.cat(features) if len(features) == len(answers) else None), tuple(missing))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class Scoring:
         backend.end_step()
         return total.flatten().cpu(), scored
 
+    def cut(self) -> None:
+        """Cut the graph."""
+        self.run.backend.end_step()
+
 
 def loss(run: Run, batch: Batch) -> tuple[Tensor, Batch]:
     """Return the distillation loss [M], unweighted, and the batch with the teacher's answer."""

@@ -179,10 +179,11 @@ class CachedTeacher:
             return self.live(batch)
         if not answer.missing:
             return Outputs(answer.outputs.logits.float())
-        rows = torch.tensor([row for row, _ in answer.missing], device=batch.image.device)
+        places = torch.tensor([row for row, _ in answer.missing])
+        rows = places.to(batch.image.device, non_blocking=True)
         whole = len(rows) == len(batch.ids) or self.fixed_shape
-        asked = replace(batch, answer=None) if whole else replace(batch, answer=None).take(rows)
-        said = self.live(asked).logits
+        bare = replace(batch, answer=None)
+        said = self.live(bare if whole else bare.take(places)).logits
         parts = self.store.codec.compress(said.index_select(0, rows) if whole and len(rows) < len(said) else said)
         if self.store.writable:
             self._waiting.append((batch.view, [id for _, id in answer.missing], parts))

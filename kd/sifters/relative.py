@@ -1,0 +1,170 @@
+"""Score candidates with the model as it is and keep those whose loss is high among the last ones (SageMaker's rule).
+
+Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks of a step (accumulate x ranks).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kd.contracts import Score
+from kd.sifters._plan import everything
+from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+from kd.types import Batch, Plan, Population
+
+NOTHING = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """SageMaker's parameters, under its names, and what a candidate is scored by."""
+
+    beta_value: float = field(default=1.0, metadata={"above": 0.0})
+    """An image is kept with probability percentile**beta_value: 1 / (1 + beta_value) of all."""
+    loss_history_length: int = field(default=500, metadata={"low": 1})
+    """How many previous losses a new one is compared with."""
+    sift_delay: int = field(default=1000, metadata={"low": 0})
+    """First optimizer steps that see everything, unscored."""
+    repeat_delay_per_epoch: bool = False
+    """Apply the delay at the start of each epoch instead of once."""
+    score: Literal["loss", "entropy"] = "loss"
+    """What is compared. loss: the distillation loss; the teacher's answers are kept for the step. entropy: of the
+    student's prediction alone, so that the teacher runs on kept images only (arXiv:2012.09413)."""
+
+
+class Relative:
+    """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.contracts.Sifter`.
+
+    Each chunk of candidates gives exactly as many images as 1 / (1 + beta) of all so far asks for, drawn in proportion
+    to their probabilities: all ranks make equal steps, shapes never change, and an epoch's length is known before it
+    begins. Percentiles are taken among the losses of all ranks. What is left of less than a micro-batch at the end of
+    an epoch is dropped. The kept images are not weighted: like SageMaker's rule, this is biased towards hard images.
+
+    A resumed epoch begins at the oldest candidates of which images were still waiting, with the draws that were made.
+    """
+
+    def __init__(self, options: Options, population: Population) -> None:
+        self.options, self.population = options, population
+        self.window = LossWindow(options.loss_history_length)
+        self.epoch = NOTHING
+        self.counts: list[int] = []
+        """Images kept of each chunk, candidate step by candidate step, this epoch."""
+        self.decided: dict[int, Tensor] = {}
+        """Positions kept, int64 [G, K], of candidate steps of this epoch whose images may still be waiting."""
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return everything as candidates, and the exact number of steps that will be made of it."""
+        if epoch != self.epoch:
+            self.epoch, self.decided = epoch, {}
+            self.counts = self._counts(epoch)
+        made = everything(self.population, epoch)
+        return Plan(made.ids, made.weights, steps=sum(self.counts) // self.population.micro_batch)
+
+    def _counts(self, epoch: int) -> list[int]:
+        candidates = self.population.num_images // self.population.batch_size
+        micro, beta = self.population.micro_batch, self.options.beta_value
+        delay, counts = self.options.sift_delay, []
+        for _ in range(epoch + 1):
+            whole = min(delay, candidates)
+            kept = [quota(n * micro, micro, beta) for n in range(candidates - whole)]
+            counts = [micro] * whole + kept
+            if not self.options.repeat_delay_per_epoch:
+                delay = max(0, delay - sum(counts) // micro)
+        return counts
+
+    def first(self, start: int) -> int:
+        """Return the candidate step of which the first image of optimizer step `start` was kept."""
+        return self._locate(start)[0]
+
+    def _locate(self, start: int) -> tuple[int, int]:
+        """Return that candidate step, and how many of its images earlier steps have used, a chunk."""
+        used = start * self.population.micro_batch
+        for number, count in enumerate(self.counts):
+            if used < count:
+                return number, used
+            used -= count
+        return len(self.counts), 0
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        """Yield full micro-batches of kept images, a step's worth at a time."""
+        micro = self.population.micro_batch
+        local = self.population.batch_size // (micro * self.population.world_size)
+        incoming = iter(batches)
+        number, used = self._locate(start)
+        pools: list[list[Batch]] = [[] for _ in range(local)]
+        steps = sum(self.counts) // micro
+        while start < steps and (group := list(itertools.islice(incoming, local))):
+            for i, part in enumerate(self._kept(number, group, score)):
+                if used:  # trained before the checkpoint
+                    part = part.take(torch.arange(used, len(part.ids)))
+                if len(part.ids):
+                    pools[i].append(part)
+            number, used = number + 1, 0
+            while sum(len(part.ids) for part in pools[0]) >= micro:
+                ready = [Batch.cat(pool) for pool in pools]
+                rows = torch.arange(len(ready[0].ids))
+                pools = [[one.take(rows[micro:])] if len(rows) > micro else [] for one in ready]
+                whole = [one.take(rows[:micro]) for one in ready]
+                score.cut()  # or a compiler would see a new step for every way in which a batch was put together
+                yield from whole
+                self._forget(number, sum(len(part.ids) for part in pools[0]))
+                start += 1
+
+    def _kept(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
+        """Return what is kept of this rank's chunks of a candidate step."""
+        count = self.counts[number]
+        if count == self.population.micro_batch:
+            return group
+        losses_B, scored = score(group, self.options.score)
+        if number not in self.decided:
+            self.decided[number] = self._decide(number, count, losses_B)
+        picked = self.decided[number].view(len(group), self.population.world_size, count)[:, self.population.rank]
+        return [batch.take(rows) for batch, rows in zip(scored, picked, strict=True)]
+
+    def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
+        """Draw the positions that are kept, int64 [G, count]; the same on all ranks."""
+        candidates = self.population.num_images // self.population.batch_size
+        position = self.epoch * candidates + number
+        draws = generator_at(self.population.seed, 0, position)
+        place_B = torch.rand(len(losses_B), generator=draws, dtype=torch.float64)
+        probability_B = self.window.percentile(losses_B, place_B) ** self.options.beta_value
+        self.window.push(losses_B)
+        chunks = probability_B.view(-1, self.population.micro_batch)
+        return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
+
+    def _forget(self, number: int, waiting: int) -> None:
+        """Drop the draws of candidate steps of which no image is waiting."""
+        oldest = number
+        while waiting > 0:
+            oldest -= 1
+            waiting -= self.counts[oldest]
+        for old in [known for known in self.decided if known < oldest]:
+            del self.decided[old]
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Nothing to remember: what is compared are scores."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the window and the draws whose images are still waiting; equal on all ranks."""
+        draws = {f"draw.{number}": rows for number, rows in self.decided.items()}
+        window = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        return {"epoch": torch.tensor(self.epoch), **window, **draws}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned; micro-batches must be as large as they were, the ranks may be others."""
+        self.epoch = int(state["epoch"])
+        self.counts = self._counts(self.epoch) if self.epoch >= 0 else []
+        parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}
+        self.window.load_state_dict(parts)
+        self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
+
+
+def build(options: Options, population: Population) -> Relative:
+    """Build the relative sifter."""
+    return Relative(options, population)

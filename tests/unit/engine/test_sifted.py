@@ -1,0 +1,126 @@
+"""Runs of the loop with a sifter: counts, schedule, resume to the bit, and what the log says of an epoch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+
+from kd.engine.loop import train
+
+RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3")
+SIFTERS = {
+    "history": ("sifter.kind=history", "sifter.keep=0.5"),
+    "random": ("sifter.kind=random", "sifter.keep=0.5"),
+    "relative": (*RELATIVE, "sifter.beta_value=0.5"),
+    "relative, in micros": (*RELATIVE, "data.micro_batch=4", "sifter.beta_value=2"),
+    "relative, by entropy": (*RELATIVE, "sifter.score=entropy"),
+    "relative, delayed in each epoch": (*RELATIVE, "sifter.repeat_delay_per_epoch=true", "sifter.sift_delay=1"),
+}
+
+
+def rows(made, kind: str) -> list[dict]:
+    return [row for row in made.sink.rows if row["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", SIFTERS)
+def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
+    overrides = ("run.epochs=4", "run.every.checkpoint=1", "student.args.proj_drop_rate=0.3", *SIFTERS[name])
+    whole = make(*overrides, folder=tmp_path / "whole")
+    last = train(whole.run)
+    expected = without_clocks(read_rows(tmp_path / "whole"))
+    whole.sink.close()
+    for at in range(2, last.step, 3):
+        folder = tmp_path / f"killed {at}"
+        killed = make(*overrides, folder=folder, watcher=StopAfter(at))
+        with pytest.raises(Stop):
+            train(killed.run)
+        killed.sink.close()
+        resumed = make(*overrides, folder=folder)
+        train(resumed.run)
+        resumed.sink.close()
+        assert same(weights(resumed.run), weights(whole.run)), at
+        # an answer is asked for again where a resumed epoch scores again what was waiting
+        uncounted = [
+            [{k: v for k, v in row.items() if k != "teacher_images"} for row in found]
+            for found in (without_clocks(read_rows(folder)), expected)
+        ]
+        assert uncounted[0] == uncounted[1]
+
+
+@pytest.mark.parametrize("name", SIFTERS)
+def test_the_schedule_decays_to_its_end_and_the_epochs_are_logged(make, name):
+    made = make("run.epochs=6", "run.every.log=1", *SIFTERS[name])
+    state = train(made.run)
+    assert state.epoch == 6
+    rates = [row["lr"] for row in rows(made, "train")]
+    assert rates[-1] < 0.02 * max(rates)
+    epochs = rows(made, "epoch")
+    assert sum(row["trained"] for row in epochs) == state.images
+    assert sum(row["trained"] for row in epochs) < 6 * 32
+    for row in epochs:
+        assert row["effective"] <= row["candidates"]
+
+
+def test_the_teacher_runs_on_what_is_scored_once_and_on_what_is_kept_where_the_student_scores(make):
+    counts = {}
+    for score in ("loss", "entropy"):
+        made = make(
+            "run.epochs=3",
+            "sifter.kind=relative",
+            "sifter.sift_delay=0",
+            "sifter.beta_value=1",
+            f"sifter.score={score}",
+        )
+        state = train(made.run)
+        counts[score] = sum(row["teacher_images"] for row in rows(made, "train")), state.images
+    assert counts["loss"][0] == 3 * 32  # every candidate, not again in the step
+    assert counts["entropy"][0] == counts["entropy"][1] == 3 * 16
+
+
+def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, steady):
+    """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
+    made = make("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
+    asked = make("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
+    teacher, compared = asked.run.teacher, []
+
+    class Again:
+        images = 0
+        attach, settle = teacher.attach, teacher.settle
+
+        def __call__(self, batch):
+            if batch.answer is not None:
+                compared.append((teacher(batch).logits, teacher._forward(batch.image)[0].logits))
+            return teacher(batch)
+
+    object.__setattr__(asked.run, "teacher", Again())
+    train(made.run)
+    train(asked.run)
+    assert compared
+    for stored, live in compared:
+        torch.testing.assert_close(stored, live, rtol=1e-5, atol=1e-6)
+    assert same(weights(made.run), weights(asked.run))
+
+
+def test_scoring_leaves_the_student_as_it_was(make):
+    """Batch norm's statistics and dropout's draws are those of training alone: beta near 0 keeps all but scores all."""
+    norm = (
+        "student.model=xcit_nano_12_p8_224",
+        "student.args={embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}",
+    )
+    sifted = make(*norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01")
+    plain = make(*norm)
+    assert sifted.run.sifter.plan(0, 0.0).steps == 3
+    before = {name: tensor.clone() for name, tensor in sifted.run.distillation.state_dict().items()}
+    from kd.engine.scoring import Scoring
+
+    plan = plain.run.sifter.plan(0, 0.0)
+    batch = next(iter(plain.run.loader.epoch(plan, 0)))
+    sifted.run.distillation.train()
+    torch.manual_seed(5)
+    Scoring(sifted.run)([batch], "loss")
+    draw = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(draw, torch.rand(1))
+    assert sifted.run.distillation.training
+    assert same(before, sifted.run.distillation.state_dict())

@@ -1,0 +1,129 @@
+"""Relative sifting in the loop: exact counts, equal ranks, answers used once, resumed with images still waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kd.sifters import relative
+from kd.types import Answer, Batch, Outputs, Plan, Population
+
+IMAGES, MICRO = 120, 6
+LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
+
+
+def population(
+    rank: int = 0, world_size: int = 1, images: int = IMAGES, seed: int = 0, micro: int = MICRO
+) -> Population:
+    return Population(images, 2 * micro, micro, rank, world_size, seed, lambda: torch.zeros(images), lambda t: t)
+
+
+class Scores:
+    """The engine's part: the losses of all ranks in the plan's order; here they are known beforehand."""
+
+    def __init__(self, plan: Plan, losses: torch.Tensor = LOSSES) -> None:
+        self.plan, self.losses = plan, losses
+
+    def __call__(self, batches, by):
+        batch = 2 * len(batches[0].ids)
+        ids = self.plan.ids[(self.at - 1) * batch : self.at * batch]
+        scored = [Batch(**fields(batch), answer=Answer(Outputs(batch.ids[:, None].float()))) for batch in batches]
+        return self.losses[ids], scored
+
+    def cut(self) -> None:
+        pass
+
+    def loaded(self, place: Population, first: int) -> Iterator[Batch]:
+        """Yield this rank's chunks; `at` counts the candidate steps that were begun."""
+        micro = place.micro_batch
+        for step in range(first, len(self.plan.ids) // (2 * micro)):
+            self.at = step + 1
+            for i in range(2 // place.world_size):
+                begin = (2 * step + i * place.world_size + place.rank) * micro
+                ids = self.plan.ids[begin : begin + micro]
+                yield Batch.of(torch.zeros(micro, 3, 1, 1), torch.zeros(micro, dtype=torch.int64), ids)
+
+
+def fields(batch: Batch) -> dict:
+    return {name: getattr(batch, name) for name in ("ids", "image", "label", "partner_label", "lam", "weight")}
+
+
+def made(beta: float = 1.0, delay: int = 0, **changes) -> relative.Relative:
+    options = relative.Options(beta_value=beta, sift_delay=delay, loss_history_length=64)
+    return relative.build(options, population(**changes))
+
+
+def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES) -> list[Batch]:
+    plan = sifter.plan(number, 0.0)
+    first = sifter.first(start)
+    scores = Scores(plan, losses)
+    return list(sifter.stream(scores.loaded(sifter.population, first), scores, start))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 10.0])
+@pytest.mark.parametrize("kind", ["spread", "constant", "two values"])
+def test_keep_is_exact_for_any_losses(beta, kind):
+    images = 24000
+    losses = {"spread": torch.rand(images), "constant": torch.ones(images), "two values": torch.arange(images) % 2.0}
+    sifter = made(beta, images=images, micro=6)
+    batches = epoch(sifter, losses=losses[kind].float())
+    trained = sum(len(batch.ids) for batch in batches)
+    assert trained / images == pytest.approx(1 / (1 + beta), rel=0.01)
+    assert len(batches) == 2 * sifter.plan(0, 0.0).steps
+    assert {len(batch.ids) for batch in batches} == {6}
+    assert len(torch.cat([batch.ids for batch in batches]).unique()) == trained
+
+
+def test_high_losses_are_kept_more_often():
+    kept = torch.zeros(IMAGES)
+    for seed in range(60):
+        kept[torch.cat([batch.ids for batch in epoch(made(1.0, seed=seed))])] += 1
+    hard = LOSSES.argsort(descending=True)
+    assert kept[hard[:40]].mean() > 1.8 * kept[hard[-40:]].mean()
+
+
+def test_two_ranks_keep_what_one_keeps():
+    alone = epoch(made(0.5))
+    ranks = [epoch(made(0.5, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert len(ranks[0]) == len(ranks[1]) == len(alone) // 2
+    for step in range(len(ranks[0])):
+        one = [batch.ids.tolist() for batch in alone[2 * step : 2 * step + 2]]
+        assert one == [ranks[0][step].ids.tolist(), ranks[1][step].ids.tolist()]
+
+
+def test_the_teacher_is_not_asked_twice():
+    for batch in epoch(made(0.5)):
+        assert batch.answer is not None
+        assert torch.equal(batch.answer.outputs.logits[:, 0], batch.ids.float())
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.7, 1.0, 3.0])
+def test_a_resumed_epoch_goes_on_with_the_images_that_were_waiting(beta):
+    whole = made(beta)
+    batches = epoch(whole)
+    steps = len(batches) // 2
+    for stop in range(1, steps):
+        before = made(beta)
+        plan = before.plan(0, 0.0)
+        scores = Scores(plan)
+        stream = before.stream(scores.loaded(before.population, 0), scores, 0)
+        for _ in range(2 * stop):
+            next(stream)
+        resumed = made(beta)
+        resumed.load_state_dict(before.state_dict())
+        rest = epoch(resumed, start=stop)
+        assert [b.ids.tolist() for b in rest] == [b.ids.tolist() for b in batches[2 * stop :]], stop
+        assert torch.equal(resumed.window.losses_L, whole.window.losses_L)
+
+
+def test_the_delay_sees_everything_once_or_in_each_epoch():
+    once = made(1.0, delay=4)
+    assert [once.plan(e, 0.0).steps for e in range(3)] == [4 + 3, 5, 5]
+    each = relative.build(relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True), population())
+    assert [each.plan(e, 0.0).steps for e in range(3)] == [7, 7, 7]
+    long = made(1.0, delay=15)
+    assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]
+    batches = epoch(made(1.0, delay=4))
+    assert [batch.answer is None for batch in batches] == [True] * 8 + [False] * 6
