@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kd import parts
+from kd import gate, parts
 from kd.cached import cached
 from kd.choose import choose_student, choose_teacher
 from kd.config import Config
@@ -221,14 +221,29 @@ def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> 
     )
 
 
-def sifter(config: Config, source: Source, backend: Backend, split: Arithmetic) -> Sifter:
-    """Build the sifter of the training images."""
+def sifter(
+    config: Config,
+    source: Source,
+    backend: Backend,
+    split: Arithmetic,
+    loader: LocalLoader,
+    distillation: Distillation,
+    teacher: Teacher,
+    choices: dict[str, str],
+) -> tuple[Sifter, str]:
+    """Build the sifter of the training images; return it and what its gate has to say, once a run."""
 
     def labels() -> torch.Tensor:
         return torch.tensor([source.label(id) for id in range(len(source))])
 
-    crowd = population(len(source), labels, backend, split, config.run.seed)
-    return parts.build("sifters", config.sifter.kind, config.sifter.options, "sifter.kind", population=crowd)
+    section, crowd = config.sifter, population(len(source), labels, backend, split, config.run.seed)
+    made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
+    if choices.get("sifter") == "none":
+        return gate.everything(crowd), ""
+    if section.kind == "none" or section.gate == "off" or "sifter" in choices:
+        return made, ""
+    costs = gate.measure(config, split.micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
+    return gate.gated(config, made, crowd, costs, choices)
 
 
 def population(
@@ -338,6 +353,9 @@ def run(
         answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     train_loader, val_loader = loaders(config, data, backend, split)
+    sifting, verdict = sifter(config, data.train, backend, split, train_loader, distillation, answering, choices)
+    if verdict and backend.rank == 0:
+        watcher.say(verdict)
     section = config.optimizer
     module = backend.wrap(distillation)
     stepper = optimizer(config, distillation, backend)
@@ -350,7 +368,7 @@ def run(
         distillation=distillation,
         teacher=answering,
         loader=train_loader,
-        sifter=sifter(config, data.train, backend, split),
+        sifter=sifting,
         optimizer=stepper,
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(student, section.ema) if section.ema else None,

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from kd.errors import KdError
-from kd.types import Batch, Outputs, Plan, Sample, State
+from kd.types import Batch, Costs, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
@@ -125,6 +125,10 @@ class Sifter(Protocol):
 
     def first(self, start: int) -> int:
         """Return from which step of the plan the loader must begin, for optimizer step `start` of the epoch."""
+        ...
+
+    def cost(self, costs: Costs) -> float:
+        """Return the milliseconds of an image of the dataset in a sifted epoch, for the gate."""
         ...
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
@@ -270,6 +274,10 @@ class Watcher(Protocol):
     def step(self, state: State, progress: float) -> None: ...
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        ...
 
 
 class Sink(Protocol):

@@ -203,6 +203,9 @@ class SifterSection:
 
     kind: str = chosen("sifters", "none")
     """The sifter."""
+    gate: Literal["auto", "off"] = "auto"
+    """auto: measure what scoring, training and loading cost, say what the sifter will save, and visit everything where
+    it would lose time."""
     options: Any = None
 
 

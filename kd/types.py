@@ -160,6 +160,27 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured of one image, milliseconds."""
+
+    teacher: float
+    """Forward of the teacher; 0 where its answers are stored."""
+    forward: float
+    """Forward of the student without gradients, as in a scoring pass."""
+    step: float
+    """Forward, backward and optimizer of the student."""
+    load: float
+    """Decode and augment, divided by the worker processes."""
+    overlapped: bool
+    """Whether workers load while the device computes."""
+
+    def per_image(self, teacher: float = 1.0, forward: float = 0.0, step: float = 1.0, load: float = 1.0) -> float:
+        """Return the milliseconds of an image of the dataset and epoch, of which so many of each are made."""
+        compute = teacher * self.teacher + forward * self.forward + step * self.step
+        return max(compute, load * self.load) if self.overlapped else compute + load * self.load
+
+
+@dataclass(frozen=True, slots=True)
 class Population:
     """What a sifter sifts, and how it is divided."""
 

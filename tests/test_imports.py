@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "kd").rglob("*.py"))
 VALUES = {"errors", "types", "seeds", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-JOBS = BELOW_BUILD | {"choose", "cached", "build", "jobs"}
+JOBS = BELOW_BUILD | {"choose", "cached", "gate", "build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
@@ -27,7 +27,8 @@ MAY_IMPORT = {
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
     "choose": BELOW_BUILD,
     "cached": BELOW_BUILD,
-    "build": BELOW_BUILD | {"choose", "cached"},
+    "gate": BELOW_BUILD | {"choose"},
+    "build": BELOW_BUILD | {"choose", "cached", "gate"},
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api"},

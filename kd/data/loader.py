@@ -42,6 +42,7 @@ class LocalLoader:
         pin_memory: bool = False,
     ) -> None:
         self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
+        self.dataset, self.workers = dataset, workers
         self.unreadable: set[int] = set()
         """Ids of images that could not be decoded, as far as they were asked for."""
         self._requests = _Requests()

@@ -9,14 +9,21 @@ from torch import Tensor
 
 from kd.contracts import Score
 from kd.seeds import seed_from
-from kd.types import Batch, Plan, Population
+from kd.types import Batch, Costs, Plan, Population
 
 
 class Planned:
     """Decide in the plan: what was loaded is trained, and nothing is scored. See `kd.contracts.Sifter`."""
 
+    keep = 1.0
+    """Share of the images that a sifted epoch visits."""
+
     def __init__(self, population: Population) -> None:
         self.population = population
+
+    def cost(self, costs: Costs) -> float:
+        """Return what is kept of a whole step: what is left out is neither loaded nor asked for."""
+        return self.keep * costs.per_image()
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
         """Pass the batches on."""

@@ -55,7 +55,7 @@ class History(Planned):
 
     def __init__(self, options: Options, population: Population) -> None:
         super().__init__(population)
-        self.options = options
+        self.options, self.keep = options, options.keep
         count = population.num_images
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)

@@ -30,7 +30,7 @@ class Random(Planned):
 
     def __init__(self, options: Options, population: Population) -> None:
         super().__init__(population)
-        self.options = options
+        self.options, self.keep = options, options.keep
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return `keep` of all images, or everything in the first and last epochs."""

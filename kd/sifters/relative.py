@@ -16,7 +16,7 @@ from torch import Tensor
 from kd.contracts import Score
 from kd.sifters._plan import everything
 from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
-from kd.types import Batch, Plan, Population
+from kd.types import Batch, Costs, Plan, Population
 
 NOTHING = -1
 
@@ -146,6 +146,11 @@ class Relative:
             waiting -= self.counts[oldest]
         for old in [known for known in self.decided if known < oldest]:
             del self.decided[old]
+
+    def cost(self, costs: Costs) -> float:
+        """Return the cost of scoring every candidate, and of training what is kept."""
+        kept = 1 / (1 + self.options.beta_value)
+        return costs.per_image(teacher=kept if self.options.score == "entropy" else 1.0, forward=1.0, step=kept)
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         """Nothing to remember: what is compared are scores."""

@@ -36,6 +36,9 @@ class StopAfter:
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         pass
 
+    def say(self, text: str) -> None:
+        pass
+
 
 def weights(run) -> dict[str, torch.Tensor]:
     found = {name: tensor.clone() for name, tensor in run.distillation.state_dict().items()}

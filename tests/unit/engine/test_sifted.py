@@ -8,7 +8,7 @@ from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 
 from kd.engine.loop import train
 
-RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3")
+RELATIVE = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=3")
 SIFTERS = {
     "history": ("sifter.kind=history", "sifter.keep=0.5"),
     "random": ("sifter.kind=random", "sifter.keep=0.5"),
@@ -80,8 +80,20 @@ def test_the_teacher_runs_on_what_is_scored_once_and_on_what_is_kept_where_the_s
 
 def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, steady):
     """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
-    made = make("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
-    asked = make("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
+    made = make(
+        "sifter.kind=relative",
+        "sifter.gate=off",
+        "sifter.sift_delay=0",
+        "data.batch_size=12",
+        f"teacher.model={steady}",
+    )
+    asked = make(
+        "sifter.kind=relative",
+        "sifter.gate=off",
+        "sifter.sift_delay=0",
+        "data.batch_size=12",
+        f"teacher.model={steady}",
+    )
     teacher, compared = asked.run.teacher, []
 
     class Again:
@@ -108,7 +120,7 @@ def test_scoring_leaves_the_student_as_it_was(make):
         "student.model=xcit_nano_12_p8_224",
         "student.args={embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}",
     )
-    sifted = make(*norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01")
+    sifted = make(*norm, "sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=0", "sifter.beta_value=0.01")
     plain = make(*norm)
     assert sifted.run.sifter.plan(0, 0.0).steps == 3
     before = {name: tensor.clone() for name, tensor in sifted.run.distillation.state_dict().items()}

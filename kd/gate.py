@@ -1,0 +1,106 @@
+"""Does a sifter pay? Measured at the start of a run, before it can lose time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from kd import parts
+from kd.choose import trial_batch
+from kd.config import Config
+from kd.contracts import Backend, Dataset, Sifter, Teacher
+from kd.engine.criterion import Distillation
+from kd.engine.probe import fastest
+from kd.types import Costs, Population
+
+SAMPLE = 12
+"""Images that are loaded to see what loading costs."""
+
+
+def gated(
+    config: Config,
+    sifter: Sifter,
+    population: Population,
+    costs: Costs,
+    choices: dict[str, str],
+) -> tuple[Sifter, str]:
+    """Return the sifter, or one that visits everything where the sifter would lose time, and what to tell the user.
+
+    Args:
+        config: of the run.
+        sifter: as configured.
+        population: for the one that replaces it.
+        costs: measured; equal on all ranks.
+        choices: where the decision is written.
+    """
+    kind = config.sifter.kind
+    whole, sifted = costs.per_image(), sifter.cost(costs)
+    saving = 1 - sifted / whole
+    measured = (
+        f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "
+        f"loading {costs.load:.2f} ms an image"
+    )
+    if saving > 0:
+        choices["sifter"] = kind
+        return sifter, f"sifter '{kind}' will save {100 * saving:.0f} % of a sifted epoch's time ({measured})"
+    choices["sifter"] = "none"
+    loses = f"sifter '{kind}' would make a sifted epoch {-100 * saving:.0f} % longer ({measured})"
+    return everything(population), f"{loses}; everything is visited. sifter.gate=off sifts all the same"
+
+
+def everything(population: Population) -> Sifter:
+    """Return the sifter that sifts nothing."""
+    return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", population=population)
+
+
+def measure(
+    config: Config,
+    micro_batch: int,
+    distillation: Distillation,
+    teacher: Teacher,
+    dataset: Dataset,
+    workers: int,
+    backend: Backend,
+) -> Costs:
+    """Time the parts of a step on noise, and loading on the first images; all ranks take rank 0's numbers."""
+    batch = trial_batch(config, micro_batch, backend)
+    answers, count = teacher(batch), len(batch.label)
+    kept = {name: buffer.clone() for name, buffer in distillation.named_buffers()}
+
+    def forward() -> torch.Tensor:
+        distillation.eval()
+        with torch.no_grad(), backend.autocast():
+            loss = distillation(batch, answers)[1]["loss"]
+        backend.end_step()
+        return loss
+
+    def step() -> torch.Tensor:
+        distillation.train()
+        with backend.autocast():
+            loss = distillation(batch, answers)[1]["loss"].mean()
+        loss.backward()
+        distillation.zero_grad()
+        backend.end_step()
+        return loss.detach()
+
+    work: Mapping = {"teacher": lambda: teacher(batch).logits, "forward": forward, "step": step}
+    table = fastest(work, backend)[1]
+    for name, buffer in distillation.named_buffers():
+        buffer.copy_(kept[name])  # batch norm has seen noise
+    start = time.perf_counter()
+    for id in range(min(SAMPLE, len(dataset))):
+        dataset.load(id, 0)
+    load = 1000 * (time.perf_counter() - start) / min(SAMPLE, len(dataset)) / max(1, workers)
+    numbers = torch.tensor([table[name] / count for name in work] + [load], device=backend.device)
+    backend.broadcast_([numbers])
+    teacher_ms, forward_ms, step_ms, load_ms = numbers.tolist()
+    asked = teacher_ms * _share_asked(config)
+    return Costs(asked, forward_ms, step_ms, load_ms, overlapped=workers > 0)
+
+
+def _share_asked(config: Config) -> float:
+    """Return in how many epochs of the run the teacher's forward is run: with a cache, only while it fills."""
+    views = config.teacher.cache.views
+    return min(1.0, views / config.run.epochs) if views and not config.run.steps else 1.0
