@@ -133,8 +133,14 @@ def test_epochs_of_unknown_length_are_refused(tmp_path):
         trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path):
+class Each(Loss):
+    def loss(self, model, transformed_batch, original_batch=None):
+        logits = model(original_batch)["logits"]
+        return nn.functional.cross_entropy(logits, original_batch["labels"], reduction="none")
+
+
+def fit(epochs: int, folder, callbacks=(), state=None, **arguments):
+    """Train a LightningModule on sifted batches; return it, its loader and the epoch lengths of a fresh one."""
     lightning = needs("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -151,37 +157,49 @@ def test_lightning(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    class Each(Loss):
-        def loss(self, model, transformed_batch, original_batch=None):
-            return nn.functional.cross_entropy(
-                model(original_batch)["logits"], original_batch["labels"], reduction="none"
-            )
-
     torch.manual_seed(0)
-    module, recorder = Module(), TrainingMetricsRecorder()
+    module = Module()
     loader = SiftingDataloader(config(5), DataLoader(Rows(), batch_size=8, shuffle=True), module, Each())
     lengths = loader.epoch_lengths(3)
+    if state is not None:
+        loader.load_state_dict(state)
     trainer = lightning.Trainer(
-        max_epochs=3,
+        max_epochs=epochs,
         accelerator="cpu",
-        callbacks=[recorder],
+        callbacks=list(callbacks),
         logger=False,
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader)
-    assert isinstance(recorder, lightning.Callback)
+    trainer.fit(module, loader, **arguments)
+    return module, loader, lengths
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path):
+    needs("lightning.pytorch")
+    recorder = TrainingMetricsRecorder()
+    module, loader, lengths = fit(3, tmp_path, [recorder])
+    assert isinstance(recorder, sys.modules["lightning.pytorch"].Callback)
     assert module.model.trained == [8] * sum(lengths)
-    assert 0 <= 240 - loader.metrics["num_orig_samples_seen"] < TAIL
-    assert recorder.train_step_count == sum(lengths) == trainer.global_step
+    assert loader.metrics["num_orig_samples_seen"] == 240
+    assert recorder.train_step_count == sum(lengths)
     names = {f"train {name} latency" for name in ("forward pass", "backprop", "optimizer step", "total step")}
     assert set(recorder.latencies) == names
     assert all(seconds > 0 for seconds in recorder.latencies.values())
     total = recorder.latencies.pop("train total step latency")
     assert total == pytest.approx(sum(recorder.latencies.values()))
-    saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=False)
-    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["draws"] == loader.draws
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
+    _, first, lengths = fit(2, tmp_path)
+    path = next(tmp_path.rglob("*.ckpt"))
+    state = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+    module, loader, _ = fit(3, tmp_path / "again", state=state, ckpt_path=path, weights_only=False)
+    assert module.model.trained == [8] * lengths[2]
+    assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
 
 
 def test_the_recorder_without_lightning_says_what_it_needs(monkeypatch):
