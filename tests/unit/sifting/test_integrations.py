@@ -196,7 +196,7 @@ def test_lightning(tmp_path):
 def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
     _, first, lengths = fit(2, tmp_path)
     path = next(tmp_path.rglob("*.ckpt"))
-    state = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+    state = torch.load(path)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
     module, loader, _ = fit(3, tmp_path / "again", state=state, ckpt_path=path, weights_only=False)
     assert module.model.trained == [8] * lengths[2]
     assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
