@@ -456,7 +456,7 @@ class Spin(nn.Module):
         return x[:, 0]
 
 
-@pytest.mark.parametrize(("scoring", "training", "saves"), [(100, 10_000, True), (10_000, 100, False)])
+@pytest.mark.parametrize(("scoring", "training", "saves"), [(100, 60_000, True), (10_000, 100, False)])
 def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, caplog):
     caplog.set_level(logging.INFO, "kd.sifting")
     loader = sifting(DataLoader(data(8 * 4 * PILOT), batch_size=8), model=Spin(scoring))
