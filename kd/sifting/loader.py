@@ -60,9 +60,6 @@ class SiftingDataloader:
         UnsupportedDataFormatException: later, a batch cannot be cut into samples.
     """
 
-    sized: bool = True
-    """Whether `len` may answer. `enable_sifting` turns it off, see there."""
-
     def __init__(
         self,
         sift_config: RelativeProbabilisticSiftConfig | Mapping[str, Any],
@@ -87,6 +84,9 @@ class SiftingDataloader:
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0
         """Samples of a full batch, once the first one was seen."""
+        self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
+        """Whether `len` may answer. Lightning, told a length, does not read to the end, and its checkpoint after an
+        epoch would be one inside it; for the Hugging Face Trainer see `enable_sifting`."""
         self._order = source.random_state(orig_dataloader)
         self._resuming = False
 
@@ -217,7 +217,7 @@ class SiftingDataloader:
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs, the one under way, if there is one, first and whole.
+        """Return the numbers of batches of the next epochs, the one under way, if there is one, whole.
 
         Their sum is what a learning rate schedule needs to decay to its end.
 

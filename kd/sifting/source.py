@@ -52,8 +52,8 @@ def random_state(loader: Any) -> dict[str, Tensor]:
 def take_up(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
     """Begin the epoch that began with those random states, and skip `position` batches of it.
 
-    The caller's random state is left as it is. A loader that skips by itself is asked to: `state_dict` of torchdata's
-    StatefulDataLoader is restored by its owner before. Not handled: an order drawn from numpy or `random`.
+    The caller's random state is left as it is. Not handled: an order drawn from numpy or `random`, and a loader that
+    restores a position of its own (torchdata's StatefulDataLoader): give it to `state_dict` or to us, not to both.
     """
     generator = getattr(loader, "generator", None)
     with torch.random.fork_rng(devices=[]):

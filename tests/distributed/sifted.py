@@ -75,17 +75,27 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = {}
+    found, asked, all_reduce = {}, [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (
+        asked.append(args) or all_reduce(*args, **kwargs)
+    )  # DDP's own are not these
     for pick in ("fixed", "bernoulli"):
         for name, original in loaders(rank, ranks).items():
             torch.manual_seed(rank)
             model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
             config = RelativeProbabilisticSiftConfig(0.8, 60, {"sift_config": {"sift_delay": 12}})
             loader = SiftingDataloader(config, original, model, Uneven(rank), pick=pick)
+            before = len(asked)
             lengths = train(loader, model)
             metrics = loader.metrics
             weight = model.module[1].weight.tolist()
-            found[f"{pick}, {name}"] = [lengths, metrics["num_orig_samples_seen"], len(loader.pending), weight]
+            found[f"{pick}, {name}"] = [
+                lengths,
+                metrics["num_orig_samples_seen"],
+                len(loader.pending),
+                weight,
+                len(asked) - before,
+            ]
     dist.barrier()
     print(json.dumps(found))
     dist.destroy_process_group()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
+import kd.sifting
 from kd.errors import KdError
 from kd.sifting import (
     Loss,
@@ -142,3 +144,46 @@ def test_the_exceptions_are_kd_errors_that_cross_processes():
         assert isinstance(error, KdError)
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (kind, "where: is wrong. Allowed: right. Change it.")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("RelativeProbabilisticSiftConfig", ["beta_value", "loss_history_length", "loss_based_sift_config"]),
+        ("LossConfig", ["sift_config"]),
+        ("SiftingBaseConfig", ["sift_delay", "repeat_delay_per_epoch"]),
+        (
+            "SiftingDataloader",
+            [
+                "sift_config",
+                "orig_dataloader",
+                "model",
+                "loss_impl",
+                "batch_transforms",
+                "log_batch_data",
+                "batch_format_index",
+            ],
+        ),
+        ("ListBatch", ["inputs", "labels"]),
+        ("TensorBatch", ["inputs", "labels"]),
+        ("enable_sifting", ["trainer", "sift_config", "loss", "set_epochs"]),
+    ],
+)
+def test_the_documented_names_and_parameters(name, parameters):
+    found = inspect.signature(getattr(kd.sifting, name)).parameters.values()
+    assert [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD] == parameters
+
+
+def test_all_public_names():
+    documented = {
+        "Loss",
+        "SiftingBatch",
+        "SiftingBatchTransform",
+        "TrainingMetricsRecorder",
+        "SiftConfigValidationException",
+        "UnsupportedDataFormatException",
+        "LossImplementationNotProvidedException",
+    }
+    configured = {"RelativeProbabilisticSiftConfig", "LossConfig", "SiftingBaseConfig", "SiftingDataloader"}
+    assert set(kd.sifting.__all__) == documented | configured | {"ListBatch", "TensorBatch", "enable_sifting"}
+    assert all(hasattr(kd.sifting, name) for name in kd.sifting.__all__)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from kd.sifting import (
     UnsupportedDataFormatException,
 )
 from kd.sifting.meter import PILOT
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def config(beta: float = 1.0, delay: int = 0, repeat: bool = False, length: int = 50):
@@ -451,7 +456,7 @@ class Spin(nn.Module):
         return x[:, 0]
 
 
-@pytest.mark.parametrize(("scoring", "training", "saves"), [(100, 10_000, True), (10_000, 100, False)])
+@pytest.mark.parametrize(("scoring", "training", "saves"), [(100, 60_000, True), (10_000, 100, False)])
 def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, caplog):
     caplog.set_level(logging.INFO, "kd.sifting")
     loader = sifting(DataLoader(data(8 * 4 * PILOT), batch_size=8), model=Spin(scoring))
@@ -474,3 +479,20 @@ def test_other_attributes_are_those_of_the_original_loader():
     assert loader.sampler is original.sampler
     with pytest.raises(AttributeError, match="no attribute 'set_epoch'"):
         loader.set_epoch(1)
+
+
+# ---------------------------------------------------------------------------------------------------- the examples
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("sift_bert", ["--texts", "640", "--epochs", "3"]), ("sift_vit", ["--images", "640", "--epochs", "3"])],
+)
+def test_the_examples_run(name, arguments, capsys):
+    results = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](arguments)
+    assert list(results) == ["everything", "sifted"]
+    assert results["everything"][2] == 1
+    assert results["sifted"][2] == pytest.approx(1 / 3 + 2 / 3 / 3, abs=0.02)  # one epoch whole, then a third
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["everything", "sifted"]
+    assert all(re.search(r"accuracy \d+\.\d%  kept \d+\.\d%  \d+\.\d s", line) for line in lines)
