@@ -172,7 +172,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         item, before = get_args(annotation)[0], len(errors)
         filled = tuple(_fill(item, entry, f"{where}[{i}]", errors) for i, entry in enumerate(value))
         return _INVALID if len(errors) > before else filled
-    value = "" if value is None and annotation is str else value  # `key=` on the command line, `key:` in YAML
+    value = _as_written(annotation, value)
     try:
         node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: value}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
@@ -184,6 +184,16 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
         return _INVALID
     return converted
+
+
+def _as_written(annotation: Any, value: Any) -> Any:
+    """Return the word that YAML took for something else: nothing (`key=`, `key:`), or a bare `off` (false)."""
+    if value is None and annotation is str:
+        return ""
+    if isinstance(value, bool) and get_origin(annotation) is Literal:
+        word = "on" if value else "off"
+        return word if word in get_args(annotation) else value
+    return value
 
 
 def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:

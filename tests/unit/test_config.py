@@ -70,7 +70,7 @@ def test_everything_wrong_is_in_one_report():
     assert found["losses[0].kind"].startswith("losses[0].kind: no part named 'kll' in losses. Allowed: ce, dist, ")
     assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
     assert found["optimiser"].endswith("Did you mean 'optimizer'?")
-    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind, gate."
     assert len(found) == len(expected) + 3
 
 
@@ -415,3 +415,9 @@ def test_schema_is_frozen():
         load(minimal()).run.epochs = 3  # type: ignore[misc]
     assert all(cls.__dataclass_params__.frozen for cls in sections())
     assert Path(schema.__file__).name == "schema.py"
+
+
+def test_a_bare_off_is_a_word(settings):
+    assert config.load(settings, ["sifter.gate=off"]).sifter.gate == "off"
+    with pytest.raises(ConfigErrors, match=r"sifter\.gate: is True\. Allowed: one of auto, off"):
+        config.load(settings, ["sifter.gate=on"])
