@@ -15,6 +15,7 @@ from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ModelError
 from kd.jobs._folder import flatten, require_same
+from kd.jobs._sifting import report as sifting_report
 from kd.models.classifier import Classifier
 from kd.models.load import digest
 from kd.models.teacher import count_parameters
@@ -33,6 +34,8 @@ class Result:
     images_per_second: float
     """Over all of the training so far, evaluation left out."""
     teacher_parameters: int = 0
+    sifting: str = ""
+    """What the sifter did, as Markdown."""
     baseline: Result | None = None
     report: str = ""
 
@@ -64,6 +67,7 @@ def distil(
         if teacher is not None:
             check_teacher(settings, run, console)
         state = engine_train(run)
+        sifting = sifting_report(run, data.train, folder)
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)
@@ -75,6 +79,7 @@ def distil(
         parameters=count_parameters(run.distillation.student),
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
+        sifting=sifting,
     )
 
 

@@ -78,6 +78,8 @@ def report(settings: Config, result: Result) -> str:
     lines = [f"# {settings.run.name}", "", table(rows), ""]
     if "agreement" in result.metrics:
         lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
+    if result.sifting:
+        lines += [result.sifting]
     lines += [
         f"Best of the evaluations on the validation split; seed {settings.run.seed}; run folder `{result.folder}`.",
         "",

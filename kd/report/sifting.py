@@ -1,0 +1,113 @@
+"""What a sifter did: a table of the epochs, the time saved, the classes, and the pictures it kept and left out most.
+
+Legend: N images of the training split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from kd.report.console import percent, table
+
+SHOWN = 24
+"""Pictures of each kind on the sheet."""
+MARGIN = 6
+
+
+def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size: int) -> str:
+    """Return a table of the epochs and the time saved, as Markdown.
+
+    The time is compared with the run's own epochs that visited everything. Not separated: what a cache saves in the
+    same epochs.
+
+    Args:
+        epochs: the rows of kind "epoch", oldest first; `seconds` counts from the start of the run.
+        num_images: N.
+        batch_size: of a step, all ranks.
+    """
+    rows, spent = [], 0.0
+    full, sifted = [], []
+    for number, row in enumerate(epochs):
+        seconds, spent = row["seconds"] - spent, row["seconds"]
+        keep = row["trained"] / num_images
+        (full if row["trained"] > num_images - batch_size else sifted).append(seconds)
+        rows.append(
+            {
+                "epoch": number,
+                "considered": f"{num_images}",
+                "trained": f"{row['trained']:.0f}",
+                "kept": percent(keep),
+                "worth, equally weighted": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
+                "seconds": f"{seconds:.1f}",
+            }
+        )
+    if not rows:
+        return ""
+    lines = ["## Sifting", "", table(rows), ""]
+    if full and sifted:
+        whole = sum(full) / len(full)
+        saved = 1 - sum(sifted) / len(sifted) / whole
+        total = whole * len(epochs)
+        lines += [
+            f"A sifted epoch took {percent(saved)} less time than this run's own full ones "
+            f"({sum(sifted) / len(sifted):.1f} against {whole:.1f} s); the whole run took {percent(1 - spent / total)} "
+            f"less than {len(epochs)} full epochs would ({spent:.1f} against {total:.1f} s).",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def describe_images(
+    visits_N: Tensor, loss_N: Tensor, label_N: Tensor, classes: Sequence[str], name: Callable[[int], str]
+) -> str:
+    """Return what was kept of each class, and the names of the images kept and left out most, as Markdown."""
+    most = visits_N.max().clamp(min=1)
+    rows: list[dict[str, Any]] = []
+    for number, kind in enumerate(classes):
+        own = label_N == number
+        if own.any():
+            rows.append(
+                {
+                    "class": kind,
+                    "images": int(own.sum()),
+                    "visits, of the most possible": percent(float((visits_N[own] / most).mean())),
+                    "mean loss": f"{float(loss_N[own].nanmean()):.3f}",
+                }
+            )
+    rows.sort(key=lambda row: row["visits, of the most possible"])
+    always, seldom = extremes(visits_N, loss_N)
+    listed = rows if len(rows) <= 2 * 6 else [*rows[:6], *rows[-6:]]
+    return "\n".join(
+        [
+            table(listed),
+            "",
+            "Never left out, highest loss (often label errors): " + ", ".join(name(id) for id in always[:8]) + ".",
+            "Left out most: " + ", ".join(name(id) for id in seldom[:8]) + ".",
+            "",
+        ]
+    )
+
+
+def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:
+    """Return the ids visited most with the highest mean loss, and those visited least with the lowest."""
+    hardness = loss_N.nan_to_num(nan=0.0).double()
+    spread = (hardness.max() - hardness.min()).clamp(min=1e-12)
+    key = visits_N.double() + (hardness - hardness.min()) / spread * 0.5  # visits first, loss among equals
+    order = key.argsort(descending=True)
+    return order[:SHOWN].tolist(), order.flip(0)[:SHOWN].tolist()
+
+
+def sheet(groups: Sequence[Sequence[Image.Image]], side: int = 64, columns: int = 12) -> Image.Image:
+    """Lay pictures out in rows, a group after another with a gap between."""
+    heights = [-(-len(group) // columns) * side for group in groups]
+    made = Image.new("RGB", (columns * side, sum(heights) + MARGIN * (len(groups) - 1)), "white")
+    top = 0
+    for group, height in zip(groups, heights, strict=True):
+        for i, picture in enumerate(group):
+            made.paste(picture.resize((side, side)), (i % columns * side, top + i // columns * side))
+        top += height + MARGIN
+    return made
