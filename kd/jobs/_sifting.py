@@ -28,7 +28,7 @@ def report(run: Run, source: Source, folder: RunDir) -> str:
     text = describe(epochs, len(source), run.length.batch_size)
     if "visits" in state:
         labels = torch.tensor([source.label(id) for id in range(len(source))])
-        text += describe_images(state["visits"], state["mean"], labels, source.classes, source.name)
+        text += "\n" + describe_images(state["visits"], state["mean"], labels, source.classes, source.name)
         text += f"\nBoth are pictured in `{write_sheet(folder.path / SHEET, state, source)}`, the former first.\n"
     return text
 

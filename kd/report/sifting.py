@@ -6,7 +6,6 @@ Legend: N images of the training split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -65,20 +64,17 @@ def describe_images(
     visits_N: Tensor, loss_N: Tensor, label_N: Tensor, classes: Sequence[str], name: Callable[[int], str]
 ) -> str:
     """Return what was kept of each class, and the names of the images kept and left out most, as Markdown."""
-    most = visits_N.max().clamp(min=1)
-    rows: list[dict[str, Any]] = []
-    for number, kind in enumerate(classes):
-        own = label_N == number
-        if own.any():
-            rows.append(
-                {
-                    "class": kind,
-                    "images": int(own.sum()),
-                    "visits, of the most possible": percent(float((visits_N[own] / most).mean())),
-                    "mean loss": f"{float(loss_N[own].nanmean()):.3f}",
-                }
-            )
-    rows.sort(key=lambda row: row["visits, of the most possible"])
+    share_N = visits_N / visits_N.max().clamp(min=1)
+    owns = {kind: label_N == number for number, kind in enumerate(classes) if (label_N == number).any()}
+    rows = [
+        {
+            "class": kind,
+            "images": int(own.sum()),
+            "visits, of the most possible": percent(float(share_N[own].mean())),
+            "mean loss": f"{float(loss_N[own].nanmean()):.3f}",
+        }
+        for kind, own in sorted(owns.items(), key=lambda pair: float(share_N[pair[1]].mean()))
+    ]
     always, seldom = extremes(visits_N, loss_N)
     listed = rows if len(rows) <= 2 * 6 else [*rows[:6], *rows[-6:]]
     return "\n".join(

@@ -1,0 +1,95 @@
+"""Sifting and the teacher's cache as a user sees them: the commands, what they print, what they leave."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+VIEWS = ("teacher.cache.views=2", "run.epochs=4", "run.every.log=1")
+
+
+def test_a_sifted_run_reports_what_it_saved(written, command, tmp_path):
+    done = command("train", written(), "run.epochs=6", "sifter.kind=history", "sifter.keep=0.5", "data.batch_size=6")
+    assert done.code == 0, done
+    assert re.search(r"sifter 'history' will save 50 % of a sifted epoch's time \(teacher \d+\.\d\d, student", done.out)
+    report = (tmp_path / "runs" / "tiny" / "report.md").read_text()
+    assert "## Sifting" in done.out
+    assert "## Sifting" in report
+    kept = re.findall(r"^\| \d +\| +36 \| +(\d+) \|", report, re.MULTILINE)
+    assert kept == ["36", "18", "18", "18", "18", "18"]
+    assert re.search(r"A sifted epoch took -?\d+\.\d % less time than this run's own full ones", report)
+    assert "Never left out, highest loss" in report
+    with Image.open(tmp_path / "runs" / "tiny" / "sifting.jpg") as sheet:
+        assert sheet.width == 12 * 64
+
+
+def test_a_losing_sifter_is_turned_off_in_one_line(written, command, tmp_path):
+    done = command("train", written(), "sifter.kind=relative", "sifter.beta_value=0.01")
+    assert done.code == 0, done
+    assert re.search(r"sifter 'relative' would make a sifted epoch \d+ % longer .*; everything is visited", done.out)
+    assert "## Sifting" not in done.out
+
+
+def test_a_filled_cache_runs_no_teacher(written, command):
+    filled = command("cache", written(), *VIEWS)
+    assert filled.code == 0, filled
+    assert re.search(r"holds 72 records, 0 are missing; the teacher ran on 72 images in \d", filled.out)
+    trained = command("train", written(), *VIEWS)
+    assert trained.code == 0, trained
+    assert "teacher_images 0 " in trained.out
+    assert not re.search(r"teacher_images [1-9]", trained.out)
+    again = command("cache", written(), *VIEWS, "--verify")
+    assert again.code == 0, again
+    assert "72 records, 0 are missing" in again.out
+    assert re.search(r"largest difference between a stored logit and the teacher's: \d", again.out)
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("run.seed=1", "seed (0; this run has 1)"),
+        ("data.augment.crop=0.9", "transform ("),
+        ("teacher.cache.dtype=fp32", "dtype (fp16; this run has fp32)"),
+    ],
+)
+def test_another_run_s_cache_is_refused_by_name(written, command, tmp_path, override, field):
+    path = f"teacher.cache.path={tmp_path / 'cache'}"
+    assert command("cache", written(), *VIEWS, path).code == 0
+    refused = command("train", written(), *VIEWS, path, override, "run.name=other")
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1
+    assert f"was made with another {field}" in refused.err
+
+
+def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path):
+    """kill -9 as soon as the first record is there; torn or not, what follows is whole."""
+    argv = [written(), *VIEWS, f"teacher.cache.path={tmp_path / 'cache'}", "data.augment.policy=rand-m9-mstd0.5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    filling = subprocess.Popen(
+        [sys.executable, "-m", "kd.cli.cache", *argv], env=environment, stdout=subprocess.DEVNULL
+    )
+    file = Path(tmp_path / "cache" / "view_0000.logits")
+    deadline = time.monotonic() + 60
+    while not (file.exists() and any(file.read_bytes())) and time.monotonic() < deadline and filling.poll() is None:
+        time.sleep(0.001)
+    filling.send_signal(signal.SIGKILL)
+    assert filling.wait() in (-9, 0)  # 0: it was faster than the signal
+    assert file.exists()
+    assert command("cache", *argv).code == 0
+    verified = command("cache", *argv, "--verify")
+    assert verified.code == 0, verified
+    assert "72 records, 0 are missing" in verified.out
+
+
+def test_nothing_to_cache_is_one_line(written, command):
+    refused = command("cache", written())
+    assert refused.code == 2
+    assert refused.err.startswith("teacher.cache.views: there is nothing to cache. A teacher, and 1 view or more.")

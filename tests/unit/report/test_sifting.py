@@ -1,0 +1,60 @@
+"""What a sifted run tells a person, from rows with known numbers."""
+
+from __future__ import annotations
+
+import torch
+from PIL import Image
+
+from kd.report.sifting import describe, describe_images, extremes, sheet
+
+EPOCHS = [
+    {"trained": 96.0, "candidates": 96.0, "effective": 96.0, "seconds": 10.0},
+    {"trained": 48.0, "candidates": 48.0, "effective": 36.0, "seconds": 15.0},
+    {"trained": 48.0, "candidates": 96.0, "effective": 96.0, "seconds": 22.0},
+]
+
+
+def test_the_saving_is_wall_clock_against_the_runs_own_full_epochs():
+    text = describe(EPOCHS, num_images=100, batch_size=8)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [
+        ["0", "100", "96", "96.0 %", "96", "10.0"],
+        ["1", "100", "48", "48.0 %", "36", "5.0"],
+        ["2", "100", "48", "48.0 %", "48", "7.0"],
+    ]
+    assert "A sifted epoch took 40.0 % less time than this run's own full ones (6.0 against 10.0 s)" in text
+    assert "the whole run took 26.7 % less than 3 full epochs would (22.0 against 30.0 s)" in text
+
+
+def test_a_run_without_full_epochs_claims_no_saving():
+    assert "less time" not in describe([{**EPOCHS[1]}], num_images=100, batch_size=8)
+    assert describe([], num_images=100, batch_size=8) == ""
+
+
+def test_the_extremes_are_what_was_visited_most_with_the_highest_loss_and_least_with_the_lowest():
+    visits = torch.tensor([5, 5, 1, 1, 3])
+    loss = torch.tensor([0.2, 0.9, 0.3, 0.1, float("nan")])
+    always, seldom = extremes(visits, loss)
+    assert always == [1, 0, 4, 2, 3]
+    assert seldom == [3, 2, 4, 0, 1]
+
+
+def test_classes_stand_by_how_much_of_them_was_visited():
+    visits, labels = torch.tensor([4, 4, 1, 1]), torch.tensor([0, 0, 1, 1])
+    text = describe_images(visits, torch.tensor([1.0, 2.0, 0.1, 0.3]), labels, ["fig", "pear"], lambda id: f"{id}.jpg")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["pear", "fig"]
+    assert "25.0 %" in rows[0]
+    assert "0.200" in rows[0]
+    assert "100.0 %" in rows[1]
+    assert "highest loss (often label errors): 1.jpg, 0.jpg" in text
+    assert "Left out most: 2.jpg, 3.jpg" in text
+
+
+def test_the_sheet_shows_one_group_above_the_other():
+    red, blue = (Image.new("RGB", (9, 5), color) for color in ("red", "blue"))
+    made = sheet([[red] * 3, [blue]], side=10, columns=2)
+    assert made.size == (20, 2 * 10 + 6 + 10)
+    assert made.getpixel((5, 5)) == made.getpixel((15, 5)) == made.getpixel((5, 15)) == (255, 0, 0)
+    assert made.getpixel((15, 15)) == (255, 255, 255)
+    assert made.getpixel((5, 30)) == (0, 0, 255)
