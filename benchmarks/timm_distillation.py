@@ -1,0 +1,165 @@
+"""Images per second of distillation: kd against timm's own train.py, same models, same photographs, in turns.
+
+Run: python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER [--rounds 3]
+
+`--timm`: a checkout of pytorch-image-models (its train.py; `--kd-model-name` is not in the package). `--data`: a folder
+with train/<class>/*.jpg. Whole training loops in processes of their own, decoding included; the first steps are left
+out. Teachers have random weights: their arithmetic is what is timed. Precision: bf16 where the processor has units for
+it, else float32, the same for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from _record import write
+
+STUDENT = "vit_tiny_patch16_224"
+TEACHERS = {"S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
+
+
+def bf16_pays() -> bool:
+    """Return whether the processor has bfloat16 units."""
+    info = Path("/proc/cpuinfo")
+    return info.is_file() and bool(re.search(r"avx512_bf16|amx_bf16", info.read_text()))
+
+
+def subset(data: Path, work: Path, train: int, val: int) -> tuple[Path, int]:
+    """Link so many training photographs of all classes into a folder; return it and the number of classes."""
+    classes = sorted(folder for folder in (data / "train").iterdir() if folder.is_dir())
+    for split, count in (("train", train), ("val", val)):
+        for folder in classes:
+            target = work / "data" / split / folder.name
+            target.mkdir(parents=True)
+            photos = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+            for i in range(max(1, count // len(classes))):
+                (target / f"{i:04d}.jpg").symlink_to(photos[i % len(photos)].resolve())
+    return work / "data", len(classes)
+
+
+def teacher_folder(name: str, num_classes: int, work: Path) -> Path:
+    """Write a teacher of random weights as a folder that timm and kd load."""
+    import timm
+    from timm.models import save_for_hf
+
+    folder = work / f"teacher_{name}"
+    model = timm.create_model(TEACHERS[name], num_classes=num_classes)
+    save_for_hf(model, folder, safe_serialization=True)
+    return folder
+
+
+def run_timm(given: argparse.Namespace, teacher: Path, num_classes: int, data: Path, work: Path) -> list[float]:
+    """Train with timm; return the images/s of its log windows."""
+    argv = [sys.executable, str(Path(given.timm) / "train.py"), "--data-dir", str(data), "--train-split", "train"]
+    argv += ["--val-split", "val", "--model", STUDENT, "--num-classes", str(num_classes), "--device", "cpu"]
+    argv += ["--kd-model-name", f"local-dir:{teacher}", "--kd-temperature", "2", "--distill-loss-weight", "1"]
+    argv += ["--task-loss-weight", "0", "-b", str(given.batch), "--workers", "1", "--epochs", "1", "--opt", "adamw"]
+    argv += ["--lr", "1e-3", "--warmup-epochs", "0", "--log-interval", "2", "--output", str(work / "timm")]
+    argv += ["--amp", "--amp-dtype", "bfloat16"] if bf16_pays() else []
+    environment = {**os.environ, "PYTHONPATH": given.timm}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
+    text = done.stdout + done.stderr
+    # Train: 0 [   2/13 ( 15%)]  Loss: ...  Time: 4.512s,    7.09/s  (4.620s,    6.93/s)  LR: ...
+    found = re.findall(r"Train: 0 \[\s*(\d+)/.*?Time: ([\d.]+)s,", text)
+    times = [float(seconds) for step, seconds in found if int(step) >= given.skip]
+    if not times:
+        raise SystemExit(f"timm printed no speed:\n{text[-3000:]}")
+    return [given.batch / seconds for seconds in times]
+
+
+def configuration(given: argparse.Namespace, teacher: Path, data: Path, work: Path) -> dict[str, Any]:
+    """Return the same work as a configuration of kd."""
+    return {
+        "run": {"folder": str(work / "runs"), "steps": given.steps, "every": {"log": 2, "evaluate": 10**6}},
+        "data": {"kind": "imagefolder", "root": str(data), "batch_size": given.batch, "eval_batch": 8},
+        "teacher": {"model": str(teacher), "min_accuracy": 0},
+        "student": {"model": STUDENT},
+        "losses": [{"kind": "kl", "temperature": 2.0}],
+        "optimizer": {"lr": 1e-3},
+        "backend": {"kind": "cpu"},
+    }
+
+
+def run_kd(given: argparse.Namespace, settings: dict[str, Any], name: str, work: Path, *overrides: str) -> list[float]:
+    """Train with kd in a process of its own; return the images/s of its log windows."""
+    file = work / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    argv = [sys.executable, "-m", "kd.cli.train", str(file), f"run.name={name}", *overrides]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+    rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["images_per_second"] for row in rows if row["kind"] == "train" and row["step"] > given.skip]
+
+
+def main() -> None:
+    """Measure in turns and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timm", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--skip", type=int, default=6, help="first steps that do not count")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--teachers", default="SB")
+    given = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="kd_timm_"))
+    data, num_classes = subset(Path(given.data), work, given.batch * given.steps + 64, 28)
+    rows: list[dict[str, Any]] = []
+
+    def note(round_: int, teacher: str, which: str, speeds: list[float]) -> None:
+        rows.extend(
+            {"round": round_, "teacher": teacher, "which": which, "window": i, "images_per_second": round(speed, 3)}
+            for i, speed in enumerate(speeds)
+        )
+        print(round_, teacher, which, f"{statistics.median(speeds):.2f} images/s", flush=True)
+
+    teachers = {name: teacher_folder(name, num_classes, work) for name in given.teachers}
+    settings = {name: configuration(given, teachers[name], data, work) for name in teachers}
+    cached = ("teacher.cache.views=1",)
+    for name in teachers:
+        file = work / "cache.yaml"
+        file.write_text(yaml.safe_dump(settings[name]))
+        subprocess.run([sys.executable, "-m", "kd.cli.cache", str(file), "run.name=fill", *cached], check=True)
+    for turn in range(given.rounds):
+        for name in teachers:
+            note(turn, name, "timm", run_timm(given, teachers[name], num_classes, data, work))
+            note(turn, name, "kd live", run_kd(given, settings[name], f"live-{name}-{turn}", work))
+            note(turn, name, "kd cached", run_kd(given, settings[name], f"cached-{name}-{turn}", work, *cached))
+        alone = {**settings[given.teachers[0]], "losses": [{"kind": "ce"}], "teacher": {}}
+        note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
+    report(rows, list(teachers))
+    argv = ["python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER", f"--rounds {given.rounds}"]
+    write("timm_distillation", " ".join([*argv, f"--steps {given.steps} --batch {given.batch}"]), rows)
+
+
+def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
+    """Print medians and the ratios that were asked for."""
+
+    def median(teacher: str, which: str) -> float:
+        return statistics.median(
+            row["images_per_second"] for row in rows if (row["teacher"], row["which"]) == (teacher, which)
+        )
+
+    print(f"precision {'bf16' if bf16_pays() else 'float32'}; labels only {median('-', 'kd labels only'):.2f} images/s")
+    for name in teachers:
+        timm, live, cached = (median(name, which) for which in ("timm", "kd live", "kd cached"))
+        print(
+            f"ViT-{name} -> ViT-Ti: timm {timm:.2f}, kd live {live:.2f} ({live / timm:.2f}x), kd cached {cached:.2f} "
+            f"({cached / timm:.2f}x; {cached / median('-', 'kd labels only'):.2f} of labels only) images/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
