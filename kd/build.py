@@ -24,7 +24,7 @@ from kd.errors import ConfigError, DataError
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
-from kd.models.teacher import NoTeacher
+from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
@@ -163,7 +163,9 @@ def student_model(config: Config, classes: Any, with_features: bool) -> Classifi
     return load(spec, config.data.image_size, with_features)
 
 
-def teacher_model(config: Config, classes: Any, with_features: bool, folder: str = "") -> Classifier:
+def teacher_model(
+    config: Config, classes: Any, with_features: bool, folder: str = "", hollow: bool = False
+) -> Classifier:
     """Load the teacher with its weights; its classes must be the data's.
 
     Args:
@@ -171,8 +173,13 @@ def teacher_model(config: Config, classes: Any, with_features: bool, folder: str
         classes: class names in the data's order.
         with_features: return pooled features too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
+        hollow: build it without weights, on the meta device: another rank has them.
     """
     section = config.teacher
+    if hollow:
+        spec = Spec("teacher", folder or section.model, {} if folder else section.args, classes)
+        with torch.device("meta"):
+            return load(spec, config.data.image_size, with_features)
     if folder:
         spec = Spec("teacher", folder, {}, classes, pretrained=True, exact_head=True)
     else:
@@ -313,4 +320,6 @@ def run(
         watcher=watcher,
     )
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
+    if isinstance(live, LiveTeacher) and config.teacher.shard:
+        facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
     return built, facts

@@ -37,7 +37,8 @@ def choose_teacher(
 
     def candidate(name: str) -> LiveTeacher:
         precision, attention = name.split("+")
-        live = LiveTeacher(model, backend.device, DTYPES[precision], section.micro_batch)
+        place = backend.shard if section.shard else None
+        live = LiveTeacher(model, backend.device, DTYPES[precision], section.micro_batch, place)
         set_attention(live.model, attention == "fused")
         return live
 

@@ -9,7 +9,7 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -158,6 +158,17 @@ class Backend(Protocol):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Make all ranks start equal and give the gradient reduction its one owner."""
+        ...
+
+    def check_sharding(self) -> None:
+        """Raise BackendError with the reason where this world cannot shard a frozen module."""
+        ...
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Spread a frozen module, given on the meta device, over the ranks; rank 0's `source` fills it, by name.
+
+        All ranks must call it, and then its forward, equally often: each gathers what it needs.
+        """
         ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

@@ -149,6 +149,8 @@ class TeacherSection:
     """Refuse a teacher below this validation accuracy. -1: twice chance."""
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
+    shard: bool = False
+    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
 

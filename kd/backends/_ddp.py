@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _shards
+from kd.backends import _fsdp, _shards
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
 from kd.types import Batch
@@ -45,6 +45,7 @@ class DDPBackend:
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
+        self._teacher: nn.Module | None = None
 
     def setup(self) -> None:
         """Join the world and require it to be as large as the launcher promised."""
@@ -93,6 +94,22 @@ class DDPBackend:
         devices = [self.device.index] if self.device.index is not None else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
 
+    def check_sharding(self) -> None:
+        """Require a world to spread over."""
+        if self.world_size == 1:
+            raise BackendError(
+                "teacher.shard",
+                "is true, but there is one process",
+                "A teacher is spread over two ranks or more",
+                "Start with torchrun --nproc-per-node 2, or set teacher.shard=false",
+            )
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Spread a frozen module over the ranks with FSDP2, over the default group."""
+        self.check_sharding()
+        self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
+        return self._teacher
+
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Hold DDP's reduction back."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
@@ -139,10 +156,11 @@ class DDPBackend:
             optimizer.load_state_dict(state)
 
     def counters(self) -> dict[str, float]:
-        """Return the optimizer state that this rank holds, MiB."""
+        """Return what this rank holds, MiB: the optimizer state, and its shard of the teacher where there is one."""
         entries = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
-        return {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
+        held = {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
+        return held if self._teacher is None else {**held, "teacher_mib": _fsdp.mib(self._teacher)}
 
     def end_step(self) -> None:
         """Nothing to do: these devices run eagerly."""

@@ -15,7 +15,7 @@ import torch
 
 from kd.backends._cuda import CUDA, claim
 from kd.backends._ddp import DDPBackend
-from kd.errors import MissingExtra
+from kd.errors import BackendError, MissingExtra
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
@@ -42,6 +42,15 @@ class SMDDP(DDPBackend):
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
         if options.device == "cuda":
             self.device = claim(self.kind, self.local_rank, options.tf32)
+
+    def check_sharding(self) -> None:
+        """Refuse: FSDP2 gathers with all_gather_into_tensor."""
+        raise BackendError(
+            "teacher.shard",
+            "is true, but smddp refuses the collective that gathers a sharded teacher (_allgather_base)",
+            "Backends that shard: cpu, cuda, neuron",
+            "Set backend.kind=cuda, or teacher.shard=false",
+        )
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -116,6 +116,20 @@ class XLA:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Make all ranks start from rank 0's parameters; there is no wrapper, `step` reduces."""
         self.broadcast_([*module.parameters(), *module.buffers()])
+        return module
+
+    def check_sharding(self) -> None:
+        """Refuse: torch_xla does not know FSDP2."""
+        raise BackendError(
+            "teacher.shard",
+            "is true, but torch_xla does not run FSDP2",
+            "Backends that shard: cpu, cuda, neuron",
+            "Set teacher.shard=false, and teacher.micro_batch where its activations do not fit",
+        )
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Refuse."""
+        self.check_sharding()
         return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

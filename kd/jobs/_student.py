@@ -17,7 +17,7 @@ from kd.errors import ModelError
 from kd.jobs._folder import flatten, require_same
 from kd.models.classifier import Classifier
 from kd.models.load import digest
-from kd.models.teacher import count_parameters
+from kd.models.teacher import count_parameters, is_hollow
 from kd.report.console import Console, percent
 from kd.report.trackers import Trackers
 
@@ -52,15 +52,19 @@ def distil(
             "backend": backend.kind,
             "classes": list(data.train.classes),
             "data": data.fingerprint,
-            "teacher": digest(teacher.network) if teacher is not None else None,
             "surroundings": manifest.surroundings(),
         }
+        if teacher is None or not is_hollow(teacher):  # where another rank holds the weights, that one compares them
+            facts["teacher"] = digest(teacher.network) if teacher is not None else None
         require_same("data", known, facts)
         require_same("teacher", known, facts)
         if pinned:
             facts["measured_ms"] = known.get("measured_ms", {})
         folder.record(**facts)
         console.say(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+        if "teacher_mib" in facts:
+            held = facts["teacher_mib"]
+            console.say(f"teacher: {held['rank']:.2f} of {held['whole']:.2f} MiB on this rank, sharded")
         if teacher is not None:
             check_teacher(settings, run, console)
         state = engine_train(run)
