@@ -319,6 +319,7 @@ def run(
         sink=sink,
         watcher=watcher,
     )
+    backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
     if isinstance(live, LiveTeacher) and config.teacher.shard:
         facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}

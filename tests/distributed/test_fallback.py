@@ -52,7 +52,9 @@ def test_without_library_and_fallback_it_is_one_line(smddp):
     assert "set backend.fallback=nccl" in world.logs[0]
 
 
-@pytest.mark.parametrize("pair", ["fallback nccl does not go with device cpu", "fallback gloo does not go with device cuda"])
+@pytest.mark.parametrize(
+    "pair", ["fallback nccl does not go with device cpu", "fallback gloo does not go with device cuda"]
+)
 def test_a_fallback_that_does_not_fit_the_device(smddp, pair):
     _, name, *_, device = pair.split()
     world = smddp(1, f"backend.fallback={name}", f"backend.device={device}")
