@@ -153,7 +153,7 @@ def _run(
     workers: int,
     console: Console,
 ) -> tuple[Run, Memory]:
-    batch_size, seed = settings.data.batch_size, settings.run.seed
+    batch_size, seed = build.fixed_batch(settings), settings.run.seed
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
     split = build.arithmetic(settings, world.world_size, num_images)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kd import parts
-from kd.choose import choose_student, choose_teacher
+from kd.choose import choose_batch, choose_student, choose_teacher, provisional
 from kd.config import Config
 from kd.contracts import Backend, Sink, Source, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
@@ -95,25 +95,37 @@ def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
     Raises:
         ConfigError: it does not divide, or there are fewer images than a batch.
     """
-    section = config.data
-    share, rest = divmod(section.batch_size, world_size)
+    section, batch_size = config.data, fixed_batch(config)
+    share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
     if rest or not share or share % micro:
-        near = max(1, round(section.batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
+        near = max(1, round(batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
         raise ConfigError(
             "data.batch_size",
-            f"{section.batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
+            f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
             "batch_size = ranks x micros x micro_batch, all whole",
             f"Set data.batch_size={near}, or change data.micro_batch",
         )
-    if num_images < section.batch_size:
+    if num_images < batch_size:
         raise ConfigError(
             "data.batch_size",
-            f"is {section.batch_size}, but the training split has {num_images} images",
+            f"is {batch_size}, but the training split has {num_images} images",
             "At most the size of the training split",
             f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
         )
-    return Arithmetic(section.batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+    return Arithmetic(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+
+
+def fixed_batch(config: Config) -> int:
+    """Return the global batch size.
+
+    Raises:
+        ConfigError: it is `auto`, and nobody has searched.
+    """
+    if isinstance(config.data.batch_size, str):
+        remedy = "Set a number here"
+        raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
+    return config.data.batch_size
 
 
 def criterion(config: Config, dims: Dims) -> Criterion:
@@ -279,17 +291,19 @@ def run(
     """
     required = needs(config)
     classes = data.train.classes
-    split = arithmetic(config, backend.world_size, len(data.train))
+    choices = dict(pinned)
+    split = arithmetic(provisional(config, len(data.train), backend, choices), backend.world_size, len(data.train))
     student = student_model(config, classes, "features" in required)
     if config.student.init == "teacher" and teacher is not None:
         select_weights(student.network, teacher.network)
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     torch.manual_seed(seed_from(config.run.seed, "criterion"))
     distillation = Distillation(student, criterion(config, dims)).to(backend.device)
-    choices = dict(pinned)
     measured: dict[str, dict[str, float]] = {}
     live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
+    config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
+    split = arithmetic(config, backend.world_size, len(data.train))
     train_loader, val_loader = loaders(config, data, backend, split)
     sifter_context = {"num_images": len(data.train), "batch_size": split.batch_size, "seed": config.run.seed}
     section = config.optimizer
@@ -321,6 +335,7 @@ def run(
     )
     backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
+    facts |= {"batch_search": search} if search else {}
     if isinstance(live, LiveTeacher) and config.teacher.shard:
         facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
     return built, facts

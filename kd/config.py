@@ -246,6 +246,8 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
     workers = config.data.workers
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
+    if isinstance(config.data.batch_size, str):
+        yield from _found_batch(config)
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
         yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
@@ -264,6 +266,19 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
         yield ConfigError("optimizer.betas", f"is {list(config.optimizer.betas)}", "Each >= 0 and < 1", "Change them")
+
+
+def _found_batch(config: Config) -> Iterator[ConfigError]:
+    """Yield what does not go with a batch size that is still to be found."""
+    size, micro = config.data.batch_size, config.data.micro_batch
+    if size != "auto":
+        yield ConfigError("data.batch_size", f"is {size!r}", "Allowed: `auto` or a whole number >= 1", "Change it")
+    elif micro:
+        remedy = "Set data.micro_batch=0, or data.batch_size to a number"
+        yield ConfigError("data.micro_batch", f"is {micro}, but data.batch_size is auto, which finds it", "", remedy)
+    elif config.teacher.shard:
+        wrong = "is auto, but a rank that runs out of memory inside a sharded teacher would leave the others waiting"
+        yield ConfigError("data.batch_size", wrong, "A number goes with teacher.shard", "Set data.batch_size")
 
 
 # --------------------------------------------------------------------------------------------------- explaining

@@ -160,6 +160,10 @@ class Backend(Protocol):
         """Make all ranks start equal and give the gradient reduction its one owner."""
         ...
 
+    def free_mib(self) -> float:
+        """Return the memory that this rank may still take, MiB; infinity where taking too much raises an error."""
+        ...
+
     def check_sharding(self) -> None:
         """Raise BackendError with the reason where this world cannot shard a frozen module."""
         ...

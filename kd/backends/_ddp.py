@@ -7,6 +7,7 @@ only; one owner of the gradient reduction (DDP); the world is proven by an all-r
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _fsdp, _shards
+from kd.backends import _fsdp, _memory, _shards
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
 from kd.types import Batch
@@ -93,6 +94,10 @@ class DDPBackend:
             return module
         devices = [self.device.index] if self.device.index is not None else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
+
+    def free_mib(self) -> float:
+        """Return this rank's share of the machine's free memory; a device that is full says so by itself."""
+        return _memory.free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
     def check_sharding(self) -> None:
         """Require a world to spread over."""

@@ -10,6 +10,7 @@ halves: `xm.reduce_gradients`, clip, step; with ZeRO, torch_xla's own optimizer,
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -118,6 +119,10 @@ class XLA:
         """Make all ranks start from rank 0's parameters; there is no wrapper, `step` reduces."""
         self.broadcast_([*module.parameters(), *module.buffers()])
         return module
+
+    def free_mib(self) -> float:
+        """Return infinity: not known, and never asked for, since a search would compile every size."""
+        return math.inf
 
     def check_sharding(self) -> None:
         """Refuse: torch_xla does not know FSDP2."""

@@ -57,5 +57,5 @@ def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[st
             teacher = build.teacher_model(settings, data.train.classes, features)
     found.append((settings.run.name, settings, teacher))
     if settings.run.baseline:
-        found.append((f"{settings.run.name} (labels only)", labels_alone(settings), None))
+        found.append((f"{settings.run.name} (labels only)", labels_alone(settings, build.fixed_batch(settings)), None))
     return found
