@@ -187,7 +187,9 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
 
 
 def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
-    """Return whether OmegaConf took a value that is none: a number as true or false, a list inside a list."""
+    """Return whether OmegaConf took a value that is none: a number as true or false, a list in a list, any text."""
+    if annotation == int | str:
+        return isinstance(value, bool) or (isinstance(converted, str) and converted != "auto")
     if annotation is bool:
         return not isinstance(value, bool)
     if get_origin(annotation) is tuple:
@@ -246,7 +248,7 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
     workers = config.data.workers
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
-    if isinstance(config.data.batch_size, str):
+    if config.data.batch_size == "auto":
         yield from _found_batch(config)
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
@@ -270,13 +272,11 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
 
 def _found_batch(config: Config) -> Iterator[ConfigError]:
     """Yield what does not go with a batch size that is still to be found."""
-    size, micro = config.data.batch_size, config.data.micro_batch
-    if size != "auto":
-        yield ConfigError("data.batch_size", f"is {size!r}", "Allowed: `auto` or a whole number >= 1", "Change it")
-    elif micro:
+    micro = config.data.micro_batch
+    if micro:
         remedy = "Set data.micro_batch=0, or data.batch_size to a number"
         yield ConfigError("data.micro_batch", f"is {micro}, but data.batch_size is auto, which finds it", "", remedy)
-    elif config.teacher.shard:
+    if config.teacher.shard:
         wrong = "is auto, but a rank that runs out of memory inside a sharded teacher would leave the others waiting"
         yield ConfigError("data.batch_size", wrong, "A number goes with teacher.shard", "Set data.batch_size")
 
@@ -358,6 +358,8 @@ def _describe(annotation: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(arg) for arg in args)
     if origin in (Union, types.UnionType):
+        if args == (int, str):
+            return "auto or a whole number"
         return " or ".join(_describe(arg) for arg in args)
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list of {_describe(args[0])}"

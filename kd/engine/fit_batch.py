@@ -12,6 +12,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -111,5 +112,13 @@ def per_image(trial: Callable[[int], object], most: int) -> float:
 
 
 def _peak_mib() -> float:
-    """Return the largest resident size so far; the system counts it in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    """Return the largest resident size so far.
+
+    Linux's getrusage begins with the parent's, so that a child of a large process would seem never to grow.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
+    except (OSError, StopIteration):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, others KiB
