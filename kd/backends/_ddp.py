@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -92,6 +93,8 @@ class DDPBackend:
         """Wrap in DDP, which makes ranks start equal and owns the reduction; alone, return the module itself."""
         if self.world_size == 1:
             return module
+        # torch doubts the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
 
