@@ -336,6 +336,6 @@ def run(
     backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
     facts |= {"batch_search": search} if search else {}
-    if isinstance(live, LiveTeacher) and config.teacher.shard:
+    if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
         facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
     return built, facts

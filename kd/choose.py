@@ -43,7 +43,8 @@ def choose_teacher(
     def candidate(name: str) -> LiveTeacher:
         precision, attention = name.split("+")
         place = backend.shard if section.shard else None
-        live = LiveTeacher(model, backend.device, DTYPES[precision], section.micro_batch, place)
+        stages = backend.pipeline if section.pipeline else None
+        live = LiveTeacher(model, backend.device, DTYPES[precision], section.micro_batch, place, stages)
         set_attention(live.model, attention == "fused")
         return live
 

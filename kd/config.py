@@ -248,8 +248,7 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
     workers = config.data.workers
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
-    if config.data.batch_size == "auto":
-        yield from _found_batch(config)
+    yield from _divided(config)
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
         yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
@@ -270,15 +269,21 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("optimizer.betas", f"is {list(config.optimizer.betas)}", "Each >= 0 and < 1", "Change them")
 
 
-def _found_batch(config: Config) -> Iterator[ConfigError]:
-    """Yield what does not go with a batch size that is still to be found."""
-    micro = config.data.micro_batch
+def _divided(config: Config) -> Iterator[ConfigError]:
+    """Yield what does not go with a teacher divided over ranks, or with a batch size that is still to be found."""
+    divided, micro = config.teacher.shard or config.teacher.pipeline, config.data.micro_batch
+    if config.teacher.shard and config.teacher.pipeline:
+        wrong = "is true, but teacher.pipeline divides the teacher already"
+        yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
+    if config.data.batch_size != "auto":
+        return
     if micro:
         remedy = "Set data.micro_batch=0, or data.batch_size to a number"
         yield ConfigError("data.micro_batch", f"is {micro}, but data.batch_size is auto, which finds it", "", remedy)
-    if config.teacher.shard:
-        wrong = "is auto, but a rank that runs out of memory inside a sharded teacher would leave the others waiting"
-        yield ConfigError("data.batch_size", wrong, "A number goes with teacher.shard", "Set data.batch_size")
+    if divided:
+        wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
+        allowed = "A number goes with teacher.shard and teacher.pipeline"
+        yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
 # --------------------------------------------------------------------------------------------------- explaining

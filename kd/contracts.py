@@ -175,6 +175,14 @@ class Backend(Protocol):
         """
         ...
 
+    def check_pipeline(self, stages: int) -> None:
+        """Raise BackendError with the reason where this world cannot run a frozen module in so many stages."""
+        ...
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Cut a frozen module, given on the CPU of all ranks, into one stage a rank; called like the whole one."""
+        ...
+
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Hold the reduction back: all but the last micro-batch of a step."""
         ...

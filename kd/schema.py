@@ -152,6 +152,8 @@ class TeacherSection:
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     shard: bool = False
     """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
+    pipeline: int = ranged(0, low=0)
+    """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
 

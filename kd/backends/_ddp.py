@@ -118,6 +118,24 @@ class DDPBackend:
         self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 
+    def check_pipeline(self, stages: int) -> None:
+        """Require a rank for each stage, and a torch whose pipelines run forward only over gloo (2.9's abort)."""
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if version < (2, 13):
+            wrong = f"is {stages}, but this is torch {torch.__version__}"
+            raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
+        if stages != self.world_size or stages < 2:
+            wrong = f"is {stages}, but the number of processes is {self.world_size}"
+            remedy = "Start as many processes as stages, or set teacher.pipeline=0"
+            raise BackendError("teacher.pipeline", wrong, "One stage a process, two or more", remedy)
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Cut a frozen module into one stage a rank."""
+        from kd.backends._pipeline import Pipelined  # torch before 2.13 may lack what it imports
+
+        self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
+        return self._teacher
+
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Hold DDP's reduction back."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

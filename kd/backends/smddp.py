@@ -58,6 +58,14 @@ class SMDDP(DDPBackend):
             "Set backend.kind=cuda, or teacher.shard=false",
         )
 
+    def check_pipeline(self, stages: int) -> None:
+        """Refuse on smddp itself: no document says that it sends between neighbours."""
+        if self.init != "smddp":
+            return super().check_pipeline(stages)
+        remedy = "Set backend.kind=cuda, or teacher.pipeline=0"
+        wrong = f"is {stages}, but smddp is not known to send from rank to rank"
+        raise BackendError("teacher.pipeline", wrong, "Backends with pipelines: cpu, cuda, neuron", remedy)
+
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:
     """Build the smddp backend; `setup` joins the world.

@@ -138,6 +138,16 @@ class XLA:
         self.check_sharding()
         return module
 
+    def check_pipeline(self, stages: int) -> None:
+        """Refuse: torch.distributed.pipelining needs torch 2.13, torch_xla ends with 2.9."""
+        wrong = f"is {stages}, but torch_xla ends with torch 2.9"
+        raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Refuse."""
+        self.check_pipeline(0)
+        return module
+
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Nothing to hold back: gradients are reduced in `step`."""
         return nullcontext()

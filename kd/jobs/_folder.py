@@ -26,6 +26,7 @@ FREE = (
     "data.workers",
     "data.eval_batch",
     "teacher.shard",
+    "teacher.pipeline",
     "backend.timeout_seconds",
 )
 

@@ -69,8 +69,8 @@ def distil(
         if "batch_search" in facts:
             console.say(f"{title}: batch_size auto: {facts['batch_search']}")
         if "teacher_mib" in facts:
-            held = facts["teacher_mib"]
-            console.say(f"teacher: {held['rank']:.2f} of {held['whole']:.2f} MiB on this rank, sharded")
+            rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
+            console.say(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
         if teacher is not None:
             check_teacher(settings, run, console)
         state = engine_train(run)

@@ -47,6 +47,8 @@ def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[st
     if section.model:
         if section.shard:
             backend.check_sharding()
+        if section.pipeline:
+            backend.check_pipeline(section.pipeline)
         fitted = section.fit.epochs and not section.checkpoint
         features = "features" in build.needs(settings)
         if fitted:

@@ -40,6 +40,8 @@ def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> Clas
         return None
     if section.shard:
         backend.check_sharding()  # before minutes are spent on fitting one
+    if section.pipeline:
+        backend.check_pipeline(section.pipeline)
     features = "features" in build.needs(settings)
     folder = ""
     if section.fit.epochs and not section.checkpoint:

@@ -29,6 +29,7 @@ class LiveTeacher:
         dtype: torch.dtype = torch.float32,
         micro_batch: int = 0,
         shard: Place | None = None,
+        pipeline: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         """Freeze a copy of `model` on `device`.
 
@@ -39,8 +40,9 @@ class LiveTeacher:
             micro_batch: images per forward; 0: all at once.
             shard: spreads it over the ranks instead; then only rank 0's `model` must hold weights, and all ranks must
                 answer for equally many batches.
+            pipeline: cuts it into stages instead; again all ranks must answer for equally many batches.
         """
-        frozen = hollow(model) if shard is not None else copy.deepcopy(model).to(device)
+        frozen = hollow(model) if shard is not None else copy.deepcopy(model)
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
@@ -48,7 +50,10 @@ class LiveTeacher:
         """Of the whole teacher."""
         if shard is not None:
             shard(frozen, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
-        self.model, self.micro_batch = frozen, micro_batch
+        self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
+        if pipeline is not None:
+            self.model = pipeline(frozen)
+        self.micro_batch = micro_batch
 
     def _forward(self, image: Tensor) -> list[Outputs]:
         # torch_xla cannot take views in inference mode

@@ -196,6 +196,8 @@ def test_a_batch_that_is_found_goes_with_neither_a_micro_batch_nor_a_sharded_tea
     assert "which finds it" in errors_of(minimal(), "data.batch_size=auto", "data.micro_batch=8")["data.micro_batch"]
     told = errors_of(minimal(), "data.batch_size=auto", "teacher.shard=true")
     assert "A number goes with teacher.shard" in told["data.batch_size"]
+    both = errors_of(minimal(), "teacher.shard=true", "teacher.pipeline=2")
+    assert "One of the two" in both["teacher.shard"]
 
 
 def test_a_baseline_that_would_know_the_teacher():
