@@ -164,23 +164,15 @@ class Backend(Protocol):
         """Return the memory that this rank may still take, MiB; infinity where taking too much raises an error."""
         ...
 
-    def check_sharding(self) -> None:
-        """Raise BackendError with the reason where this world cannot shard a frozen module."""
-        ...
+    def check_divided(self, stages: int) -> None:
+        """Raise BackendError where this world cannot run a frozen module in so many stages; 0: cannot shard it."""
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Spread a frozen module, given on the meta device, over the ranks; rank 0's `source` fills it, by name.
-
-        All ranks must call it, and then its forward, equally often: each gathers what it needs.
-        """
-        ...
-
-    def check_pipeline(self, stages: int) -> None:
-        """Raise BackendError with the reason where this world cannot run a frozen module in so many stages."""
+        """Spread a frozen module, on the meta device, over the ranks; rank 0's `source` fills it. All call it alike."""
         ...
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Cut a frozen module, given on the CPU of all ranks, into one stage a rank; called like the whole one."""
+        """Cut a frozen module, on the CPU of all ranks, into one stage a rank. All ranks call it alike."""
         ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

@@ -102,9 +102,11 @@ class DDPBackend:
         """Return this rank's share of the machine's free memory; a device that is full says so by itself."""
         return _memory.free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
-    def check_sharding(self) -> None:
-        """Require a world to spread over."""
-        if self.world_size == 1:
+    def check_divided(self, stages: int) -> None:
+        """Require a rank for each stage; to shard (0 stages), a world to spread over."""
+        if stages:
+            _check_pipeline(stages, self.world_size)
+        elif self.world_size == 1:
             raise BackendError(
                 "teacher.shard",
                 "is true, but there is one process",
@@ -114,20 +116,9 @@ class DDPBackend:
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Spread a frozen module over the ranks with FSDP2, over the default group."""
-        self.check_sharding()
+        self.check_divided(0)
         self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
-
-    def check_pipeline(self, stages: int) -> None:
-        """Require a rank for each stage, and a torch whose pipelines run forward only over gloo (2.9's abort)."""
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        if version < (2, 13):
-            wrong = f"is {stages}, but this is torch {torch.__version__}"
-            raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
-        if stages != self.world_size or stages < 2:
-            wrong = f"is {stages}, but the number of processes is {self.world_size}"
-            remedy = "Start as many processes as stages, or set teacher.pipeline=0"
-            raise BackendError("teacher.pipeline", wrong, "One stage a process, two or more", remedy)
 
     def pipeline(self, module: nn.Module) -> nn.Module:
         """Cut a frozen module into one stage a rank."""
@@ -248,6 +239,18 @@ _PEER_IS_GONE = (
     "Timed out waiting",
     "Socket closed",
 )
+
+
+def _check_pipeline(stages: int, world_size: int) -> None:
+    """Require a rank for each stage, and a torch whose pipelines run forward only over gloo (2.9's abort)."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 13):
+        wrong = f"is {stages}, but this is torch {torch.__version__}"
+        raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
+    if stages != world_size or stages < 2:
+        wrong = f"is {stages}, but the number of processes is {world_size}"
+        remedy = "Start as many processes as stages, or set teacher.pipeline=0"
+        raise BackendError("teacher.pipeline", wrong, "One stage a process, two or more", remedy)
 
 
 def _no_meeting(launcher: str, timeout: timedelta, error: Exception) -> BackendError:

@@ -47,24 +47,16 @@ class SMDDP(DDPBackend):
         if options.device == "cuda":
             self.device = claim(self.kind, self.local_rank, options.tf32)
 
-    def check_sharding(self) -> None:
-        """Refuse on smddp itself: FSDP2 gathers with all_gather_into_tensor."""
+    def check_divided(self, stages: int) -> None:
+        """Refuse on smddp itself: FSDP2 gathers with all_gather_into_tensor; no document says that it sends."""
         if self.init != "smddp":
-            return super().check_sharding()
-        raise BackendError(
-            "teacher.shard",
-            "is true, but smddp refuses the collective that gathers a sharded teacher (_allgather_base)",
-            "Backends that shard: cpu, cuda, neuron",
-            "Set backend.kind=cuda, or teacher.shard=false",
-        )
-
-    def check_pipeline(self, stages: int) -> None:
-        """Refuse on smddp itself: no document says that it sends between neighbours."""
-        if self.init != "smddp":
-            return super().check_pipeline(stages)
-        remedy = "Set backend.kind=cuda, or teacher.pipeline=0"
-        wrong = f"is {stages}, but smddp is not known to send from rank to rank"
-        raise BackendError("teacher.pipeline", wrong, "Backends with pipelines: cpu, cuda, neuron", remedy)
+            return super().check_divided(stages)
+        key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
+        why = "is not known to send from rank to rank"
+        if not stages:
+            why = "refuses the collective that gathers a sharded teacher (_allgather_base)"
+        remedy = "Set backend.kind=cuda, or keep the teacher whole"
+        raise BackendError(key, f"is {value}, but smddp {why}", "Backends that divide it: cpu, cuda, neuron", remedy)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

@@ -124,28 +124,21 @@ class XLA:
         """Return infinity: not known, and never asked for, since a search would compile every size."""
         return math.inf
 
-    def check_sharding(self) -> None:
-        """Refuse: torch_xla does not know FSDP2."""
-        raise BackendError(
-            "teacher.shard",
-            "is true, but torch_xla does not run FSDP2",
-            "Backends that shard: cpu, cuda, neuron",
-            "Set teacher.shard=false, and teacher.micro_batch where its activations do not fit",
-        )
+    def check_divided(self, stages: int) -> None:
+        """Refuse: torch_xla does not know FSDP2, and torch's pipelines need 2.13, where torch_xla ends with 2.9."""
+        key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
+        why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not run FSDP2"
+        remedy = "Keep it whole, with teacher.micro_batch where its activations do not fit"
+        raise BackendError(key, f"is {value}, but {why}", "Backends that divide a teacher: cpu, cuda, neuron", remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Refuse."""
-        self.check_sharding()
+        self.check_divided(0)
         return module
-
-    def check_pipeline(self, stages: int) -> None:
-        """Refuse: torch.distributed.pipelining needs torch 2.13, torch_xla ends with 2.9."""
-        wrong = f"is {stages}, but torch_xla ends with torch 2.9"
-        raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
 
     def pipeline(self, module: nn.Module) -> nn.Module:
         """Refuse."""
-        self.check_pipeline(0)
+        self.check_divided(2)
         return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

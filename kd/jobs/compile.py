@@ -45,10 +45,8 @@ def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[st
     section, found = settings.teacher, []
     teacher = None
     if section.model:
-        if section.shard:
-            backend.check_sharding()
-        if section.pipeline:
-            backend.check_pipeline(section.pipeline)
+        if section.shard or section.pipeline:
+            backend.check_divided(section.pipeline)
         fitted = section.fit.epochs and not section.checkpoint
         features = "features" in build.needs(settings)
         if fitted:

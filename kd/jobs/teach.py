@@ -38,10 +38,8 @@ def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> Clas
     section = settings.teacher
     if not section.model:
         return None
-    if section.shard:
-        backend.check_sharding()  # before minutes are spent on fitting one
-    if section.pipeline:
-        backend.check_pipeline(section.pipeline)
+    if section.shard or section.pipeline:
+        backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     features = "features" in build.needs(settings)
     folder = ""
     if section.fit.epochs and not section.checkpoint:

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     module = parts.find("backends", "cpu", "test")
     backend = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=20.0)
     backend.setup()
-    backend.check_pipeline(backend.world_size)
+    backend.check_divided(backend.world_size)
     facts: dict[str, object] = {}
     for name, (model, args, features, micro, dtype) in CASES.items():
         torch.manual_seed(0)

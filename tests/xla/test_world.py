@@ -88,6 +88,7 @@ def test_seeds_reach_the_device():
     ("override", "text"),
     [
         ("teacher.shard=true", "teacher.shard: is true, but torch_xla does not run FSDP2"),
+        ("teacher.pipeline=2", "teacher.pipeline: is 2, but torch_xla ends with torch 2.9"),
         ("data.batch_size=auto", "data.batch_size: is auto, but on backend 'xla' each size that is tried"),
     ],
 )
