@@ -23,6 +23,7 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
+from kd.gate import population
 from kd.models.classifier import Plain
 from kd.models.teacher import LiveTeacher
 from kd.optim.ema import EMA
@@ -154,7 +155,7 @@ def _run(
     workers: int,
     console: Console,
 ) -> tuple[Run, Memory]:
-    batch_size, seed = settings.data.batch_size, settings.run.seed
+    batch_size, seed = build.fixed_batch(settings), settings.run.seed
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
     split = build.arithmetic(settings, world.world_size, num_images)
@@ -163,7 +164,7 @@ def _run(
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
     distillation = Distillation(model, criterion).to(world.device)
-    crowd = build.population(num_images, partial(_labels, train), world, split, seed)
+    crowd = population(num_images, partial(_labels, train), world, split.batch_size, split.micro_batch, seed)
     section = settings.optimizer
     given = not isinstance(sifter, (str, Mapping))
     sink = Memory()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from kd import gate, parts
+from kd import parts
 from kd.cached import cached
-from kd.choose import choose_student, choose_teacher
+from kd.choose import choose_batch, choose_student, choose_teacher, provisional
 from kd.config import Config
-from kd.contracts import Backend, Sifter, Sink, Source, Teacher, Watcher
+from kd.contracts import Backend, Sink, Source, Teacher, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
@@ -22,15 +22,16 @@ from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
+from kd.gate import sifter
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
-from kd.models.teacher import NoTeacher
+from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.types import Dims, Population
+from kd.types import Dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,37 @@ def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
     Raises:
         ConfigError: it does not divide, or there are fewer images than a batch.
     """
-    section = config.data
-    share, rest = divmod(section.batch_size, world_size)
+    section, batch_size = config.data, fixed_batch(config)
+    share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
     if rest or not share or share % micro:
-        near = max(1, round(section.batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
+        near = max(1, round(batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
         raise ConfigError(
             "data.batch_size",
-            f"{section.batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
+            f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
             "batch_size = ranks x micros x micro_batch, all whole",
             f"Set data.batch_size={near}, or change data.micro_batch",
         )
-    if num_images < section.batch_size:
+    if num_images < batch_size:
         raise ConfigError(
             "data.batch_size",
-            f"is {section.batch_size}, but the training split has {num_images} images",
+            f"is {batch_size}, but the training split has {num_images} images",
             "At most the size of the training split",
             f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
         )
-    return Arithmetic(section.batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+    return Arithmetic(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+
+
+def fixed_batch(config: Config) -> int:
+    """Return the global batch size.
+
+    Raises:
+        ConfigError: it is `auto`, and nobody has searched.
+    """
+    if isinstance(config.data.batch_size, str):
+        remedy = "Set a number here"
+        raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
+    return config.data.batch_size
 
 
 def criterion(config: Config, dims: Dims) -> Criterion:
@@ -160,6 +173,13 @@ def needs(config: Config) -> frozenset[str]:
             "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm",
             "Set teacher.cache.views=0, or take another loss",
         )
+    if config.teacher.cache.views and (config.teacher.shard or config.teacher.pipeline):
+        raise ConfigError(
+            "teacher.cache.views",
+            "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together",
+            "A cache, or teacher.shard / teacher.pipeline",
+            "Leave one of them out",
+        )
     return frozenset(found)
 
 
@@ -171,7 +191,9 @@ def student_model(config: Config, classes: Any, with_features: bool) -> Classifi
     return load(spec, config.data.image_size, with_features)
 
 
-def teacher_model(config: Config, classes: Any, with_features: bool, folder: str = "") -> Classifier:
+def teacher_model(
+    config: Config, classes: Any, with_features: bool, folder: str = "", hollow: bool = False
+) -> Classifier:
     """Load the teacher with its weights; its classes must be the data's.
 
     Args:
@@ -179,8 +201,13 @@ def teacher_model(config: Config, classes: Any, with_features: bool, folder: str
         classes: class names in the data's order.
         with_features: return pooled features too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
+        hollow: build it without weights, on the meta device: another rank has them.
     """
     section = config.teacher
+    if hollow:
+        spec = Spec("teacher", folder or section.model, {} if folder else section.args, classes)
+        with torch.device("meta"):
+            return load(spec, config.data.image_size, with_features)
     if folder:
         spec = Spec("teacher", folder, {}, classes, pretrained=True, exact_head=True)
     else:
@@ -218,47 +245,6 @@ def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> 
     return (
         LocalLoader(train, split.batch_size, split.accumulate, pin_memory=pin, **place),
         LocalLoader(val, split.eval_batch * split.world_size, 1, pin_memory=pin, **place),
-    )
-
-
-def sifter(
-    config: Config,
-    source: Source,
-    backend: Backend,
-    split: Arithmetic,
-    loader: LocalLoader,
-    distillation: Distillation,
-    teacher: Teacher,
-    choices: dict[str, str],
-) -> tuple[Sifter, str]:
-    """Build the sifter of the training images; return it and what its gate has to say, once a run."""
-
-    def labels() -> torch.Tensor:
-        return torch.tensor([source.label(id) for id in range(len(source))])
-
-    section, crowd = config.sifter, population(len(source), labels, backend, split, config.run.seed)
-    made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
-    if choices.get("sifter") == "none":
-        return gate.everything(crowd), ""
-    if section.kind == "none" or section.gate == "off" or "sifter" in choices:
-        return made, ""
-    costs = gate.measure(config, split.micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
-    return gate.gated(config, made, crowd, costs, choices)
-
-
-def population(
-    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: Arithmetic, seed: int
-) -> Population:
-    """Return what a sifter must know of the images and of how they are divided."""
-    return Population(
-        num_images=num_images,
-        batch_size=split.batch_size,
-        micro_batch=split.micro_batch,
-        rank=backend.rank,
-        world_size=backend.world_size,
-        seed=seed,
-        labels=labels,
-        reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
     )
 
 
@@ -338,22 +324,34 @@ def run(
     """
     required = needs(config)
     classes = data.train.classes
-    split = arithmetic(config, backend.world_size, len(data.train))
+    choices = dict(pinned)
+    split = arithmetic(provisional(config, len(data.train), backend, choices), backend.world_size, len(data.train))
     student = student_model(config, classes, "features" in required)
     if config.student.init == "teacher" and teacher is not None:
         select_weights(student.network, teacher.network)
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     torch.manual_seed(seed_from(config.run.seed, "criterion"))
     distillation = Distillation(student, criterion(config, dims)).to(backend.device)
-    choices = dict(pinned)
     measured: dict[str, dict[str, float]] = {}
     live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
     answering: Teacher = live if "teacher" in required else NoTeacher()
     if config.teacher.cache.views and "teacher" in required and teacher is not None:
         answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
+    config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
+    split = arithmetic(config, backend.world_size, len(data.train))
     train_loader, val_loader = loaders(config, data, backend, split)
-    sifting, verdict = sifter(config, data.train, backend, split, train_loader, distillation, answering, choices)
+    sifting, verdict = sifter(
+        config,
+        data.train,
+        backend,
+        split.batch_size,
+        split.micro_batch,
+        train_loader,
+        distillation,
+        answering,
+        choices,
+    )
     if verdict and backend.rank == 0:
         watcher.say(verdict)
     section = config.optimizer
@@ -383,5 +381,9 @@ def run(
         sink=sink,
         watcher=watcher,
     )
+    backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
+    facts |= {"batch_search": search} if search else {}
+    if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
+        facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
     return built, facts

@@ -197,7 +197,9 @@ def _as_written(annotation: Any, value: Any) -> Any:
 
 
 def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
-    """Return whether OmegaConf took a value that is none: a number as true or false, a list inside a list."""
+    """Return whether OmegaConf took a value that is none: a number as true or false, a list in a list, any text."""
+    if annotation == int | str:
+        return isinstance(value, bool) or (isinstance(converted, str) and converted != "auto")
     if annotation is bool:
         return not isinstance(value, bool)
     if get_origin(annotation) is tuple:
@@ -256,6 +258,7 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
     workers = config.data.workers
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
+    yield from _divided(config)
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
         yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
@@ -274,6 +277,23 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
         yield ConfigError("optimizer.betas", f"is {list(config.optimizer.betas)}", "Each >= 0 and < 1", "Change them")
+
+
+def _divided(config: Config) -> Iterator[ConfigError]:
+    """Yield what does not go with a teacher divided over ranks, or with a batch size that is still to be found."""
+    divided, micro = config.teacher.shard or config.teacher.pipeline, config.data.micro_batch
+    if config.teacher.shard and config.teacher.pipeline:
+        wrong = "is true, but teacher.pipeline divides the teacher already"
+        yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
+    if config.data.batch_size != "auto":
+        return
+    if micro:
+        remedy = "Set data.micro_batch=0, or data.batch_size to a number"
+        yield ConfigError("data.micro_batch", f"is {micro}, but data.batch_size is auto, which finds it", "", remedy)
+    if divided:
+        wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
+        allowed = "A number goes with teacher.shard and teacher.pipeline"
+        yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
 # --------------------------------------------------------------------------------------------------- explaining
@@ -353,6 +373,8 @@ def _describe(annotation: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(arg) for arg in args)
     if origin in (Union, types.UnionType):
+        if args == (int, str):
+            return "auto or a whole number"
         return " or ".join(_describe(arg) for arg in args)
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list of {_describe(args[0])}"

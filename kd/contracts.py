@@ -9,7 +9,7 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -215,6 +215,21 @@ class Backend(Protocol):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Make all ranks start equal and give the gradient reduction its one owner."""
+        ...
+
+    def free_mib(self) -> float:
+        """Return the memory that this rank may still take, MiB; infinity where taking too much raises an error."""
+        ...
+
+    def check_divided(self, stages: int) -> None:
+        """Raise BackendError where this world cannot run a frozen module in so many stages; 0: cannot shard it."""
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Spread a frozen module, on the meta device, over the ranks; rank 0's `source` fills it. All call it alike."""
+        ...
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Cut a frozen module, on the CPU of all ranks, into one stage a rank. All ranks call it alike."""
         ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

@@ -1,22 +1,70 @@
-"""Does a sifter pay? Measured at the start of a run, before it can lose time."""
+"""The sifter of a run, and its gate: does it pay? Measured at the start, before it can lose time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from kd import parts
 from kd.choose import trial_batch
 from kd.config import Config
-from kd.contracts import Backend, Dataset, Sifter, Teacher
+from kd.contracts import Backend, Dataset, Sifter, Source, Teacher
+from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.types import Costs, Population
 
 SAMPLE = 12
 """Images that are loaded to see what loading costs."""
+
+
+def sifter(
+    config: Config,
+    source: Source,
+    backend: Backend,
+    batch_size: int,
+    micro_batch: int,
+    loader: LocalLoader,
+    distillation: Distillation,
+    teacher: Teacher,
+    choices: dict[str, str],
+) -> tuple[Sifter, str]:
+    """Build the sifter of the training images; return it and what its gate has to say, once a run."""
+
+    def labels() -> torch.Tensor:
+        return torch.tensor([source.label(id) for id in range(len(source))])
+
+    section, crowd = config.sifter, population(len(source), labels, backend, batch_size, micro_batch, config.run.seed)
+    made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
+    if choices.get("sifter") == "none":
+        return everything(crowd), ""
+    if section.kind == "none" or section.gate == "off" or "sifter" in choices:
+        return made, ""
+    costs = measure(config, micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
+    return gated(config, made, crowd, costs, choices)
+
+
+def population(
+    num_images: int,
+    labels: Callable[[], torch.Tensor],
+    backend: Backend,
+    batch_size: int,
+    micro_batch: int,
+    seed: int,
+) -> Population:
+    """Return what a sifter must know of the images and of how they are divided."""
+    return Population(
+        num_images=num_images,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        rank=backend.rank,
+        world_size=backend.world_size,
+        seed=seed,
+        labels=labels,
+        reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+    )
 
 
 def gated(

@@ -86,8 +86,9 @@ class DataSection:
     """The dataset."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
-    batch_size: int = ranged(256, low=1)
-    """Images per optimizer step, all ranks and micro-batches together."""
+    batch_size: int | str = ranged(256, low=1)
+    """Images per optimizer step, all ranks and micro-batches together. `auto`: as many as fit into memory on each
+    rank, a power of two, in one micro-batch; found at start, recorded in the manifest. The learning rate stays."""
     micro_batch: int = ranged(0, low=0)
     """Images per forward on one rank. 0: the rank's whole share at once."""
     eval_batch: int = ranged(0, low=0)
@@ -166,6 +167,10 @@ class TeacherSection:
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     cache: Cache = field(default_factory=Cache)
     """Keep the teacher's logits and do not ask it twice."""
+    shard: bool = False
+    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
+    pipeline: int = ranged(0, low=0)
+    """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
 

@@ -7,8 +7,10 @@ only; one owner of the gradient reduction (DDP); the world is proven by an all-r
 from __future__ import annotations
 
 import inspect
+import math
 import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _shards
+from kd.backends import _fsdp, _memory, _shards
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
 from kd.types import Batch
@@ -45,6 +47,7 @@ class DDPBackend:
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
+        self._teacher: nn.Module | None = None
 
     def setup(self) -> None:
         """Join the world and require it to be as large as the launcher promised."""
@@ -90,8 +93,39 @@ class DDPBackend:
         """Wrap in DDP, which makes ranks start equal and owns the reduction; alone, return the module itself."""
         if self.world_size == 1:
             return module
+        # torch doubts the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
+
+    def free_mib(self) -> float:
+        """Return this rank's share of the machine's free memory; a device that is full says so by itself."""
+        return _memory.free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
+
+    def check_divided(self, stages: int) -> None:
+        """Require a rank for each stage; to shard (0 stages), a world to spread over."""
+        if stages:
+            _check_pipeline(stages, self.world_size)
+        elif self.world_size == 1:
+            raise BackendError(
+                "teacher.shard",
+                "is true, but there is one process",
+                "A teacher is spread over two ranks or more",
+                "Start with torchrun --nproc-per-node 2, or set teacher.shard=false",
+            )
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Spread a frozen module over the ranks with FSDP2, over the default group."""
+        self.check_divided(0)
+        self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
+        return self._teacher
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Cut a frozen module into one stage a rank."""
+        from kd.backends._pipeline import Pipelined  # torch before 2.13 may lack what it imports
+
+        self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
+        return self._teacher
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Hold DDP's reduction back."""
@@ -139,10 +173,11 @@ class DDPBackend:
             optimizer.load_state_dict(state)
 
     def counters(self) -> dict[str, float]:
-        """Return the optimizer state that this rank holds, MiB."""
+        """Return what this rank holds, MiB: the optimizer state, and its shard of the teacher where there is one."""
         entries = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
-        return {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
+        held = {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
+        return held if self._teacher is None else {**held, "teacher_mib": _fsdp.mib(self._teacher)}
 
     def end_step(self) -> None:
         """Nothing to do: these devices run eagerly."""
@@ -204,6 +239,18 @@ _PEER_IS_GONE = (
     "Timed out waiting",
     "Socket closed",
 )
+
+
+def _check_pipeline(stages: int, world_size: int) -> None:
+    """Require a rank for each stage, and a torch whose pipelines run forward only over gloo (2.9's abort)."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 13):
+        wrong = f"is {stages}, but this is torch {torch.__version__}"
+        raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
+    if stages != world_size or stages < 2:
+        wrong = f"is {stages}, but the number of processes is {world_size}"
+        remedy = "Start as many processes as stages, or set teacher.pipeline=0"
+        raise BackendError("teacher.pipeline", wrong, "One stage a process, two or more", remedy)
 
 
 def _no_meeting(launcher: str, timeout: timedelta, error: Exception) -> BackendError:

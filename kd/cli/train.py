@@ -1,4 +1,4 @@
-"""`kd-train CONFIG [key=value ...] [--check]`: distil a teacher into a student."""
+"""`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distil a teacher into a student."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
     )
     made.add_argument("--check", action="store_true", help="check everything in seconds and train nothing")
+    made.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="make every graph of the run in a few steps and write nothing, for neuron_parallel_compile",
+    )
     given = made.parse_intermixed_args(argv)
 
     def command() -> None:
@@ -24,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = config.load(given.config, given.overrides)
         if given.check:
             print(jobs.check(settings, given.config))
+            return
+        if given.compile_only:
+            print(jobs.compile_only(settings))
             return
         text = jobs.train(settings).report
         if text:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import Backend, Loader, Teacher
-from kd.types import Plan
+from kd.types import Batch, Plan
 
 NUM_BINS = 15
 
@@ -43,7 +43,7 @@ class Evaluator:
         was_training = student.training
         student.eval()
         keep = self.has_teacher and not self._teacher_logits and not limit
-        sums: dict[str, Tensor] = {}
+        rows: list[dict[str, Tensor]] = []
         for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
             if limit and i >= limit:
                 break
@@ -51,24 +51,31 @@ class Evaluator:
                 student_BC = student(batch.image).logits.float()
             scores = score(student_BC, batch.label, batch.weight)
             if self.has_teacher:
-                known = i < len(self._teacher_logits)
-                teacher_BC = self._teacher_logits[i] if known else self.teacher(batch).logits.float()
+                teacher_BC = self._teacher_says(i, batch)
                 if keep:
                     self._teacher_logits.append(teacher_BC)
                 of_teacher = score(teacher_BC, batch.label, batch.weight)
                 scores.update({f"teacher_{name}": value for name, value in of_teacher.items()})
                 scores.update(compare(student_BC, teacher_BC, batch.weight))
             scores["images"] = batch.weight.sum().double()
-            sums = {name: sums[name] + value if sums else value for name, value in scores.items()}
+            rows.append(scores)  # not summed as they come: on XLA the first batch would be another graph
             self.backend.end_step()
         student.train(was_training)
-        return self._finish(sums)
+        return self._finish(rows)
 
-    def _finish(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        flat = torch.cat([value.flatten() for value in sums.values()])
+    def _teacher_says(self, number: int, batch: Batch) -> Tensor:
+        """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""
+        if number < len(self._teacher_logits):
+            return self._teacher_logits[number]
+        teacher_BC = self.teacher(batch).logits.float()
+        self.backend.end_step()
+        return teacher_BC
+
+    def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
+        flat = torch.stack([torch.cat([value.flatten() for value in row.values()]) for row in rows]).sum(0)
         total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
-        parts = torch.split(total, [value.numel() for value in sums.values()])
-        by_name = dict(zip(sums, parts, strict=True))
+        parts = torch.split(total, [value.numel() for value in rows[0].values()])
+        by_name = dict(zip(rows[0], parts, strict=True))
         images = by_name.pop("images")
         values = {}
         for name, value in by_name.items():
@@ -87,7 +94,7 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
     hits_B5 = logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
     confidence_B = log_prob_BC.amax(-1).exp().double()
     correct_B = hits_B5[:, 0].double()
-    bin_B = (confidence_B * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    bin_B = (confidence_B * NUM_BINS).long().clamp(0, NUM_BINS - 1)  # 0 for NaN
     bins = torch.zeros(2, NUM_BINS, dtype=torch.float64, device=logits_BC.device)
     bins[0].index_add_(0, bin_B, weight_B * confidence_B)
     bins[1].index_add_(0, bin_B, weight_B * correct_B)

@@ -36,10 +36,7 @@ def train(run: Run) -> State:
     while not length.finished(state):
         plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
-        first = run.sifter.first(state.step_in_epoch)
-        loaded = run.loader.epoch(plan, length.view(state.epoch), start=first)
-        sent = backend.put(run.teacher.attach(loaded))
-        for micros in grouped(run.sifter.stream(sent, Scoring(run), state.step_in_epoch), length.accumulate):
+        for micros in steps_of(run, plan, state.epoch, state.step_in_epoch):
             backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)
@@ -66,6 +63,13 @@ def train(run: Run) -> State:
             if last:
                 break
     return state
+
+
+def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batch]]:
+    """Return the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
+    loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
+    sent = run.backend.put(run.teacher.attach(loaded))
+    return grouped(run.sifter.stream(sent, Scoring(run), start), run.length.accumulate)
 
 
 def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ from kd.jobs._student import Result
 from kd.jobs._world import world
 from kd.jobs.cache import Cached, cache
 from kd.jobs.check import check
+from kd.jobs.compile import compile_only
 from kd.jobs.evaluate import evaluate
 from kd.jobs.export import export
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 
-__all__ = ["Cached", "Result", "cache", "check", "evaluate", "export", "teach", "train", "world"]
+__all__ = ["Cached", "Result", "cache", "check", "compile_only", "evaluate", "export", "teach", "train", "world"]

@@ -25,6 +25,8 @@ FREE = (
     "data.root",
     "data.workers",
     "data.eval_batch",
+    "teacher.shard",
+    "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
 )
@@ -88,7 +90,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
     """Refuse to go on with a run on other data or with another teacher."""
-    if key in known and known[key] != facts[key]:
+    if key in known and key in facts and known[key] != facts[key]:
         raise RunError(
             "run.name",
             f"this run was started with another {key} (its content hash differs)",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kd import build, config
 from kd.artifacts import manifest
 from kd.artifacts.run_dir import RunDir
@@ -18,7 +20,7 @@ from kd.jobs._folder import flatten, require_same
 from kd.jobs._sifting import report as sifting_report
 from kd.models.classifier import Classifier
 from kd.models.load import digest
-from kd.models.teacher import count_parameters
+from kd.models.teacher import LiveTeacher, count_parameters, is_hollow
 from kd.report.console import Console, percent
 from kd.report.trackers import Trackers
 
@@ -36,6 +38,8 @@ class Result:
     teacher_parameters: int = 0
     sifting: str = ""
     """What the sifter did, as Markdown."""
+    batch_size: int = 0
+    """Images of an optimizer step, as configured or as found."""
     baseline: Result | None = None
     report: str = ""
 
@@ -55,19 +59,26 @@ def distil(
             "backend": backend.kind,
             "classes": list(data.train.classes),
             "data": data.fingerprint,
-            "teacher": digest(teacher.network) if teacher is not None else None,
             "surroundings": manifest.surroundings(),
         }
+        if teacher is None or not is_hollow(teacher):  # where another rank holds the weights, that one compares them
+            facts["teacher"] = digest(teacher.network) if teacher is not None else None
         require_same("data", known, facts)
         require_same("teacher", known, facts)
         if pinned:
             facts["measured_ms"] = known.get("measured_ms", {})
         folder.record(**facts)
         console.say(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+        if "batch_search" in facts:
+            console.say(f"{title}: batch_size auto: {facts['batch_search']}")
+        if "teacher_mib" in facts:
+            rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
+            console.say(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
         if teacher is not None:
             check_teacher(settings, run, console)
         state = engine_train(run)
         sifting = sifting_report(run, data.train, folder)
+        console.say(f"{title}: {memory(settings, run, facts)}")
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)
@@ -80,7 +91,23 @@ def distil(
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
         sifting=sifting,
+        batch_size=run.length.batch_size,
     )
+
+
+def memory(settings: Config, run: Run, facts: dict[str, Any]) -> str:
+    """Say what sharding and bfloat16 gave back on this rank, in MiB. All ranks must call it."""
+    backend = run.backend
+    held = backend.counters()["optimizer_mib"]
+    whole = held
+    if settings.optimizer.zero:
+        whole = backend.reduce_sum(torch.tensor([held], device=backend.device)).item()
+    text = f"optimizer state {held:.2f} MiB on this rank"
+    if whole > held:
+        text += f" of {whole:.2f} in all: ZeRO-1 over {backend.world_size} ranks gave back {whole - held:.2f}"
+    if isinstance(run.teacher, LiveTeacher) and facts["choices"].get("teacher", "").startswith("bf16"):
+        text += f"; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
+    return text
 
 
 def unreadable(data: build.Data, run: Run, known: dict[str, Any]) -> list[str]:

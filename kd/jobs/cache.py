@@ -11,7 +11,7 @@ import torch
 
 from kd import build
 from kd.cached import cached
-from kd.choose import choose_teacher
+from kd.choose import choose_teacher, provisional
 from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
@@ -89,8 +89,10 @@ def _parts(settings: Config, backend: Backend) -> _Parts:
     data = prepared(settings, backend)
     teacher = obtain_teacher(settings, data, backend)
     assert teacher is not None
-    split = build.arithmetic(settings, backend.world_size, len(data.train))
     choices: dict[str, str] = {}
+    split = build.arithmetic(
+        provisional(settings, len(data.train), backend, choices), backend.world_size, len(data.train)
+    )
     live, _ = choose_teacher(settings, teacher, split.micro_batch, backend, choices)
     stored = cached(settings, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
     loader = build.loaders(settings, data, backend, split)[0]

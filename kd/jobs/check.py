@@ -30,7 +30,8 @@ def check(settings: Config, path: str = "given") -> str:
     check_trackers(settings.run.trackers)
     data = build.data(settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    split = build.arithmetic(settings, world_size, len(data.train))
+    auto = settings.data.batch_size == "auto"
+    split = None if auto else build.arithmetic(settings, world_size, len(data.train))
     features = "features" in required
     classes, size = data.train.classes, settings.data.image_size
     student = _meta(Spec("student", settings.student.model, settings.student.args, classes), size, features)
@@ -47,17 +48,26 @@ def check(settings: Config, path: str = "given") -> str:
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     build.criterion(settings, dims)
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in settings.losses))
-    per_epoch = len(data.train) // split.batch_size
-    steps = settings.run.steps or settings.run.epochs * per_epoch
+    lines += _length(settings, split, len(data.train))
     lines += [
-        f"batch     {split}",
-        f"length    {steps} steps of {split.batch_size} images ({steps / per_epoch:.3g} epochs)",
         f"backend   {settings.backend.kind}, precision {settings.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(settings, student, world_size):.0f} MiB a rank for weights, gradients and optimizer; "
         "activations come on top",
         "time      not measured here: `kd-train` prints images/s and the time left from the first steps on",
     ]
     return "\n".join(lines)
+
+
+def _length(settings: Config, split: build.Arithmetic | None, num_images: int) -> list[str]:
+    if split is None:
+        whole = f"{settings.run.steps} steps" if settings.run.steps else f"{settings.run.epochs} epochs"
+        return ["batch     auto: as many images as fit into memory, found when the run starts", f"length    {whole}"]
+    per_epoch = num_images // split.batch_size
+    steps = settings.run.steps or settings.run.epochs * per_epoch
+    return [
+        f"batch     {split}",
+        f"length    {steps} steps of {split.batch_size} images ({steps / per_epoch:.3g} epochs)",
+    ]
 
 
 def _teacher(settings: Config, classes: object, size: int, features: bool) -> tuple[Classifier, str]:

@@ -38,11 +38,14 @@ def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> Clas
     section = settings.teacher
     if not section.model:
         return None
+    if section.shard or section.pipeline:
+        backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     features = "features" in build.needs(settings)
     folder = ""
     if section.fit.epochs and not section.checkpoint:
         folder = str(fit_teacher(settings, data, backend))
-    return build.teacher_model(settings, data.train.classes, features, folder)
+    hollow = section.shard and backend.rank != 0 and settings.student.init != "teacher"
+    return build.teacher_model(settings, data.train.classes, features, folder, hollow)
 
 
 def fit_teacher(settings: Config, data: build.Data, backend: Backend) -> Path:

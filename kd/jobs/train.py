@@ -34,7 +34,7 @@ def train(settings: Config) -> Result:
             teacher = obtain_teacher(settings, data, backend)
             result = distil(settings, data, backend, teacher, folder, settings.run.name)
             if settings.run.baseline:
-                alone = labels_alone(settings)
+                alone = labels_alone(settings, result.batch_size)
                 inner = RunDir(folder.path / "labels_only", backend.rank, settings.run.keep)
                 enter(inner, alone)
                 try:
@@ -50,12 +50,12 @@ def train(settings: Config) -> Result:
     return result
 
 
-def labels_alone(settings: Config) -> Config:
+def labels_alone(settings: Config, batch_size: int) -> Config:
     """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
     return replace(
         settings,
+        data=replace(settings.data, batch_size=batch_size, views=build.views(settings)),
         run=replace(settings.run, baseline=False),
-        data=replace(settings.data, views=build.views(settings)),
         teacher=TeacherSection(),
         losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
         sifter=SifterSection(options=default_options("sifters", "none")),

@@ -1,15 +1,19 @@
-"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints."""
+"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints; whole or sharded."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from kd.models.classifier import Classifier, Plain
 from kd.types import Batch, Outputs
+
+Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
+"""(module on the meta device, rank 0's tensors by name) -> the module, filled and spread over the ranks."""
 
 
 class Uncached:
@@ -37,6 +41,8 @@ class LiveTeacher(Uncached):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         micro_batch: int = 0,
+        shard: Place | None = None,
+        pipeline: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         """Freeze a copy of `model` on `device`.
 
@@ -45,10 +51,22 @@ class LiveTeacher(Uncached):
             device: where it runs.
             dtype: of its weights and activations; normalization stays float32.
             micro_batch: images per forward; 0: all at once.
+            shard: spreads it over the ranks instead; then only rank 0's `model` must hold weights, and all ranks must
+                answer for equally many batches.
+            pipeline: cuts it into stages instead; again all ranks must answer for equally many batches.
         """
-        frozen = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        frozen = hollow(model) if shard is not None else copy.deepcopy(model)
+        frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
-        self.model, self.micro_batch = frozen, micro_batch
+        held = itertools.chain(frozen.parameters(), frozen.buffers())
+        self.mib = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+        """Of the whole teacher."""
+        if shard is not None:
+            shard(frozen, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
+        self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
+        if pipeline is not None:
+            self.model = pipeline(frozen)
+        self.micro_batch = micro_batch
 
     def _forward(self, image: Tensor) -> list[Outputs]:
         # torch_xla cannot take views in inference mode
@@ -75,6 +93,22 @@ class NoTeacher(Uncached):
     def __call__(self, batch: Batch) -> Outputs:
         """Return empty outputs."""
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
+
+
+def hollow(model: Classifier | Plain) -> Classifier | Plain:
+    """Return a copy of a model on the meta device, without ever holding its tensors twice."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def is_hollow(model: nn.Module) -> bool:
+    """Return whether a model's weights lie elsewhere."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -55,7 +55,7 @@ def test_everything_wrong_is_in_one_report():
         "trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
-        "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1. Change the value.",
+        "data.batch_size": "data.batch_size: is 'many'. Allowed: auto or a whole number >= 1. Change the value.",
         "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1. Change the value.",
         "data.root": "data.root: is missing. Allowed: text. Add it.",
         "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained, teacher. Change the value.",
@@ -92,6 +92,10 @@ def test_everything_wrong_is_in_one_report():
         ("data.workers", -1),
         ("data.workers", 1.5),
         ("data.workers", True),
+        ("data.batch_size", "many"),
+        ("data.batch_size", 0),
+        ("data.batch_size", 1.5),
+        ("data.batch_size", True),
         ("data.on_corrupt", "ignore"),
         ("data.augment.crop", 0.0),
         ("data.augment.mixup", ".nan"),
@@ -186,6 +190,14 @@ def test_contradictions_between_keys():
     assert found == {"student.init": "student.init: is 'teacher', but there is no teacher. Set teacher.model."}
     found = errors_of(minimal(student={}))
     assert list(found) == ["student.model"]
+
+
+def test_a_batch_that_is_found_goes_with_neither_a_micro_batch_nor_a_sharded_teacher():
+    assert "which finds it" in errors_of(minimal(), "data.batch_size=auto", "data.micro_batch=8")["data.micro_batch"]
+    told = errors_of(minimal(), "data.batch_size=auto", "teacher.shard=true")
+    assert "A number goes with teacher.shard" in told["data.batch_size"]
+    both = errors_of(minimal(), "teacher.shard=true", "teacher.pipeline=2")
+    assert "One of the two" in both["teacher.shard"]
 
 
 def test_a_baseline_that_would_know_the_teacher():

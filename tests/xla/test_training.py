@@ -81,3 +81,24 @@ def test_bfloat16_autocast_is_the_cpus(plain):
     cpu, xla, exact = plain("cpu", bf16), plain("xla", bf16), plain("xla", "optimizer.clip=1")
     assert xla.losses() == pytest.approx(cpu.losses(), rel=0.02)
     assert xla.losses() != pytest.approx(exact.losses(), rel=1e-5)  # it does compute in bfloat16
+
+
+def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_path, monkeypatch):
+    from kd import config, jobs
+    from kd.backends.xla import _samples
+
+    monkeypatch.chdir(tmp_path)
+    # shapes of its own, so that no other test has compiled these graphs
+    overrides = ["backend.kind=xla", "run.steps=12", "run.every.log=4", "run.every.checkpoint=12"]
+    overrides += ["data.micro_batch=4", "run.baseline=true"]
+    before = _samples("CompileTime")
+    said = jobs.compile_only(config.load(run_file, [*overrides, f"run.folder={tmp_path / 'runs'}"]))
+    rehearsed = _samples("CompileTime")
+    assert rehearsed > before
+    assert f"compiles so far {rehearsed}" in said
+    assert list(tmp_path.iterdir()) == []
+    run = train(*("xla", *overrides[1:]))
+    assert [row["step"] for row in run.rows()] == [4, 8, 12]
+    # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones
+    assert _samples("CompileTime") - rehearsed <= 2
+    assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3

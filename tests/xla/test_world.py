@@ -82,3 +82,32 @@ def test_seeds_reach_the_device():
         draws.append(torch.nn.functional.dropout(torch.ones(64, device=backend.device)).cpu())
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("teacher.shard=true", "teacher.shard: is true, but torch_xla does not run FSDP2"),
+        ("teacher.pipeline=2", "teacher.pipeline: is 2, but torch_xla ends with torch 2.9"),
+        ("data.batch_size=auto", "data.batch_size: is auto, but on backend 'xla' each size that is tried"),
+    ],
+)
+def test_what_torch_xla_cannot_do_is_refused(train, tmp_path, override, text):
+    from kd.errors import KdError
+
+    with pytest.raises(KdError, match=text.replace(".", r"\.")):
+        train("xla", override, "data.micro_batch=0", folder=tmp_path / "run")
+
+
+def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
+    from kd.backends.xla import _compile_quickly
+
+    level = "--xla_backend_optimization_level"
+    for given, expected in (
+        ({"PJRT_DEVICE": "CPU"}, f"{level}=0"),
+        ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_dump_to=x"}, f"--xla_dump_to=x {level}=0"),
+        ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": f"{level}=2"}, f"{level}=2"),
+        ({"PJRT_DEVICE": "NEURON", "XLA_FLAGS": "--a"}, "--a"),
+    ):
+        _compile_quickly(given)
+        assert given["XLA_FLAGS"] == expected

@@ -1,0 +1,89 @@
+"""A frozen module spread over the ranks with FSDP2: each rank keeps 1/ranks of every tensor and gathers block by block.
+
+Nothing is pickled and no group is made: rank 0's tensors are broadcast one at a time over the default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+SMALLEST_SHARE = 0.005
+"""Of all parameters: what is smaller is gathered with the module around it, since a collective costs as much."""
+
+
+def shard(
+    module: nn.Module,
+    source: Mapping[str, Tensor],
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    broadcast: Callable[[Tensor, int], None],
+) -> nn.Module:
+    """Spread a module's parameters over the ranks and fill it with rank 0's tensors.
+
+    Args:
+        module: frozen, on the meta device on all ranks; changed in place.
+        source: parameters and buffers by name; only rank 0's are read.
+        device: where the shards lie.
+        rank: this process.
+        world_size: all processes.
+        broadcast: (tensor, source rank), in place.
+
+    Returns:
+        The module. Its own forward is what gathers: methods of it may not be called from outside.
+
+    Not handled: a parameter that two blocks share.
+    """
+    mesh = init_device_mesh(device.type, (world_size,))
+    for unit in [*_units(module), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, target in _tensors(module):
+            if rank == 0:
+                whole = source[name].to(device, target.dtype).contiguous()
+            else:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            broadcast(whole, 0)
+            if isinstance(target, DTensor):  # cut here, without a second collective
+                part = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(part.to_local())
+            else:
+                target.copy_(whole)
+    return module
+
+
+def mib(module: nn.Module) -> float:
+    """Return what this rank holds of a module, MiB."""
+    held = (t.to_local() if isinstance(t, DTensor) else t for _, t in _tensors(module))
+    return sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a network, inner ones first.
+
+    A block is an element of a list or sequence that holds another of its class, as all transformers' and
+    convolutional networks' are; only those that are worth a collective of their own.
+    """
+    least = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
+    units = []
+    for container in module.modules():
+        if not isinstance(container, (nn.Sequential, nn.ModuleList)):
+            continue
+        kinds = [type(child) for child in container]
+        for child in container:
+            size = sum(parameter.numel() for parameter in child.parameters())
+            if kinds.count(type(child)) > 1 and size and size >= least:
+                units.append(child)
+    return units[::-1]  # modules() lists what is outside first

@@ -1,0 +1,55 @@
+"""The memory that this machine has left, as the kernel and the container say."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from pathlib import Path
+
+_LIMITS = (  # limit and use of a container: cgroup v2, v1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def free_mib() -> float:
+    """Return how much more the processes of this machine may take, MiB; 0.0 where the system does not say.
+
+    The least of what the machine has free and what the container's and this process's own limits leave.
+    """
+    left = [_available()]
+    for limit, used in _LIMITS:
+        most = _number(limit)
+        if most is not None:
+            left.append(most - (_number(used) or 0.0))
+    address, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address != resource.RLIM_INFINITY:
+        left.append(address - _address_space())
+    return max(0.0, min(left) / 2**20)
+
+
+def _available() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:  # other systems: half of what there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    except (ValueError, OSError):
+        return 0.0
+
+
+def _address_space() -> float:
+    pages = _number("/proc/self/statm")
+    return 0.0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: str) -> float | None:
+    """Return the first number of a file, or None: not there, or `max`."""
+    try:
+        value = float(Path(path).read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return value if math.isfinite(value) else None

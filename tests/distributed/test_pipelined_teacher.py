@@ -1,0 +1,70 @@
+"""`teacher.pipeline`: a stage of the teacher on each rank, and the whole teacher's answers for every rank's images."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from ranks import HERE, start
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="pipelines run forward only from torch 2.13 on"
+)
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})])
+def test_every_rank_gets_the_whole_teachers_answers(tmp_path, ranks, cut):
+    start("pipelining:main", [tmp_path], ranks, path=(HERE,)).ended_well()
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for name in facts[0]:
+        found = [rank[name] for rank in facts]
+        if name.split(",")[0].split()[0] not in cut:
+            assert all("the teacher can be cut at" in text for text in found), name
+            continue
+        # a batch that is not as large as the first is cut otherwise, and kernels may sum in another order
+        assert all(rank["worst"] < 1e-6 < rank["spread"] for rank in found), name
+        shares = [rank["mib"] / rank["whole_mib"] for rank in found]
+        assert sum(shares) == pytest.approx(1, abs=0.02), name
+        assert max(shares) < 0.8, name
+
+
+@pytest.mark.parametrize("more", [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")])
+def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
+    whole = plain(2, *more)
+    cut = train(f"pipelined-{len(more)}", 2, "teacher.pipeline=2", *more)
+    cut.world.ended_well()
+    losses = [[row["loss"] for row in run.rows("train")] for run in (whole, cut)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    last = [run.rows("val")[-1] for run in (whole, cut)]
+    assert last[1]["teacher_nll"] == pytest.approx(last[0]["teacher_nll"], rel=1e-6)
+    assert last[1]["teacher_accuracy"] == last[0]["teacher_accuracy"]
+    held = json.loads((cut.folder / "manifest.json").read_text())["teacher_mib"]
+    assert 0.2 < held["rank"] / held["whole"] < 0.8
+    assert "MiB on this rank, divided over 2" in cut.world.logs[0]
+
+
+def test_the_probe_tries_pipelined_teachers_and_a_run_resumes_without(train):
+    auto = ("teacher.precision=auto", "teacher.attention=auto")
+    killed = train("pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"})
+    assert killed.world.codes[1] == -9, killed.world.logs[1]
+    measured = json.loads((killed.folder / "manifest.json").read_text())["measured_ms"]["teacher"]
+    assert {"fp32+unfused", "bf16+unfused"} <= measured.keys()
+    resumed = train("pipelined-auto", 2, *auto)
+    resumed.world.ended_well()
+    assert len(resumed.rows("train")) == 20
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "text"),
+    [
+        (1, 2, "teacher.pipeline: is 2, but the number of processes is 1. One stage a process, two or more."),
+        (2, 3, "teacher.pipeline: is 3, but the number of processes is 2."),
+        (3, 3, "teacher.pipeline: is 3, but the teacher can be cut at 1 places only."),
+    ],
+)
+def test_where_it_cannot_be_it_is_one_line(config_file, tmp_path, ranks, stages, text):
+    argv = [config_file, f"run.folder={tmp_path}", f"teacher.pipeline={stages}"]
+    world = start("kd.cli.train:main", argv, ranks, path=(HERE,))
+    assert world.codes == [2] * ranks, world.logs
+    assert text in world.logs[0]

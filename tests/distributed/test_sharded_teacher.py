@@ -1,0 +1,77 @@
+"""`teacher.shard`: a share of the weights on each rank, and the unsharded teacher's answers to the last bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from ranks import HERE, start
+from test_resume import same_bits
+
+SHARD = "teacher.shard=true"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
+    start("sharding:main", [tmp_path], ranks, path=(HERE,)).ended_well()
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for rank in facts:
+        for name, case in rank.items():
+            assert case["equal"], name
+            assert case["hollow"] == (rank is not facts[0]), name
+    for name in facts[0]:
+        shares = [rank[name]["mib"] / rank[name]["whole_mib"] for rank in facts]
+        buffers = facts[0][name]["buffers_mib"] / facts[0][name]["whole_mib"]  # these lie whole on each rank
+        assert sum(shares) == pytest.approx(1 + (ranks - 1) * buffers), name
+        assert max(shares) - buffers < 1.1 / ranks, (name, shares)
+        again = [rank[name]["mib_after"] / rank[name]["whole_mib"] for rank in facts]
+        assert again == shares, "a forward left gathered weights behind"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
+    more = ("teacher.micro_batch=2", "data.micro_batch=4" if ranks == 3 else "data.micro_batch=3")
+    whole, sharded = plain(ranks, *more), train(f"sharded-{ranks}", ranks, SHARD, *more)
+    sharded.world.ended_well()
+    assert same_bits(whole.checkpoint(), sharded.checkpoint())
+    assert [row["loss"] for row in whole.rows("train")] == [row["loss"] for row in sharded.rows("train")]
+    timeless = [{k: v for k, v in run.rows("val")[-1].items() if k != "seconds"} for run in (whole, sharded)]
+    assert timeless[0] == timeless[1]
+    manifest = json.loads((sharded.folder / "manifest.json").read_text())
+    held = manifest["teacher_mib"]
+    assert held["rank"] / held["whole"] == pytest.approx(1 / ranks, abs=0.05)
+    assert sharded.rows("train")[-1]["teacher_mib"] == held["rank"]
+    assert f"{held['rank']:.2f} of {held['whole']:.2f} MiB on this rank" in sharded.world.logs[0]
+
+
+def test_the_probe_measures_a_sharded_teacher_and_a_run_resumes_unsharded(train):
+    auto = ("teacher.precision=auto", "teacher.attention=auto", "backend.precision=auto", "run.every.evaluate=10")
+    killed = train("sharded-auto", 2, SHARD, *auto, "student.init=teacher", env={"KD_DIE": "1:13"})
+    assert killed.world.codes[1] == -9, killed.world.logs[1]
+    assert "lost the other ranks" in killed.world.logs[0]
+    measured = json.loads((killed.folder / "manifest.json").read_text())["measured_ms"]["teacher"]
+    assert {"fp32+unfused", "bf16+unfused"} <= measured.keys()
+    resumed = train("sharded-auto", 2, *auto, "student.init=teacher")
+    resumed.world.ended_well()
+    assert len(resumed.rows("train")) == 20
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "text"),
+    [
+        (1, {"kind": "cpu"}, "teacher.shard: is true, but there is one process."),
+        (2, {"kind": "smddp", "device": "cpu"}, "teacher.shard: is true, but smddp refuses the collective"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(config_file, tmp_path, ranks, backend, text):
+    content = yaml.safe_load(config_file.read_text())
+    content["backend"] = {"precision": "fp32", "timeout_seconds": 20, **backend}
+    content["teacher"] |= {"model": "vit_tiny_patch16_224", "fit": {"epochs": 3, "folder": str(tmp_path / "teachers")}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    stand_in = HERE.parent / "contracts" / "smddp_stand_in"
+    world = start("kd.cli.train:main", [file, f"run.folder={tmp_path}", SHARD], ranks, path=(HERE, stand_in))
+    assert world.codes == [2] * ranks, world.logs
+    assert text in world.logs[0]
+    assert not (tmp_path / "teachers").exists()
