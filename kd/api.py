@@ -164,7 +164,7 @@ def _run(
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
     distillation = Distillation(model, criterion).to(world.device)
-    crowd = population(num_images, partial(_labels, train), world, split.batch_size, split.micro_batch, seed)
+    crowd = population(num_images, partial(_labels, train), world, split, seed)
     section = settings.optimizer
     given = not isinstance(sifter, (str, Mapping))
     sink = Memory()

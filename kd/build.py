@@ -299,6 +299,16 @@ def _owners(module: nn.Module) -> list[nn.Module]:
     return [network, module.criterion]  # type: ignore[list-item]
 
 
+def trainable(config: Config, classes: Any, teacher: Classifier | None, with_features: bool) -> Distillation:
+    """Build the student and what it minimizes as one module."""
+    student = student_model(config, classes, with_features)
+    if config.student.init == "teacher" and teacher is not None:
+        select_weights(student.network, teacher.network)
+    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
+    torch.manual_seed(seed_from(config.run.seed, "criterion"))
+    return Distillation(student, criterion(config, dims))
+
+
 def run(
     config: Config,
     data: Data,
@@ -326,34 +336,18 @@ def run(
     classes = data.train.classes
     choices = dict(pinned)
     split = arithmetic(provisional(config, len(data.train), backend, choices), backend.world_size, len(data.train))
-    student = student_model(config, classes, "features" in required)
-    if config.student.init == "teacher" and teacher is not None:
-        select_weights(student.network, teacher.network)
-    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    torch.manual_seed(seed_from(config.run.seed, "criterion"))
-    distillation = Distillation(student, criterion(config, dims)).to(backend.device)
+    distillation = trainable(config, classes, teacher, "features" in required).to(backend.device)
     measured: dict[str, dict[str, float]] = {}
     live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
     answering: Teacher = live if "teacher" in required else NoTeacher()
-    if config.teacher.cache.views and "teacher" in required and teacher is not None:
+    if config.teacher.cache.views and answering is live and teacher is not None:
         answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
     split = arithmetic(config, backend.world_size, len(data.train))
     train_loader, val_loader = loaders(config, data, backend, split)
-    sifting, verdict = sifter(
-        config,
-        data.train,
-        backend,
-        split.batch_size,
-        split.micro_batch,
-        train_loader,
-        distillation,
-        answering,
-        choices,
-    )
-    if verdict and backend.rank == 0:
-        watcher.say(verdict)
+    sifting, verdict = sifter(config, data.train, split, backend, train_loader, distillation, answering, choices)
+    watcher.say(verdict)
     section = config.optimizer
     module = backend.wrap(distillation)
     stepper = optimizer(config, distillation, backend)
@@ -369,7 +363,7 @@ def run(
         sifter=sifting,
         optimizer=stepper,
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
-        average=EMA(student, section.ema) if section.ema else None,
+        average=EMA(distillation.student, section.ema) if section.ema else None,
         evaluator=Evaluator(
             backend,
             val_loader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,16 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.types import Costs, Population
 
+
+class Divided(Protocol):
+    """How the global batch is divided: `kd.build.Arithmetic`."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+
+
 SAMPLE = 12
 """Images that are loaded to see what loading costs."""
 
@@ -23,9 +34,8 @@ SAMPLE = 12
 def sifter(
     config: Config,
     source: Source,
+    split: Divided,
     backend: Backend,
-    batch_size: int,
-    micro_batch: int,
     loader: LocalLoader,
     distillation: Distillation,
     teacher: Teacher,
@@ -36,13 +46,13 @@ def sifter(
     def labels() -> torch.Tensor:
         return torch.tensor([source.label(id) for id in range(len(source))])
 
-    section, crowd = config.sifter, population(len(source), labels, backend, batch_size, micro_batch, config.run.seed)
+    section, crowd = config.sifter, population(len(source), labels, backend, split, config.run.seed)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
     if choices.get("sifter") == "none":
         return everything(crowd), ""
     if section.kind == "none" or section.gate == "off" or "sifter" in choices:
         return made, ""
-    costs = measure(config, micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
+    costs = measure(config, split.micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
     return gated(config, made, crowd, costs, choices)
 
 
@@ -50,15 +60,14 @@ def population(
     num_images: int,
     labels: Callable[[], torch.Tensor],
     backend: Backend,
-    batch_size: int,
-    micro_batch: int,
+    split: Divided,
     seed: int,
 ) -> Population:
     """Return what a sifter must know of the images and of how they are divided."""
     return Population(
         num_images=num_images,
-        batch_size=batch_size,
-        micro_batch=micro_batch,
+        batch_size=split.batch_size,
+        micro_batch=split.micro_batch,
         rank=backend.rank,
         world_size=backend.world_size,
         seed=seed,

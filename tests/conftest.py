@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import yaml
+from pieces import tiny
 from PIL import Image
 
 import kd  # before torch: it tells OpenMP how to wait
@@ -53,15 +53,6 @@ def photos(tmp_path_factory) -> Path:
     paint(root / "train", (12, 12, 12), seed=1)
     paint(root / "val", (4, 4, 5), seed=2)
     return root
-
-
-def tiny(depth: int = 1, width: int = 24) -> dict[str, Any]:
-    """A ViT that a step of costs a millisecond."""
-    return {
-        "model": "vit_tiny_patch16_224",
-        "args": {"patch_size": 8, "embed_dim": width, "depth": depth, "num_heads": 2},
-        "attention": "unfused",
-    }
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:
@@ -163,8 +154,3 @@ def inside(tmp_path, monkeypatch) -> Path:
     """Work in `tmp_path`, so that nothing can be written elsewhere by a relative path."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def listing(folder: Path) -> list[str]:
-    """Every file below a folder."""
-    return sorted(os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file())

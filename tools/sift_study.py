@@ -50,6 +50,8 @@ def methods(epochs: int, steps_per_epoch: int) -> dict[str, list[str]]:
         ]
     for keep in HISTORY:
         made[f"history keep {keep:g}"] = ["sifter.kind=history", f"sifter.keep={keep}"]
+    for keep in (0.6, 0.5):
+        made[f"history keep {keep:g}, not weighted"] = [*made[f"history keep {keep:g}"], "sifter.reweight=false"]
     return made
 
 

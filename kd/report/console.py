@@ -54,8 +54,8 @@ class Console:
             self.trackers.close()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if not self.quiet:
+        """Print a line above the bar; an empty one is none."""
+        if text and not self.quiet:
             (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def step(self, state: State, progress: float) -> None:

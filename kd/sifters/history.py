@@ -34,6 +34,9 @@ class Options:
     """Last share of the run in which epochs visit everything."""
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for so many epochs is visited, whatever its loss was."""
+    reweight: bool = True
+    """Weight easy images by 1/probability, so that the plan's gradient is the full one in expectation. false: each
+    image kept counts as one, which leans towards hard images and has less variance."""
     balance: bool = False
     """Judge easy within each class, so that no class is sifted more than another."""
     noise_cap: float = field(default=0.0, metadata={"low": 0.0, "high": 0.5})
@@ -100,7 +103,7 @@ class History(Planned):
         drawn_easy = room - len(hard) - len(doubted)
         draws = generator(self.population, "sift", epoch)
         picked = easy[torch.randperm(len(easy), generator=draws)[:drawn_easy]]
-        weight = len(easy) / drawn_easy if drawn_easy else 1.0
+        weight = len(easy) / drawn_easy if drawn_easy and self.options.reweight else 1.0
         ids = torch.cat([due, hard, doubted, picked])
         weights = torch.cat([torch.ones(len(ids) - len(picked)), torch.full((len(picked),), weight)])
         return ids, weights

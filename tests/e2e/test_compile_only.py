@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import listing, tiny
+from pieces import listing, tiny
 
 
 def test_it_steps_every_run_and_writes_nothing(command, written, inside):

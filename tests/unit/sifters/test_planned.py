@@ -78,6 +78,13 @@ def test_without_weights_it_would_be_biased():
     assert (draws.mean() - gradient.sum()).abs() > 10 * draws.std() / 50**0.5
 
 
+def test_without_reweighting_the_same_images_are_drawn_and_count_as_one():
+    one, other = (warm(history.Options(keep=0.5, reweight=on)).plan(1, 0.3) for on in (True, False))
+    assert torch.equal(one.ids, other.ids)
+    assert (one.weights > 1).any()
+    assert (other.weights == 1).all()
+
+
 def test_hard_images_are_kept_and_easy_ones_drawn():
     plan = warm(history.Options(keep=0.6)).plan(1, 0.3)
     easy = losses() < losses().mean()
