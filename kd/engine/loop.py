@@ -47,11 +47,10 @@ def train(run: Run) -> State:
             last = length.finished(state)
             evaluating = due(length.evaluate, state) or last
             checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
-            turned = state.step_in_epoch == 0
-            if due(length.log, state) or evaluating or checkpointing or turned:
+            if due(length.log, state) or evaluating or checkpointing:
                 state = meter.flush(state, lr)
-            if turned:
-                log_epoch(run, state, plan, steps_in_epoch)
+            if state.step_in_epoch == 0:
+                log_epoch(run, meter.clocked(state), plan, steps_in_epoch)
             improved = False
             if evaluating or checkpointing:
                 agree(run)
@@ -192,6 +191,10 @@ class Meter:
         self.run.watcher.log("train", state, values)
         self.since, self.rows = state, []
         return state
+
+    def clocked(self, state: State) -> State:
+        """Return the state with the time spent until now, by this process's clock: the device is not waited for."""
+        return replace(state, seconds=state.seconds + (time.perf_counter() - self.clock if self.rows else 0.0))
 
     def resume(self) -> None:
         """Start the clock anew where a flush ended the window: evaluation and checkpoints are not training."""

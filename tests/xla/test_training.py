@@ -47,6 +47,25 @@ def test_the_graph_is_compiled_once_and_executed_once_a_step(train):
     assert executions == [9 + 1, 9 + 1]  # the steps and the reading of the row
 
 
+@pytest.mark.parametrize(
+    "sifter",
+    [
+        pytest.param(("sifter.kind=history", "sifter.keep=0.7", "sifter.anneal=0"), id="history"),
+        pytest.param(("sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=1"), id="relative"),
+        pytest.param(("sifter.kind=none", "teacher.cache.views=2"), id="cache"),
+    ],
+)
+def test_sifting_and_the_cache_compile_nothing_after_the_warm_up(train, tmp_path, sifter):
+    # plans that change, scoring passes, batches put together of others, hits and misses of the cache
+    # min_lr: where the learning rate ends so low that 1 - lr * decay rounds to 1, torch_xla makes a constant of it
+    kept = f"teacher.cache.path={tmp_path / 'cache'}"
+    run = train("xla", "run.steps=48", "run.every.log=12", "run.every.evaluate=48", "run.every.checkpoint=48",
+                "sifter.gate=off", "optimizer.min_lr=0.01", kept, *sifter)  # fmt: skip
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [12, 24, 36, 48]
+    assert [row["compiles"] for row in rows[1:]] == [rows[1]["compiles"]] * 3
+
+
 def test_evaluations_compile_twice_and_no_more(train):
     # the first asks the teacher, the later ones remember it
     run = train("xla", "run.steps=16", "run.every.log=4", "run.every.evaluate=4", "run.every.checkpoint=4")
