@@ -15,6 +15,8 @@ from kd.contracts import Backend, Dataset, Sifter, Source, Teacher
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
+from kd.engine.scoring import looking, shrunk
+from kd.errors import ConfigError
 from kd.types import Costs, Population
 
 
@@ -48,12 +50,37 @@ def sifter(
 
     section, crowd = config.sifter, population(len(source), labels, backend, split, config.run.seed)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
+    require_size(distillation, getattr(section.options, "score_size", 0), config, backend)
     if choices.get("sifter") == "none":
         return everything(crowd), ""
     if section.kind == "none" or section.gate == "off" or "sifter" in choices:
         return made, ""
     costs = measure(config, split.micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
     return gated(config, made, crowd, costs, choices)
+
+
+def require_size(distillation: Distillation, size: int, config: Config, backend: Backend) -> None:
+    """Require that the student can look at images of the size at which a sifter scores.
+
+    Raises:
+        ConfigError: its architecture takes one size only.
+    """
+    if not size:
+        return
+    training = distillation.training
+    try:
+        with torch.no_grad(), backend.autocast(), looking(distillation.student, size):
+            distillation.student.eval()(shrunk(trial_batch(config, 1, backend), size).image)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            "sifter.score_size",
+            f"is {size}, but the student '{config.student.model}' cannot look at images of that size ({reason})",
+            "0, or a size that the architecture takes (a ViT needs student.args.dynamic_img_size=true)",
+            "Set sifter.score_size=0",
+        ) from error
+    finally:
+        distillation.train(training)
 
 
 def population(
@@ -125,11 +152,12 @@ def measure(
     batch = trial_batch(config, micro_batch, backend)
     answers, count = teacher(batch), len(batch.label)
     kept = {name: buffer.clone() for name, buffer in distillation.named_buffers()}
+    size = getattr(config.sifter.options, "score_size", 0)
 
     def forward() -> torch.Tensor:
         distillation.eval()
-        with torch.no_grad(), backend.autocast():
-            loss = distillation(batch, answers)[1]["loss"]
+        with torch.no_grad(), backend.autocast(), looking(distillation.student, size):
+            loss = distillation(shrunk(batch, size), answers)[1]["loss"]
         backend.end_step()
         return loss
 

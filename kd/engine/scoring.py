@@ -5,12 +5,16 @@ Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from kd.engine.criterion import Distillation
 from kd.engine.run import Run
 from kd.types import Answer, Batch
 
@@ -22,15 +26,17 @@ class Scoring:
         self.run = run
 
     @torch.no_grad()
-    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
+    def __call__(self, batches: Sequence[Batch], by: str, size: int = 0) -> tuple[Tensor, list[Batch]]:
         """Return the scores of all ranks' images in the plan's order, and the batches with the teacher's answers."""
         backend, distillation = self.run.backend, self.run.distillation
         distillation.eval()  # batch norm's statistics and dropout's draws belong to training
         scored, values = [], []
         for batch in batches:
-            with backend.autocast():
-                value_M, answered = entropy(self.run, batch) if by == "entropy" else loss(self.run, batch)
-            scored.append(answered)
+            if by == "loss":
+                batch = replace(batch, answer=Answer(self.run.teacher(batch)))
+            with backend.autocast(), looking(distillation.student, size):
+                value_M = score(distillation, shrunk(batch, size), by)
+            scored.append(batch)
             values.append(value_M.float())
         distillation.train()
         all_AWM = torch.zeros(len(values), backend.world_size, len(values[0]), device=backend.device)
@@ -44,14 +50,31 @@ class Scoring:
         self.run.backend.end_step()
 
 
-def loss(run: Run, batch: Batch) -> tuple[Tensor, Batch]:
-    """Return the distillation loss [M], unweighted, and the batch with the teacher's answer."""
-    teacher = run.teacher(batch)
-    _, scores = run.distillation(batch, teacher)
-    return scores["per_image"], replace(batch, answer=Answer(teacher))
+def score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
+    """Return the distillation loss [M], unweighted, or the entropy of the student's prediction, nats."""
+    if by == "loss":
+        assert batch.answer is not None
+        return distillation(batch, batch.answer.outputs)[1]["per_image"]
+    log_prob_MC = distillation.student(batch.image).logits.float().log_softmax(-1)
+    return -(log_prob_MC.exp() * log_prob_MC).sum(-1)  # UNIX, arXiv:2012.09413
 
 
-def entropy(run: Run, batch: Batch) -> tuple[Tensor, Batch]:
-    """Return the entropy [M] of the student's prediction, nats (UNIX, arXiv:2012.09413); the teacher is not asked."""
-    log_prob_MC = run.distillation.student(batch.image).logits.float().log_softmax(-1)
-    return -(log_prob_MC.exp() * log_prob_MC).sum(-1), batch
+def shrunk(batch: Batch, size: int) -> Batch:
+    """Return the batch with its images at `size` x `size`, float32; 0: as they are."""
+    if not size:
+        return batch
+    image = F.interpolate(batch.image.float(), size=(size, size), mode="bilinear", antialias=True)
+    return replace(batch, image=image)
+
+
+@contextmanager
+def looking(student: nn.Module, size: int) -> Iterator[None]:
+    """Let the student take images of `size` as they are, instead of resizing them to its own input size."""
+    own: Any = getattr(student, "input_size", 0)
+    if size and own:
+        student.input_size = 0  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if size and own:
+            student.input_size = own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -81,11 +82,22 @@ def describe_images(
         [
             table(listed),
             "",
+            f"Mean loss of the images visited in every epoch: {_quartiles(loss_N[share_N == 1])}; "
+            f"of those left out at times: {_quartiles(loss_N[share_N < 1])}.",
             "Never left out, highest loss (often label errors): " + ", ".join(name(id) for id in always[:8]) + ".",
             "Left out most: " + ", ".join(name(id) for id in seldom[:8]) + ".",
             "",
         ]
     )
+
+
+def _quartiles(loss_N: Tensor) -> str:
+    """Return the median and the quartiles as text."""
+    known = loss_N[~loss_N.isnan()].double()
+    if not len(known):
+        return "none"
+    low, middle, high = known.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return f"median {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(known)} images)"
 
 
 def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:

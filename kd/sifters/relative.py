@@ -37,6 +37,9 @@ class Options:
     """What is compared. loss: the distillation loss; the teacher's answers are kept for the step. entropy: of the
     student's prediction alone, so that the teacher runs on kept images only (arXiv:2012.09413)."""
 
+    score_size: int = field(default=0, metadata={"low": 0})
+    """Side in pixels at which the student scores, for students that take any size. 0: as in training."""
+
 
 class Relative:
     """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.contracts.Sifter`.
@@ -121,7 +124,7 @@ class Relative:
         count = self.counts[number]
         if count == self.population.micro_batch:
             return group
-        losses_B, scored = score(group, self.options.score)
+        losses_B, scored = score(group, self.options.score, self.options.score_size)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
         picked = self.decided[number].view(len(group), self.population.world_size, count)[:, self.population.rank]

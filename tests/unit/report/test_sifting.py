@@ -47,6 +47,8 @@ def test_classes_stand_by_how_much_of_them_was_visited():
     assert "25.0 %" in rows[0]
     assert "0.200" in rows[0]
     assert "100.0 %" in rows[1]
+    assert "visited in every epoch: median 1.500 (quartiles 1.250 to 1.750, 2 images)" in text
+    assert "left out at times: median 0.200 (quartiles 0.150 to 0.250, 2 images)" in text
     assert "highest loss (often label errors): 1.jpg, 0.jpg" in text
     assert "Left out most: 2.jpg, 3.jpg" in text
 
