@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
-VALUES = {"errors", "types", "seeds", "contracts"}
+VALUES = {"errors", "types", "seeds", "pixels", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
 JOBS = BELOW_BUILD | {"build", "jobs"}
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "errors": set(),
     "types": set(),
     "seeds": set(),
+    "pixels": set(),
     "contracts": {"errors", "types"},
     "parts": {"errors"},
     "schema": {"errors"},
@@ -29,8 +30,8 @@ MAY_IMPORT = {
     "build": BELOW_BUILD | {"choose"},
     "jobs": JOBS,
     "api": JOBS,
-    "cli": JOBS | {"api"},
-    "serve": {"errors", "types", "artifacts"},
+    "cli": JOBS | {"api", "serve"},
+    "serve": {"errors", "pixels"},
     "sagemaker": {"errors", "types"},
     "sifting": BELOW_BUILD | {"build", "sifters"},
 }
