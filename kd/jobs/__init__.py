@@ -4,8 +4,22 @@ from kd.jobs._student import Result
 from kd.jobs._world import world
 from kd.jobs.check import check
 from kd.jobs.evaluate import evaluate
-from kd.jobs.export import export
+from kd.jobs.export import Exported, export
+from kd.jobs.export import Options as ExportOptions
+from kd.jobs.ship import push, sagemaker_archives
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 
-__all__ = ["Result", "check", "evaluate", "export", "teach", "train", "world"]
+__all__ = [
+    "ExportOptions",
+    "Exported",
+    "Result",
+    "check",
+    "evaluate",
+    "export",
+    "push",
+    "sagemaker_archives",
+    "teach",
+    "train",
+    "world",
+]
