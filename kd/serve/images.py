@@ -58,6 +58,14 @@ def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
     return Picture(np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1)), told)
 
 
+def warm_up(size: int, crop: float, limits: Limits) -> None:
+    """Load the decoders, which Pillow imports when the first image of a format comes."""
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGB", (64, 48)).save(file, kind)
+        prepare(file.getvalue(), size, crop, limits)
+
+
 def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.serve import bodies
-from kd.serve.images import prepare
+from kd.serve.images import prepare, warm_up
 from kd.serve.limits import Limits
 from kd.serve.metrics import Metrics
 from kd.serve.model import Description, Model, load
@@ -45,6 +45,7 @@ class Service:
             MissingExtra: its runtime is not installed.
         """
         model = load(self.told, self.threads, self.slots)
+        warm_up(model.size, model.crop, self.limits)
         for done in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
             done.result()
         self.model = model
