@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import socket
+import struct
+import time
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -15,7 +19,8 @@ from kd.serve.limits import Limits
 from kd.serve.problems import MEDIA_TYPE, Problem
 from kd.serve.service import Service
 
-ACCEPT_SECONDS = 0.2
+ACCEPT_SECONDS, SETTLE_SECONDS = 0.2, 1.0
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06
 
 
 class Connection(H11Protocol):
@@ -86,10 +91,28 @@ class DrainingServer(uvicorn.Server):
         self.service = service
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Answer every connection that the system has accepted, refuse new ones, then end."""
+        """Answer every connection that the system has accepted, take no new ones, then end."""
         self.service.draining = True
         logging.getLogger("kd.serve").info("ending: %d requests are being answered", self.service.in_flight)
         for opened in sockets or []:
-            opened.listen(0)  # the queue takes no more; whoever is in it already would be reset by closing at once
-        await asyncio.sleep(ACCEPT_SECONDS)
+            _deafen(opened)
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < SETTLE_SECONDS:
+            connections: Any = self.server_state.connections
+            if waited > ACCEPT_SECONDS and all(connection.cycle is not None for connection in connections):
+                break
+            await asyncio.sleep(ACCEPT_SECONDS / 10)
         await super().shutdown(sockets)
+
+
+def _deafen(listener: socket.socket) -> None:
+    """Let a listening socket drop every new connection attempt, while those in its queue are still accepted.
+
+    Closing it at once would reset whoever is in the queue: they are connected, and may have sent their request. A
+    client whose attempt is dropped tries again a second later and is then refused. Where the system has no socket
+    filters (Linux has), the queue is only made as short as it can be.
+    """
+    listener.listen(0)
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    with suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))

@@ -68,7 +68,7 @@ def serve(settings: Settings) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=15,
+        timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
         timeout_graceful_shutdown=int(settings.limits.drain_seconds),
     )
     Connection.limits = settings.limits
