@@ -1,4 +1,4 @@
-# The endpoint alone: no torch, about 300 MB. The model is not inside; it is mounted, or SageMaker puts it there.
+# The endpoint alone: no torch. The model is not inside; it is mounted, or SageMaker puts it there.
 #
 #   docker build -t kd-serve .
 #   docker run --rm -p 127.0.0.1:8080:8080 -v "$PWD/runs/vit_food/export:/opt/ml/model:ro" kd-serve serve

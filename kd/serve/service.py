@@ -82,20 +82,27 @@ class Service:
             raise refusal or busy("The model is still being loaded.")
         model, submitted = self.model, time.perf_counter()
 
-        def timed() -> Result:
+        def timed() -> Result | Problem:
             self.metrics.stage("wait", time.perf_counter() - submitted)
-            return job(model)
+            try:
+                return job(model)
+            except Problem as problem:
+                # Without what it was raised from: those frames hold the body, in a circle that only the collector ends.
+                return Problem(problem.status, problem.detail, problem.headers)
 
         self.in_flight += 1
         loop = asyncio.get_running_loop()
-        future: Future[Result] = self._pool.submit(timed)
+        future: Future[Result | Problem] = self._pool.submit(timed)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
         answer = asyncio.ensure_future(asyncio.wrap_future(future))
         watch = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({answer, watch}, timeout=self.limits.deadline, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
-                return answer.result()
+                result = answer.result()
+                if isinstance(result, Problem):
+                    raise result
+                return result
             future.cancel()  # only if it has not begun; the door counts it until it ends
             if watch.done():
                 raise Problem(499, "The client hung up.")
