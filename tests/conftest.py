@@ -154,3 +154,23 @@ def inside(tmp_path, monkeypatch) -> Path:
     """Work in `tmp_path`, so that nothing can be written elsewhere by a relative path."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def distilled(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run folder: a student that has learned `photos`. Do not write into it."""
+    from kd import config, jobs
+
+    settings = base(photos, tmp_path_factory.mktemp("distilled"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    settings["run"]["epochs"] = 6
+    return jobs.train(config.load(settings)).folder
+
+
+@pytest.fixture(scope="session")
+def exported(distilled, tmp_path_factory) -> Path:
+    """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
+    from kd import jobs
+
+    target = tmp_path_factory.mktemp("exported") / "export"
+    return jobs.export(distilled, target, jobs.ExportOptions(int8=True, pt2=True, max_drop=0.2)).folder

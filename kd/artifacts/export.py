@@ -1,7 +1,9 @@
-"""The student as a folder that timm loads: config.json, model.safetensors, and where it came from."""
+"""The student as a folder: what timm loads, what an endpoint serves, where it came from, and a hash of every file."""
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,17 @@ from torch import Tensor
 from kd.artifacts.files import atomic_folder, save_tensors, write_json
 from kd.errors import RunError
 
+MANIFEST = "manifest.json"
 
-def export(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+
+def export(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    provenance: dict[str, Any],
+    extras: Path | None = None,
+    facts: dict[str, Any] | None = None,
+) -> None:
     """Write an export folder atomically, replacing an older one.
 
     Args:
@@ -19,15 +30,40 @@ def export(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], pro
         config: contents of config.json in timm's form, `label_names` included.
         tensors: weights by timm's names.
         provenance: written to kd.json: metrics, run, hashes.
+        extras: a flat folder whose files are added: graphs, the model card.
+        facts: written to manifest.json, beside size and sha256 of every other file.
 
     Raises:
         RunError: something else lies at `folder`, the disk is full or not writable.
+    """
+    refuse_other(folder)
+    with atomic_folder(folder, where="export") as draft:
+        save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
+        (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
+        write_json(draft / "config.json", config)
+        write_json(draft / "kd.json", provenance)
+        if extras is not None:
+            for path in extras.iterdir():
+                shutil.copyfile(path, draft / path.name)
+        files = {path.relative_to(draft).as_posix(): _entry(path) for path in draft.rglob("*") if path.is_file()}
+        write_json(draft / MANIFEST, {**(facts or {}), "files": files})
+
+
+def refuse_other(folder: Path) -> None:
+    """Refuse to replace what is not an export.
+
+    Raises:
+        RunError: something else lies at `folder`.
     """
     empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not empty and not (folder / "kd.json").is_file():
         allowed = "A new or empty folder, or an older export, which is replaced"
         raise RunError("export", f"'{folder}' exists and is not an exported model", allowed, "Choose another folder")
-    with atomic_folder(folder, where="export") as draft:
-        save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
-        write_json(draft / "config.json", config)
-        write_json(draft / "kd.json", provenance)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        sha = hashlib.sha256()
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return {"bytes": path.stat().st_size, "sha256": sha.hexdigest()}

@@ -11,18 +11,23 @@ from typing import Any
 
 def surroundings() -> dict[str, Any]:
     """Return versions, machine and command of this process."""
-    packages = {}
-    for name in ("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "not installed"
     return {
-        "packages": packages,
+        "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
         "python": platform.python_version(),
         "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
         "command": " ".join(sys.argv),
     }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def processor() -> str:

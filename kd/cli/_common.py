@@ -9,7 +9,6 @@ import textwrap
 import traceback
 from collections.abc import Callable
 
-from kd import config
 from kd.errors import KdError
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -44,6 +43,8 @@ class KeysHelp(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         """Print and exit."""
+        from kd import config  # kd-serve and the like do without the configuration and what it imports
+
         parser.print_help()
         print("\nkeys of CONFIG, each also as key=value on the command line:\n")
         for key, allowed, default, meaning in config.explain():

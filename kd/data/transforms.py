@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance
 
+from kd.pixels import centre_crop
+
 
 @dataclass(frozen=True, slots=True)
 class Train:
@@ -43,10 +45,7 @@ class Evaluate:
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         """Return an RGB image of `size` x `size`."""
-        side = max(1.0, min(image.width, image.height) * self.crop)
-        left, top = (image.width - side) / 2, (image.height - side) / 2
-        box = (left, top, left + side, top + side)
-        return image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+        return centre_crop(image, self.size, self.crop)
 
 
 def random_box(width: int, height: int, smallest: float, rng: random.Random) -> tuple[float, float, float, float]:

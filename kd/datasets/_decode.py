@@ -16,20 +16,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.errors import DataError, did_you_mean
+from kd.pixels import to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-EXIF_ORIENTATION = 0x0112
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 SIZES_PROBED = 256
 """How many image sizes enter a fingerprint where each costs a request to the storage."""
 
@@ -37,10 +28,7 @@ SIZES_PROBED = 256
 def decode(data: bytes, subject: str, where: str) -> Image.Image:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright.
 
-    Transparent pixels are laid over white, as the pages that such pictures were drawn for; dropping the alpha channel
-    instead would show whatever colour the file hides there. 16-bit grey keeps its upper 8 bits (what Pillow does to
-    16-bit RGB), CMYK goes through Pillow's plain formula, of an animation the first frame is taken, and the EXIF
-    orientation is applied and removed. Not handled: colour profiles, and damage that leaves a JPEG decodable.
+    How each kind of pixel becomes RGB is said in `kd.pixels`. Not handled: damage that leaves a JPEG decodable.
 
     Args:
         data: the whole file.
@@ -61,7 +49,7 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image)
                 image.load()
-                return _to_rgb(image)
+                return to_rgb(image)
     except UnidentifiedImageError as error:
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
@@ -88,32 +76,6 @@ def _check_size(image: Image.Image) -> None:
     limit = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
     if limit and image.width * image.height > limit:
         raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {limit}")
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
-        upper = np.asarray(image).astype(np.uint16) >> 8  # convert() would clip at 255: a white image
-        rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
-    elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits a channel have")
-    elif image.getbands()[-1] in ("A", "a") or "transparency" in image.info:
-        canvas = Image.new("RGBA", image.size, "white")
-        canvas.alpha_composite(image.convert("RGBA"))
-        rgb = canvas.convert("RGB")
-    else:
-        rgb = image.convert("RGB")  # a copy even of RGB, free of the file behind it
-    turn = _turn(image)
-    if turn is not None:
-        rgb = rgb.transpose(turn)
-    rgb.info.clear()  # it still holds the EXIF: whoever applied that again would turn the image twice
-    return rgb
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return TURNS.get(image.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block does not make the pixels worse
-        return None
 
 
 class Names:

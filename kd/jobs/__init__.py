@@ -6,8 +6,25 @@ from kd.jobs.cache import Cached, cache
 from kd.jobs.check import check
 from kd.jobs.compile import compile_only
 from kd.jobs.evaluate import evaluate
-from kd.jobs.export import export
+from kd.jobs.export import Exported, export
+from kd.jobs.export import Options as ExportOptions
+from kd.jobs.ship import push, sagemaker_archives
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 
-__all__ = ["Cached", "Result", "cache", "check", "compile_only", "evaluate", "export", "teach", "train", "world"]
+__all__ = [
+    "Cached",
+    "ExportOptions",
+    "Exported",
+    "Result",
+    "cache",
+    "check",
+    "compile_only",
+    "evaluate",
+    "export",
+    "push",
+    "sagemaker_archives",
+    "teach",
+    "train",
+    "world",
+]

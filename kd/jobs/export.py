@@ -2,40 +2,123 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kd import build
+from kd import build, config
+from kd.artifacts import export as artifact
 from kd.artifacts import manifest
-from kd.artifacts.export import export as write_export
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.errors import RunError
+from kd.jobs import _graphs
 from kd.jobs._folder import opened_run
 from kd.models.classifier import Classifier
 from kd.models.load import digest, export_files
 
 
-def export(path: Path, target: Path | None = None) -> Path:
-    """Export the best student of a run folder; return the folder written.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What `kd-export` writes beside the folder that timm loads."""
+
+    onnx: bool = True
+    """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
+    int8: bool = False
+    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy."""
+    openvino: bool = False
+    pt2: bool = False
+    max_drop: float = 0.01
+    tolerance: float = 1e-3
+    images: int = 2000
+    """How many validation images are compared, evenly spaced; 0: all."""
+    license: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    lines: Sequence[str]
+    """One for each graph, for a person."""
+
+
+def export(
+    path: Path, target: Path | None = None, options: Options | None = None, overrides: Sequence[str] = ()
+) -> Exported:
+    """Export the best student of a run folder.
+
+    Args:
+        path: the run folder.
+        target: where; None: `export` in the run folder.
+        options: what to write; None: the defaults.
+        overrides: `key=value` over the run's configuration, such as where its data lies now.
 
     Raises:
-        RunError: no run folder, no checkpoint, or the disk is full.
+        RunError: no run folder, no checkpoint, other data, or the disk is full.
+        ModelError: a graph does not answer as PyTorch does.
+        MissingExtra: a package that an option needs.
     """
+    options = options or Options()
     folder, settings = opened_run(path)
+    settings = config.load(config.to_dict(settings), overrides) if overrides else settings
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target = target or path / "export"
-    export_run(folder, settings, target, classes)
-    return target
+    artifact.refuse_other(target)  # before minutes of work, not after
+    student, provenance = best_student(folder, settings, classes)
+    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
+        extras = Path(temporary)
+        made = _graphs.write(extras, student, settings, classes, folder.manifest().get("data", ""), options)
+        facts = _facts(settings, student, provenance, made)
+        version, metrics = facts["version"], provenance["metrics"]
+        card = _graphs.card(folder, settings, student, version, metrics, made, options, target)
+        (extras / "README.md").write_text(card, encoding="utf-8")
+        artifact.export(target, content, weights, provenance, extras, facts)
+    return Exported(target, made.lines)
+
+
+def _facts(settings: Config, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
+    size = settings.data.image_size
+    return {
+        "format": 1,
+        "name": settings.run.name,
+        "version": provenance["digest"][:12],
+        "input": {
+            "name": "image",
+            "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
+            "size": size,
+            "crop": settings.data.eval_crop,
+            "network_size": student.input_size or size,
+        },
+        "parity": made.parity,
+        "surroundings": _surroundings(),
+    }
+
+
+def _surroundings() -> dict[str, Any]:
+    found = manifest.surroundings()
+    found.pop("command")  # it holds paths of whoever exported, and this file is published
+    found["packages"] |= manifest.versions("onnx", "onnxscript", "onnxruntime", "openvino")
+    return found
 
 
 def export_run(folder: RunDir, settings: Config, target: Path, classes: Sequence[str]) -> None:
     """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
+    student, provenance = best_student(folder, settings, classes)
+    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    artifact.export(target, content, weights, provenance)
+
+
+def best_student(folder: RunDir, settings: Config, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from."""
     state, tensors, _ = folder.best()
     student = build.student_model(replace_init(settings), classes, False)
     load_student(student, tensors)
@@ -48,8 +131,7 @@ def export_run(folder: RunDir, settings: Config, target: Path, classes: Sequence
         "digest": digest(student.network),
         "eval_crop": settings.data.eval_crop,
     }
-    content, weights = export_files(student.network, classes, settings.data.eval_crop)
-    write_export(target, content, weights, provenance)
+    return student, provenance
 
 
 def replace_init(settings: Config) -> Config:

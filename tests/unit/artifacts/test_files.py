@@ -189,7 +189,7 @@ def test_an_export_never_replaces_a_folder_that_is_none(tmp_path):
     (home / "cat.jpg").unlink()
     export(home, {"x": 1}, TENSORS, {})  # an empty folder is welcome
     export(home, {"x": 2}, TENSORS, {})  # and so is an older export
-    assert everything(home) == ["config.json", "kd.json", "model.safetensors"]
+    assert everything(home) == ["config.json", "kd.json", "manifest.json", "model.safetensors"]
     assert json.loads((home / "config.json").read_text()) == {"x": 2}
 
 

@@ -1,0 +1,308 @@
+"""The endpoint: speed of the graphs, cold start, load, overload, memory over time, and LitServe with the same model.
+
+Run: python benchmarks/serve.py [EXPORT] [--part speed] [--seconds 8]     every part on its own takes about a minute
+
+EXPORT is what `kd-export` wrote; without it, a ViT-Tiny of 224 px with random weights, which says all about speed and
+nothing about accuracy. The picture is a synthetic JPEG of 600 x 450. The load generator runs on the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _load import Answer, Server, closed_loop, kd_serve, open_loop, percentile, request, wait_ready
+from PIL import Image
+
+from _record import write
+
+Rows = list[dict[str, Any]]
+LABELS = [f"class_{i:02d}" for i in range(12)]
+TORCH = """
+import io, sys, torch, timm
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+model = timm.create_model("local-dir:" + sys.argv[1], pretrained=True).eval()
+transform = create_transform(**resolve_data_config({}, model=model))
+with torch.inference_mode():
+    model(transform(Image.open(sys.argv[2]).convert("RGB"))[None]).softmax(-1)
+"""
+LITSERVE = """
+import base64, io, sys
+import litserve as ls, numpy as np, onnxruntime as ort
+from pathlib import Path
+from kd.serve.answers import predictions
+from kd.serve.images import prepare
+from kd.serve.limits import Limits
+from kd.serve.model import describe, load
+
+class API(ls.LitAPI):
+    def setup(self, device):
+        self.told = describe(Path(sys.argv[1]))
+        self.model, self.limits = load(self.told, int(sys.argv[3]), 1), Limits()
+    def decode_request(self, request):
+        return prepare(base64.b64decode(request["image"]), self.told.size, self.told.crop, self.limits).pixels
+    def predict(self, pixels):
+        return self.model.engine(pixels[None])
+    def encode_response(self, logits):
+        return {"predictions": predictions(logits, self.told.labels, 5)}
+
+if __name__ == "__main__":
+    server = ls.LitServer(API(), accelerator="cpu", workers_per_device=int(sys.argv[4]))
+    server.run(host="127.0.0.1", port=int(sys.argv[2]), generate_client_file=False, log_level="warning")
+"""
+
+
+def picture() -> bytes:
+    """Return a JPEG of 600 x 450, smooth with some noise, about 100 KB."""
+    generator = np.random.default_rng(0)
+    coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), np.uint8)).resize((600, 450), 3)
+    noisy = np.asarray(coarse).astype(int) + generator.integers(-12, 13, (450, 600, 3))
+    file = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def random_export(folder: Path, name: str, size: int) -> Path:
+    """Write an export of a model with random weights."""
+    import torch
+
+    from kd.artifacts.export import export
+    from kd.models import onnx
+    from kd.models.load import Spec, export_files, load
+
+    torch.manual_seed(0)
+    student = load(Spec("student", name, {}, LABELS), size, False).eval()
+    extras = folder / "extras"
+    extras.mkdir()
+    onnx.write_onnx(onnx.export_program(student, size), extras / "model.onnx")
+    onnx.write_int8(extras / "model.onnx", extras / "model.int8.onnx")
+    content, weights = export_files(student.network, LABELS, 1.0)
+    facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
+    export(folder / "export", content, weights, {}, extras, facts)
+    return folder / "export"
+
+
+def speed(folder: Path, seconds: float) -> Rows:
+    """CPU time of one image with one thread, PyTorch and each graph in turns."""
+    import timm
+    import torch
+
+    from kd.serve.model import describe, load
+
+    torch.set_num_threads(1)
+    network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    size = json.loads((folder / "manifest.json").read_text())["input"]["size"]
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 3, size, size), np.uint8)
+    normal = torch.randn(1, 3, size, size)
+    runs: dict[str, Any] = {"eager": lambda: network(normal)}
+    for file in ("model.onnx", "model.int8.onnx", "openvino.xml"):
+        if (folder / file).is_file():
+            engine = load(describe(folder, file), 1, 1).engine
+            runs[file] = lambda engine=engine: engine(pixels)
+    rows, end, turn = [], time.monotonic() + seconds, 0
+    with torch.inference_mode():
+        while time.monotonic() < end or turn < 10:
+            for name, run in runs.items():
+                wall, cpu = time.perf_counter(), time.process_time()
+                run()
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                if turn >= 3:
+                    rows.append({"part": "speed", "which": name, "cpu_ms": 1000 * cpu, "wall_ms": 1000 * wall})
+            turn += 1
+    eager = statistics.median(row["cpu_ms"] for row in rows if row["which"] == "eager")
+    for name in runs:
+        median = statistics.median(row["cpu_ms"] for row in rows if row["which"] == name)
+        print(f"speed: {name:16s} {median:7.2f} ms CPU an image, {median / eager:.3f} of eager")
+    return rows
+
+
+def cold(folder: Path, seconds: float) -> Rows:
+    """From the start of a process to its first answer: wall, CPU and peak memory, in turns."""
+    rows = []
+    with tempfile.NamedTemporaryFile(suffix=".jpg") as file:
+        file.write(picture())
+        file.flush()
+        for turn in range(4):
+            for which in ("kd-serve", "torch+timm"):
+                start = time.perf_counter()
+                if which == "kd-serve":
+                    server = kd_serve(folder)
+                    asyncio.run(closed_loop(server.url, request(server.url, picture(), "image/jpeg"), 1, 0.001))
+                    wall, cpu, memory = time.perf_counter() - start, server.cpu_seconds(), server.resident_mb(True)
+                    server.stop()
+                else:
+                    process = subprocess.Popen([sys.executable, "-c", TORCH, str(folder), file.name])
+                    _, status, usage = os.wait4(process.pid, 0)
+                    process.returncode = status
+                    wall, cpu = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+                    memory = usage.ru_maxrss / 1024
+                if turn:  # the first reads the files from the disk
+                    rows.append({"part": "cold", "which": which, "wall_s": wall, "cpu_s": cpu, "peak_mb": memory})
+    for key in ("wall_s", "cpu_s", "peak_mb"):
+        ours, theirs = (statistics.median(r[key] for r in rows if r["which"] == w) for w in ("kd-serve", "torch+timm"))
+        print(f"cold: {key:8s} kd-serve {ours:8.2f}, torch+timm {theirs:8.2f}, ratio {ours / theirs:.3f}")
+    return rows
+
+
+def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
+    """Return rates, percentiles and statuses."""
+    good = [answer.took for answer in answers if answer.status == 200]
+    return {
+        "requests": len(answers),
+        "ok": len(good),
+        "busy": sum(answer.status == 503 for answer in answers),
+        "other": sum(answer.status not in (200, 503) for answer in answers),
+        "rps": len(good) / seconds,
+        "p50_ms": 1000 * percentile(good, 0.5) if good else float("nan"),
+        "p99_ms": 1000 * percentile(good, 0.99) if good else float("nan"),
+    }
+
+
+def told(which: str, row: dict[str, Any]) -> None:
+    """Print a summary."""
+    shown = {key: f"{v:.2f}" if isinstance(v, float) else v for key, v in row.items() if key not in ("part", "which")}
+    print(f"{row['part']}: {which:26s} {', '.join(f'{key} {value}' for key, value in shown.items())}")
+
+
+def driven(part: str, which: str, server: Server, message: bytes, clients: int, seconds: float) -> dict[str, Any]:
+    """Drive a server in a closed loop and return a row."""
+    asyncio.run(closed_loop(server.url, message, clients, 0.5))
+    cpu = server.cpu_seconds()
+    answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
+    row: dict[str, Any] = {"part": part, "which": which, "clients": clients, **summary(answers, seconds)}
+    row["cpu_ms_per_request"] = 1000 * (server.cpu_seconds() - cpu) / max(1, row["ok"])
+    row["resident_mb"] = server.resident_mb()
+    told(which, row)
+    return row
+
+
+def load(folder: Path, seconds: float) -> Rows:
+    """One and eight clients with either division of the cores, then the highest Poisson rate within 3x the median."""
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    for slots in (1, cores):
+        server = kd_serve(folder, "--slots", str(slots))
+        message = request(server.url, picture(), "image/jpeg")
+        for clients in (1, 8):
+            which = f"{slots} slots x {cores // slots} threads"
+            rows.append(driven("load", which, server, message, clients, seconds / 2))
+        server.stop()
+    server = kd_serve(folder)
+    message = request(server.url, picture(), "image/jpeg")
+    single = driven("load", "default", server, message, 1, seconds / 2)
+    capacity = driven("load", "default", server, message, 8, seconds / 2)["rps"]
+    low, high = 0.0, 1.0
+    for _ in range(5):
+        share = (low + high) / 2
+        answers = asyncio.run(open_loop(server.url, message, share * capacity, seconds))
+        row: dict[str, Any] = {"part": "load", "which": "poisson", **summary(answers, seconds)}
+        row["offered_rps"] = share * capacity
+        row["held"] = row["p99_ms"] <= 3 * single["p50_ms"] and row["ok"] == row["requests"]
+        low, high = (share, high) if row["held"] else (low, share)
+        told(f"poisson at {share:.2f} of capacity", row)
+        rows.append(row)
+    server.stop()
+    print(f"load: p99 <= 3 x {single['p50_ms']:.1f} ms up to {low * capacity:.1f} of {capacity:.1f} requests/s")
+    return [*rows, single]
+
+
+def overload(folder: Path, seconds: float) -> Rows:
+    """Ten times the capacity: answers at capacity, 503 beyond, and afterwards as before."""
+    server = kd_serve(folder)
+    message = request(server.url, picture(), "image/jpeg")
+    before = driven("overload", "capacity", server, message, 8, seconds / 2)
+    answers = asyncio.run(open_loop(server.url, message, 10 * before["rps"], seconds))
+    row: dict[str, Any] = {"part": "overload", "which": "10x", **summary(answers, seconds)}
+    row["resident_mb"] = server.resident_mb()
+    told("10x", row)
+    after = driven("overload", "after", server, message, 8, seconds / 2)
+    server.stop()
+    return [before, row, after]
+
+
+def soak(folder: Path, seconds: float) -> Rows:
+    """Memory over time under eight clients; two thirds good pictures, the rest cut and random bytes."""
+    server = kd_serve(folder)
+    whole, rows, start = picture(), [], time.perf_counter()
+    messages = [request(server.url, body, "image/jpeg") for body in (whole, whole[: len(whole) // 2], os.urandom(9999))]
+    while time.perf_counter() - start < seconds:
+        count = 0
+        for message, share in zip(messages, (4, 1, 1), strict=True):
+            count += len(asyncio.run(closed_loop(server.url, message, 8, share * seconds / 120)))
+        row = {"part": "soak", "second": time.perf_counter() - start, "resident_mb": server.resident_mb()}
+        rows.append({**row, "requests": count})
+    server.stop()
+    half = len(rows) // 2
+    first, last = (statistics.median(r["resident_mb"] for r in part) for part in (rows[half // 2 : half], rows[half:]))
+    print(f"soak: {sum(r['requests'] for r in rows)} requests, {first:.1f} MB before half-time, {last:.1f} MB after")
+    return rows
+
+
+def litserve(folder: Path, seconds: float) -> Rows:
+    """The same model, pixels and base64 JSON body in LitServe and here, in turns, at one and eight clients."""
+    cores = len(os.sched_getaffinity(0))
+    body = json.dumps({"image": base64.b64encode(picture()).decode()}).encode()
+    rows, port = [], 18765
+    with tempfile.TemporaryDirectory() as temporary:
+        script = Path(temporary) / "lit.py"
+        script.write_text(LITSERVE)
+        for turn in range(2):
+            for which in ("kd-serve", "litserve 1 worker", "litserve worker a core"):
+                if which == "kd-serve":
+                    server = kd_serve(folder)
+                else:
+                    workers = 1 if "1" in which else cores
+                    port += 1
+                    argv = [sys.executable, str(script), str(folder), str(port), str(cores // workers), str(workers)]
+                    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    server = Server(process, f"http://127.0.0.1:{port}/predict")
+                    wait_ready(f"http://127.0.0.1:{port}/health", process)
+                message = request(server.url, body, "application/json")
+                for clients in (1, 8):
+                    row = driven("litserve", which, server, message, clients, seconds / 2)
+                    rows.append({**row, "turn": turn})
+                server.stop()
+    return rows
+
+
+PARTS = {"speed": speed, "cold": cold, "load": load, "overload": overload, "soak": soak, "litserve": litserve}
+
+
+def main() -> None:
+    """Measure and write one CSV a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", nargs="?", type=Path, help="an export folder")
+    parser.add_argument("--part", action="append", choices=sorted(PARTS), help="default: all but litserve")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--model", default="vit_tiny_patch16_224", help="without EXPORT")
+    parser.add_argument("--size", type=int, default=224, help="without EXPORT")
+    parser.add_argument("--dry", action="store_true", help="write no CSV")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.export or random_export(Path(temporary), given.model, given.size)
+        for part in given.part or [name for name in PARTS if name != "litserve"]:
+            rows = PARTS[part](folder, given.seconds)
+            keys = list(dict.fromkeys(key for row in rows for key in row))
+            if not given.dry:
+                write(
+                    f"serve_{part}",
+                    " ".join(["python benchmarks/serve.py", *sys.argv[1:]]),
+                    [{key: row.get(key, "") for key in keys} for row in rows],
+                )
+
+
+if __name__ == "__main__":
+    main()

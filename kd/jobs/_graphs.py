@@ -1,0 +1,159 @@
+"""The graphs of an export, each compared with PyTorch before it is kept, and the model card that tells the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kd.artifacts import manifest
+from kd.artifacts.run_dir import RunDir
+from kd.config import Config
+from kd.errors import ConfigError, RunError
+from kd.jobs import _parity
+from kd.jobs._world import prepared, world
+from kd.models import onnx
+from kd.models.classifier import Classifier
+from kd.models.teacher import count_parameters
+from kd.report.card import Card, render
+from kd.report.console import percent
+
+if TYPE_CHECKING:
+    from kd.jobs.export import Options
+
+ONNX, INT8, OPENVINO, PT2 = "model.onnx", "model.int8.onnx", "openvino.xml", "model.pt2"
+
+
+@dataclass(slots=True)
+class Made:
+    """What was written and measured."""
+
+    parity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    eager_ms: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+
+def write(
+    folder: Path, student: Classifier, settings: Config, classes: Sequence[str], data_hash: str, options: Options
+) -> Made:
+    """Write the graphs that the options name and compare each with PyTorch.
+
+    Args:
+        folder: where.
+        student: on the CPU.
+        settings: the run's configuration.
+        classes: in the order of the logits.
+        data_hash: the content hash of the run's data.
+        options: what to write.
+
+    Raises:
+        RunError: the data is not that of the run.
+        ModelError: a graph does not answer as PyTorch does.
+        MissingExtra: a package that an option needs.
+    """
+    if not options.onnx and (options.int8 or options.openvino):
+        raise ConfigError("--no-onnx", "--int8 and --openvino are made from model.onnx", "", "Leave out --no-onnx")
+    if not options.onnx and not options.pt2:
+        return Made()
+    student.eval()
+    runners = _write(folder, student, settings.data.image_size, options)
+    with world(settings) as backend:
+        data = prepared(settings, backend)
+        if list(data.val.classes) != list(classes) or (data_hash and data.fingerprint != data_hash):
+            wrong = "the data is not what the run was trained on (its content hash differs)"
+            remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
+            raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
+        images = _parity.validation_images(settings, data, options.images)
+        eager, rows = _parity.compare(student, runners, images)
+    made = Made(eager_ms=eager.cpu_ms)
+    for name, row in rows.items():
+        note = f"max |dlogit| {row.max_difference:.1e}"
+        if name == INT8:
+            drop = _parity.check_drop(name, row, eager, options.max_drop)
+            note += f", accuracy {percent(eager.accuracy)} -> {percent(row.accuracy)} (drop {100 * drop:.2f} points)"
+        else:
+            _parity.check_exact(name, row, options.tolerance)
+        files = [folder / name, folder / "openvino.bin"] if name == OPENVINO else [folder / name]
+        size = sum(file.stat().st_size for file in files)
+        made.lines.append(
+            f"{name:16s} {size / 1e6:6.2f} MB  {note}, same top-1 on {row.same_top1} of {row.images} validation "
+            f"images, {row.cpu_ms:.2f} ms CPU an image (PyTorch {eager.cpu_ms:.2f})"
+        )
+        made.parity[name] = row.facts()
+    return made
+
+
+def _write(folder: Path, student: Classifier, size: int, options: Options) -> dict[str, _parity.Runner]:
+    runners: dict[str, _parity.Runner] = {}
+    if options.onnx:  # before the trace, which takes seconds
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            onnx.require(name, "--onnx")
+    program = onnx.export_program(student, size)
+    if options.pt2:
+        onnx.write_program(program, folder / PT2)
+        runners[PT2] = onnx.program_runner(folder / PT2)
+    if options.onnx:
+        onnx.write_onnx(program, folder / ONNX)
+        runners[ONNX] = onnx.onnx_runner(folder / ONNX)
+    if options.int8:
+        onnx.write_int8(folder / ONNX, folder / INT8)
+        runners[INT8] = onnx.onnx_runner(folder / INT8)
+    if options.openvino:
+        onnx.write_openvino(folder / ONNX, folder / OPENVINO)
+        runners[OPENVINO] = onnx.openvino_runner(folder / OPENVINO)
+    return runners
+
+
+def card(
+    folder: RunDir,
+    settings: Config,
+    student: Classifier,
+    version: str,
+    metrics: dict[str, Any],
+    made: Made,
+    options: Options,
+    target: Path,
+) -> str:
+    """Return the model card."""
+    baseline = RunDir(folder.path / "labels_only").metrics("val")
+    commands = {"With timm": f"timm.create_model('local-dir:{target.name}', pretrained=True)"}
+    if options.onnx:
+        commands["As an endpoint, without torch"] = (
+            f"kd-serve {target.name}\n"
+            "curl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
+        )
+    return render(
+        Card(
+            name=settings.run.name,
+            student=settings.student.model,
+            student_parameters=count_parameters(student),
+            teacher=settings.teacher.model,
+            losses=[section.kind for section in settings.losses],
+            data=f"{settings.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
+            labels=folder.manifest()["classes"],
+            metrics=metrics,
+            baseline=max(baseline, key=lambda row: row["accuracy"]) if baseline else {},
+            graphs=made.parity,
+            eager_ms=made.eager_ms,
+            processor=manifest.processor(),
+            size=settings.data.image_size,
+            crop=settings.data.eval_crop,
+            license=options.license,
+            weights_from=_origin(settings, student),
+            version=version,
+            commands=commands,
+        )
+    )
+
+
+def _origin(settings: Config, student: Classifier) -> str:
+    section = settings.student
+    if section.checkpoint:
+        return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
+    if section.init == "pretrained":
+        known = getattr(student.network, "pretrained_cfg", None) or {}
+        return f"started from timm's pretrained `{section.model}`, licence: {known.get('license', 'not recorded')}"
+    if section.init == "teacher":
+        return "started from layers of the teacher: the teacher's licence may apply"
+    return "trained from random initial weights"

@@ -1,0 +1,163 @@
+"""Do the exported graphs answer as PyTorch does, on real images, and what does an image cost?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kd import build
+from kd.config import Config
+from kd.data.transforms import Evaluate
+from kd.data.views import Views
+from kd.errors import DataError, ModelError
+from kd.models.classifier import Classifier
+from kd.report.console import percent
+
+Runner = Callable[[np.ndarray], np.ndarray]
+BATCH = 16
+TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
+
+
+@dataclass(slots=True)
+class Row:
+    """One graph against PyTorch."""
+
+    images: int = 0
+    same_top1: int = 0
+    correct: int = 0
+    max_difference: float = 0.0
+    """Of all logits of all images."""
+    cpu_ms: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.correct / max(1, self.images)
+
+    def add(self, logits: np.ndarray, reference: np.ndarray, labels: np.ndarray) -> None:
+        """Count one batch: logits [B, C] twice, labels [B]."""
+        difference = np.abs(logits - reference).max()
+        self.images += len(labels)
+        self.same_top1 += int((logits.argmax(1) == reference.argmax(1)).sum())
+        self.correct += int((logits.argmax(1) == labels).sum())
+        # NaN compares with nothing: it must not pass as no difference
+        self.max_difference = max(self.max_difference, float(difference) if np.isfinite(difference) else np.inf)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the manifest and the card hold."""
+        rounded = {"max_difference": float(f"{self.max_difference:.3g}"), "cpu_ms": round(self.cpu_ms, 3)}
+        return {**asdict(self), **rounded, "accuracy": self.accuracy}
+
+
+def validation_images(settings: Config, data: build.Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
+
+    Args:
+        settings: the run's configuration.
+        data: both splits, prepared.
+        limit: how many images, evenly spaced over the split; 0: all.
+
+    Raises:
+        DataError: not one of them can be decoded.
+    """
+    section = settings.data
+    transform = Evaluate(section.image_size, section.eval_crop)
+    views = Views(data.val, transform, section.image_size, settings.run.seed, on_corrupt=section.on_corrupt)
+    count = min(limit or len(views), len(views))
+    ids = np.linspace(0, len(views) - 1, count).astype(int).tolist()
+    found = 0
+    for first in range(0, len(ids), BATCH):
+        samples = [sample for sample in (views.load(id, 0) for id in ids[first : first + BATCH]) if sample.readable]
+        if samples:
+            found += len(samples)
+            yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
+    if not found:
+        raise DataError("data", "no image of the validation split can be decoded", "", "Check data.root")
+
+
+def compare(
+    student: Classifier, runners: Mapping[str, Runner], images: Iterator[tuple[np.ndarray, np.ndarray]]
+) -> tuple[Row, dict[str, Row]]:
+    """Run every image through PyTorch and every graph; return PyTorch's own row and one for each graph."""
+    eager, rows = Row(), {name: Row() for name in runners}
+    answer = eager_runner(student)
+    first = np.zeros((0,))
+    for pixels, labels in images:
+        first = pixels[:1] if not len(first) else first
+        reference = answer(pixels)
+        eager.add(reference, reference, labels)
+        for name, run in runners.items():
+            rows[name].add(run(pixels), reference, labels)
+    _time(first, {"": answer, **runners}, {"": eager, **rows})
+    return eager, rows
+
+
+def eager_runner(student: Classifier) -> Runner:
+    """Return the student as a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
+    student = student.eval()
+
+    def run(image: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return student(torch.from_numpy(image)).logits.float().numpy()
+
+    return run
+
+
+def _time(image: np.ndarray, runners: Mapping[str, Runner], rows: Mapping[str, Row]) -> None:
+    """Measure the CPU time of one image with one thread, in turns, as medians."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        took: dict[str, list[float]] = {name: [] for name in runners}
+        begin = time.perf_counter()
+        for turn in range(TIMED_ROUNDS + 2):
+            for name, run in runners.items():
+                start = time.process_time()
+                run(image)
+                if turn >= 2:
+                    took[name].append(1000 * (time.process_time() - start))
+            if turn > 4 and time.perf_counter() - begin > TIMED_SECONDS:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    for name, row in rows.items():
+        row.cpu_ms = statistics.median(took[name])
+
+
+def check_exact(name: str, row: Row, tolerance: float) -> None:
+    """Require a graph to compute what PyTorch computes.
+
+    Raises:
+        ModelError: a logit differs by more than `tolerance`, or an answer does.
+    """
+    if row.max_difference > tolerance or row.same_top1 != row.images:
+        raise ModelError(
+            f"export.{name}",
+            f"its logits differ from PyTorch's by up to {row.max_difference:.2g}, and "
+            f"{row.images - row.same_top1} of {row.images} answers do",
+            f"At most {tolerance:g} (--tolerance), and every answer the same",
+            "Nothing was written; export with --no-onnx, or report the network",
+        )
+
+
+def check_drop(name: str, row: Row, eager: Row, max_drop: float) -> float:
+    """Require an approximate graph to be about as right as PyTorch; return how much accuracy it loses.
+
+    Raises:
+        ModelError: it loses more than `max_drop`.
+    """
+    drop = eager.accuracy - row.accuracy
+    if drop > max_drop:
+        raise ModelError(
+            f"export.{name}",
+            f"accuracy falls from {percent(eager.accuracy)} to {percent(row.accuracy)} on {row.images} images",
+            f"A drop of at most {100 * max_drop:g} points (--max-drop)",
+            "Nothing was written; raise --max-drop, or export without --int8",
+        )
+    return drop

@@ -1,0 +1,113 @@
+"""The student in SageMaker's PyTorch container: the four hooks that its toolkit calls.
+
+`kd-export --sagemaker` ships this file as `code/inference.py`, with `pixels.py` beside it. It needs torch, timm and
+Pillow and nothing of kd.
+
+A body is image/jpeg, image/png, image/webp, application/x-image, or JSON: {"image": base64} or {"images": [base64]}.
+The answer is JSON, one prediction an image. A ValueError is what the toolkit turns into an answer to the client.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+
+try:
+    from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
+except ImportError:  # inside of kd
+    from kd.pixels import centre_crop, to_rgb
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "application/x-image")
+MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5
+
+
+class Student:
+    """The model, and what must happen to an image before it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
+        self.labels = list(config["label_names"])
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self.version, given = manifest["version"], manifest["input"]
+        self.size, self.crop, self.target = given["size"], given["crop"], given["network_size"]
+        self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+
+    def __call__(self, images: list[Image.Image]) -> torch.Tensor:
+        """Return the probabilities of RGB images, [B, C]."""
+        crops = [np.asarray(centre_crop(image, self.size, self.crop)).copy() for image in images]
+        pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float()
+        if self.target != self.size:
+            size = (self.target, self.target)
+            pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 255)
+        with torch.inference_mode():
+            return self.network((pixels / 255 - self.mean) / self.std).softmax(-1)
+
+
+def model_fn(model_dir: str, context: Any = None) -> Student:
+    """Load the student from the unpacked model.tar.gz."""
+    return Student(Path(model_dir))
+
+
+def input_fn(request_body: bytes | str, content_type: str, context: Any = None) -> list[Image.Image]:
+    """Decode a body into RGB images.
+
+    Raises:
+        ValueError: an unknown type, no image, or a limit.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind in IMAGE_TYPES:
+        return [_decode(request_body.encode() if isinstance(request_body, str) else bytes(request_body))]
+    if kind != "application/json":
+        raise ValueError(f"content type '{kind}' is not one of {', '.join((*IMAGE_TYPES, 'application/json'))}")
+    try:
+        content = json.loads(request_body)
+        texts = content["images"] if "images" in content else [content["image"]]
+        bodies = [base64.b64decode(text, validate=True) for text in texts]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError('the JSON body is not {"image": base64} or {"images": [base64, ...]}') from error
+    if not 1 <= len(bodies) <= MAX_IMAGES:
+        raise ValueError(f"{len(bodies)} images; allowed are 1 to {MAX_IMAGES}")
+    return [_decode(body) for body in bodies]
+
+
+def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
+    """Classify the images."""
+    scores, classes = model(data).topk(min(TOP, len(model.labels)))
+    predictions = []
+    for row, indices in zip(scores.tolist(), classes.tolist(), strict=True):
+        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in zip(row, indices, strict=True)]
+        predictions.append({**top[0], "top": top})
+    return {"version": model.version, "predictions": predictions}
+
+
+def output_fn(prediction: dict[str, Any], accept: str, context: Any = None) -> tuple[str, str]:
+    """Write the answer.
+
+    Raises:
+        ValueError: another type than JSON is asked for.
+    """
+    kinds = [kind.partition(";")[0].strip() for kind in accept.split(",")]
+    if not {"application/json", "application/*", "*/*", ""} & set(kinds):
+        raise ValueError(f"accept '{accept}' is not application/json")
+    return json.dumps(prediction), "application/json"
+
+
+def _decode(body: bytes) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")
+            image.load()
+            return to_rgb(image)
+    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        raise ValueError(f"the body is not a whole image in {', '.join(FORMATS)} ({type(error).__name__})") from error

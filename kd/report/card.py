@@ -1,0 +1,134 @@
+"""The model card of an export: README.md in Hugging Face's form, with the run's own numbers and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kd.report.console import percent
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the card tells."""
+
+    name: str
+    student: str
+    student_parameters: int
+    teacher: str
+    """Empty: learned from labels alone."""
+    losses: Sequence[str]
+    data: str
+    labels: Sequence[str]
+    metrics: Mapping[str, Any]
+    """The validation row of the exported checkpoint."""
+    baseline: Mapping[str, Any]
+    """The same of the student trained on labels alone; empty where there is none."""
+    graphs: Mapping[str, Mapping[str, Any]]
+    """For each exported graph: max_difference, same_top1, images, accuracy, cpu_ms."""
+    eager_ms: float
+    """CPU time of PyTorch for one image, one thread; 0: not measured."""
+    processor: str
+    size: int
+    crop: float
+    license: str
+    weights_from: str
+    """Where the weights started, with their licence, in words."""
+    version: str
+    commands: Mapping[str, str]
+
+
+def render(card: Card) -> str:
+    """Return the text of README.md."""
+    return "\n".join([*_front(card), *_intro(card), *_scores(card), *_graphs(card), *_use(card), *_limits(card)]) + "\n"
+
+
+def _front(card: Card) -> list[str]:
+    return [
+        "---",
+        "tags: [image-classification, timm, knowledge-distillation]",
+        "pipeline_tag: image-classification",
+        "library_name: timm",
+        f"license: {card.license or 'unknown'}",
+        "---",
+    ]
+
+
+def _intro(card: Card) -> list[str]:
+    origin = f"distilled from `{card.teacher}`" if card.teacher else "trained on labels alone"
+    shown = ", ".join(card.labels[:30]) + (f" and {len(card.labels) - 30} more" if len(card.labels) > 30 else "")
+    return [
+        f"# {card.name}",
+        "",
+        f"`{card.student}` with {card.student_parameters / 1e6:.2f} M parameters, {origin} by kd "
+        f"(losses: {', '.join(card.losses)}). Version `{card.version}`.",
+        "",
+        f"- Data: {card.data}",
+        f"- {len(card.labels)} classes: {shown}",
+        f"- Weights: {card.weights_from}",
+        f"- Licence: {card.license or 'not stated by whoever exported it (`kd-export --license ID`)'}",
+        "",
+    ]
+
+
+def _scores(card: Card) -> list[str]:
+    metrics, rows = card.metrics, []
+    if not metrics:
+        return ["The run recorded no validation for these weights.", ""]
+    for name, row, prefix in (
+        ("teacher", metrics, "teacher_"),
+        ("this student", metrics, ""),
+        ("the same student, labels only", card.baseline, ""),
+    ):
+        if f"{prefix}accuracy" in row:
+            values = (row[f"{prefix}{key}"] for key in ("accuracy", "top5", "ece"))
+            rows.append(f"| {name} | {' | '.join(percent(value) for value in values)} |")
+    lines = ["| validation split | accuracy | top-5 | calibration error |", "|---|---:|---:|---:|", *rows, ""]
+    if "agreement" in metrics:
+        agreement, kl = percent(metrics["agreement"]), metrics["kl"]
+        lines += [f"Student and teacher give the same answer on {agreement} of the images; KL {kl:.3f} nats.", ""]
+    return lines
+
+
+def _graphs(card: Card) -> list[str]:
+    if not card.graphs:
+        return []
+    lines = [
+        "| file | accuracy | same top-1 as PyTorch | max abs. logit difference | CPU ms an image |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for file, row in card.graphs.items():
+        same = f"{row['same_top1']} of {row['images']}"
+        lines.append(
+            f"| {file} | {percent(row['accuracy'])} | {same} | {row['max_difference']:.1e} | {row['cpu_ms']:.2f} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Compared on validation images. CPU time: one thread, one image, {card.processor}, in turns with PyTorch, "
+        f"which took {card.eager_ms:.2f} ms.",
+        "",
+    ]
+
+
+def _use(card: Card) -> list[str]:
+    lines = ["## Use", ""]
+    for title, command in card.commands.items():
+        lines += [f"{title}:", "", "```", command, "```", ""]
+    return lines
+
+
+def _limits(card: Card) -> list[str]:
+    return [
+        "## Pixels",
+        "",
+        f"Centre crop of {percent(card.crop)} of the shorter side, bicubic to {card.size} x {card.size}, RGB. "
+        "The graphs take these as uint8 [batch, 3, height, width] and normalize for themselves; for timm, mean and "
+        "deviation are in config.json.",
+        "",
+        "## Limits",
+        "",
+        "The numbers above are of one run on one validation split. Images unlike the training data get one of the "
+        "classes all the same: a score is not the probability that the picture shows any of them.",
+    ]

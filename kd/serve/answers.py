@@ -1,0 +1,74 @@
+"""Scores to the answer of a request: JSON or CSV, as its Accept header asks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from kd.serve.problems import Problem
+
+JSON, CSV = "application/json", "text/csv"
+DIGITS = 6
+
+
+def negotiate(accept: str) -> str:
+    """Return the media type of the answer: the one with the highest quality, JSON where both have it.
+
+    Raises:
+        Problem: 406.
+    """
+    quality = {JSON: -1.0, CSV: -1.0}
+    closeness = {JSON: -1, CSV: -1}
+    for item in (accept.strip() or "*/*").split(","):
+        pattern, *parameters = (part.strip().lower() for part in item.split(";"))
+        q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
+        for kind in quality:
+            ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
+            if pattern in ranges and ranges.index(pattern) > closeness[kind]:
+                closeness[kind], quality[kind] = ranges.index(pattern), q
+    best = max(quality, key=lambda kind: quality[kind])
+    if quality[best] <= 0:
+        raise Problem(406, f"The answer can be {JSON} or {CSV}.")
+    return best
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax of logits [B, C], float64."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    return shifted / shifted.sum(1, keepdims=True)
+
+
+def predictions(logits: np.ndarray, labels: Sequence[str], top: int) -> list[dict]:
+    """Return for each row of logits [B, C] its label, its score and the `top` best of both."""
+    found = []
+    for row in probabilities(logits):
+        best = np.argsort(-row, kind="stable")[:top]
+        ranked = [{"label": labels[i], "score": round(float(row[i]), DIGITS)} for i in best]
+        found.append({**ranked[0], "top": ranked})
+    return found
+
+
+def write(kind: str, found: Sequence[dict], model: str, version: str) -> bytes:
+    """Write the answer.
+
+    Returns:
+        JSON: {"predictions": [{"label", "score", "top": [...]}], "model", "version"}, one prediction an image.
+        CSV: a row an image, label and score in turns, the best first; no header line.
+    """
+    if kind == JSON:
+        return json.dumps({"predictions": found, "model": model, "version": version}).encode()
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([[item[key] for item in row["top"] for key in ("label", "score")] for row in found])
+    return text.getvalue().encode()

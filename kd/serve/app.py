@@ -1,0 +1,157 @@
+"""The routes: SageMaker's contract, Prometheus, KServe's protocol version 2, and the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from kd.serve import answers, bodies, v2
+from kd.serve.intake import Intake
+from kd.serve.metrics import MEDIA_TYPE
+from kd.serve.problems import Problem, busy
+from kd.serve.service import Service
+
+log = logging.getLogger("kd.serve")
+Handler = Callable[[Request], Awaitable[Response]]
+TOP = 5
+
+
+def build(service: Service, ui: bool = True) -> Starlette:
+    """Return the application; `service` need not be loaded yet."""
+
+    async def ping(request: Request) -> Response:
+        if service.ready:
+            return Response(status_code=200)
+        return busy("The server is ending." if service.draining else "The model is still being loaded.").response()
+
+    async def metrics(request: Request) -> Response:
+        text = service.metrics.text(service.ready, service.in_flight, service.buffered)
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+
+    async def invocations(request: Request) -> Response:
+        kind = bodies.media_type(request.headers.get("content-type", ""))
+        accept = answers.negotiate(request.headers.get("accept", ""))
+        top = _top(request, len(service.told.labels))
+        header = request.headers.get("content-type", "")
+        async with Intake(request, service) as body:
+            logits, request.state.told = await service.run(
+                lambda model: service.classify(model, kind, header, body), request.receive
+            )
+        found = answers.predictions(logits, service.told.labels, top)
+        return Response(answers.write(accept, found, service.told.name, service.told.version), media_type=accept)
+
+    routes = [
+        Route("/ping", ping, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
+        *v2.Protocol(service).routes(lambda handler: observed(service, "v2", handler)),
+    ]
+    if ui:
+        routes.append(Route("/", _page(service), methods=["GET"]))
+    handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _http_error, Exception: _bug}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _top(request: Request, classes: int) -> int:
+    text = request.query_params.get("top", str(TOP))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise Problem(400, "The parameter `top` must be a whole number from 1.")
+    return min(int(text), classes)
+
+
+def observed(service: Service, route: str, handler: Handler) -> Handler:
+    """Count and log the requests of a handler: sizes, times and the status, never what was sent."""
+
+    async def handle(request: Request) -> Response:
+        start, identity = time.perf_counter(), uuid.uuid4().hex[:16]
+        request.state.told = ""
+        status = 500
+        try:
+            response = await handler(request)
+        except Problem as problem:
+            response = problem.response()
+            request.state.told = problem.detail
+        except HTTPException:
+            raise
+        except Exception as error:
+            response = _bug_response(error, identity)
+        status = response.status_code
+        seconds = time.perf_counter() - start
+        service.metrics.request(route, status, seconds)
+        if status != 499:
+            told = request.state.told
+            log.info("%s %s %d %.1fms %s", identity, route, status, 1000 * seconds, told)
+        response.headers["x-request-id"] = identity
+        if service.draining:
+            response.headers["connection"] = "close"
+        return response
+
+    return handle
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
+    problem = Problem(error.status_code, detail.get(error.status_code, str(error.detail)), error.headers or {})
+    return problem.response()
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _bug_response(error, "-")
+
+
+def _bug_response(error: Exception, identity: str) -> Response:
+    """Answer for a bug of ours: where it is, and not what the variables held, which is a client's data."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
+    log.error("%s bug: %s at %s", identity, type(error).__name__, place)
+    return Problem(500, "This is a bug of the server, not of the request.").response()
+
+
+def _page(service: Service) -> Handler:
+    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    told = service.told
+    for key, value in (("NAME", told.name), ("VERSION", told.version), ("CLASSES", str(len(told.labels)))):
+        text = text.replace(f"[[{key}]]", html.escape(value))
+    text = text.replace("[[LIMIT]]", f"{service.limits.max_body / 2**20:g}")
+
+    def allowed(tag: str) -> str:
+        found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in found)
+
+    policy = (
+        f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(text, headers=headers)
+
+    return page

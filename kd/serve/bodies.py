@@ -1,0 +1,105 @@
+"""The body of a request to the files of its images: raw, JSON or multipart."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from typing import Any
+
+from kd.serve.problems import Problem
+
+RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
+JSON, MULTIPART = "application/json", "multipart/form-data"
+ALLOWED = (*RAW, JSON, MULTIPART)
+MAX_PART_HEADER = 8192
+SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
+
+
+def media_type(header: str) -> str:
+    """Return the media type of a content-type header.
+
+    Raises:
+        Problem: 415.
+    """
+    kind = header.partition(";")[0].strip().lower()
+    kind = {"image/jpg": "image/jpeg", "image/x-image": "application/x-image"}.get(kind, kind)
+    if kind not in ALLOWED:
+        given = "There is no content-type." if not kind else "This content-type is not supported."
+        raise Problem(415, f"{given} Allowed are {', '.join(ALLOWED)}.", {"accept": ", ".join(ALLOWED)})
+    return kind
+
+
+def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
+    """Return the image files in a body.
+
+    Args:
+        kind: of `media_type`.
+        header: the whole content-type header, for its boundary.
+        body: all of it.
+        max_images: how many are allowed.
+
+    Raises:
+        Problem: 400 (not what the type says), 413 (too many).
+    """
+    found = [body]
+    if kind == JSON:
+        found = _from_json(body, max_images)
+    elif kind == MULTIPART:
+        found = _from_multipart(header, body, max_images)
+    if not found:
+        raise Problem(400, "There is no image in the request.")
+    return found
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        Problem: 400.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"The body is not JSON ({type(error).__name__}).") from error
+
+
+def _from_json(body: bytes, max_images: int) -> list[bytes]:
+    content = parse_json(body)
+    if not isinstance(content, dict) or not {"image", "images"} & content.keys():
+        raise Problem(400, f"{SHAPE}.")
+    texts = content["images"] if "images" in content else [content["image"]]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise Problem(400, f"{SHAPE}; what is not a string was found.")
+    _check_count(len(texts), max_images)
+    try:
+        return [base64.b64decode(text, validate=True) for text in texts]
+    except (binascii.Error, ValueError) as error:
+        raise Problem(400, f"{SHAPE}; an image is not base64 (addresses are not fetched).") from error
+
+
+def _from_multipart(header: str, body: bytes, max_images: int) -> list[bytes]:
+    """Split a whole multipart body; every part is taken for an image, whatever it is called."""
+    boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
+    if boundary is None:
+        raise Problem(400, "The content-type has no valid boundary.")
+    delimiter = b"\r\n--" + boundary[1].strip().encode("ascii")
+    pieces = (b"\r\n" + body).split(delimiter, max_images + 2)
+    if len(pieces) < 2 or (not pieces[-1].startswith(b"--") and len(pieces) <= max_images + 2):
+        raise Problem(400, "The multipart body does not end with its boundary.")
+    parts = []
+    for piece in pieces[1:]:
+        if piece.startswith(b"--"):
+            break
+        head, separator, content = piece.partition(b"\r\n\r\n")
+        if not separator or len(head) > MAX_PART_HEADER:
+            raise Problem(400, "A part of the multipart body has no end of its header.")
+        parts.append(content)
+    _check_count(len(parts), max_images)
+    return parts
+
+
+def _check_count(count: int, max_images: int) -> None:
+    if count > max_images:
+        raise Problem(413, f"There are more than {max_images} images in the request.")

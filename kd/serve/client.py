@@ -1,0 +1,146 @@
+"""Score a running endpoint on labelled folders. The standard library is all it needs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kd.errors import DataError, KdError, did_you_mean
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
+ALL_LABELS = 999_999
+
+
+class Endpoint:
+    """One connection to an endpoint; not to be shared by threads."""
+
+    def __init__(self, url: str) -> None:
+        """Prepare a connection to `url`: the endpoint's address, with or without /invocations.
+
+        Raises:
+            KdError: not an http address.
+        """
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise KdError("--endpoint", f"'{url}' is not an address", "http://host:port", "Correct it")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.url, self.path = url, parts.path if parts.path.strip("/") else "/invocations"
+        self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
+
+    def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
+        """Send an image file; return the status and the answer or problem. A busy endpoint is asked again.
+
+        Raises:
+            KdError: nothing answers there, or what answers is no endpoint of kd.
+        """
+        headers = {"content-type": "application/x-image", "accept": "application/json"}
+        for _ in range(RETRIES):
+            try:
+                self._connection.request("POST", f"{self.path}?top={top}", image, headers)
+                response = self._connection.getresponse()
+                content = json.loads(response.read())
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                remedy = "Start one: kd-serve runs/NAME/export"
+                raise KdError("--endpoint", f"'{self.url}' does not answer ({error})", "", remedy) from error
+            except ValueError as error:
+                raise KdError(
+                    "--endpoint", f"what answers at '{self.url}' is not kd-serve", "", "Correct it"
+                ) from error
+            if response.status != 503:
+                return response.status, content
+            time.sleep(float(response.headers.get("retry-after", 1)))
+        raise KdError("--endpoint", f"'{self.url}' is busy or not ready", "", "Try again when it has less to do")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def evaluate(url: str, folder: Path) -> dict[str, float]:
+    """Score an endpoint on a folder of class folders.
+
+    Args:
+        url: the endpoint.
+        folder: images at `folder/<label>/...`; a label may be a path, as in training.
+
+    Returns:
+        `images` (answered), `accuracy`, `top5`, `refused` (images that the endpoint turned down), `images_per_second`.
+
+    Raises:
+        DataError: no images, or a folder whose name is no label of the model.
+        KdError: no endpoint answers.
+    """
+    files = sorted(_listing(folder))
+    if not files:
+        remedy = "Name the folder whose folders are the classes: images/val"
+        raise DataError(
+            "--data", f"'{folder}' has no class folders with images", f"Allowed: {', '.join(ENDINGS)}", remedy
+        )
+    _check_labels(url, folder, files)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        parts = list(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)))
+    right, among, answered, refused = (sum(part[i] for part in parts) for i in range(4))
+    seconds = time.perf_counter() - start
+    return {
+        "images": answered,
+        "accuracy": right / max(1, answered),
+        "top5": among / max(1, answered),
+        "refused": refused,
+        "images_per_second": answered / seconds,
+    }
+
+
+def _listing(folder: Path) -> Iterator[tuple[Path, str]]:
+    for parent, _, names in os.walk(folder, followlinks=True):
+        label = Path(parent).relative_to(folder).as_posix()
+        if label != ".":
+            yield from ((Path(parent, name), label) for name in names if name.lower().endswith(ENDINGS))
+
+
+def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None:
+    """Ask for all labels with one image that the endpoint takes, and compare them with the folders' names."""
+    endpoint = Endpoint(url)
+    try:
+        for path, _ in files:
+            status, content = endpoint.classify(path.read_bytes(), ALL_LABELS)
+            if status == 200:
+                break
+            if status in (404, 405):
+                raise KdError(
+                    "--endpoint", f"'{url}' has no /invocations", "", "Give the address that kd-serve printed"
+                )
+        else:
+            raise DataError("--data", f"the endpoint refuses every image in '{folder}'", "", "See its log for why")
+    finally:
+        endpoint.close()
+    labels = {entry["label"] for entry in content["predictions"][0]["top"]}
+    unknown = sorted({label for _, label in files} - labels)
+    if unknown:
+        remedy = did_you_mean(unknown[0], labels) or "Name the folder whose folders are the classes: images/val"
+        allowed = f"Its labels are {', '.join(sorted(labels)[:8])}{', ...' if len(labels) > 8 else ''}"
+        raise DataError("--data", f"the folder '{unknown[0]}' is no label of the endpoint", allowed, remedy)
+
+
+def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]:
+    endpoint, right, among, answered, refused = Endpoint(url), 0, 0, 0, 0
+    try:
+        for path, label in files:
+            status, content = endpoint.classify(path.read_bytes())
+            if status != 200:
+                refused += 1
+                continue
+            found = [entry["label"] for entry in content["predictions"][0]["top"]]
+            answered, right, among = answered + 1, right + (found[0] == label), among + (label in found)
+    finally:
+        endpoint.close()
+    return right, among, answered, refused

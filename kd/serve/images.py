@@ -1,0 +1,90 @@
+"""Bytes of a client to the pixels that the model was evaluated on; everything else is refused before it costs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from kd.pixels import centre_crop, to_rgb
+from kd.serve.limits import Limits
+from kd.serve.problems import Problem
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+START_OF_SCAN = b"\xff\xda"
+
+# The limit is our own, checked between the header and the pixels; Pillow would only warn up to twice its.
+Image.MAX_IMAGE_PIXELS = None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One prepared image and what the log says about it."""
+
+    pixels: np.ndarray
+    """uint8 [3, S, S]."""
+    told: str
+
+
+def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
+    """Decode an image file and crop it as evaluation does.
+
+    Args:
+        data: the whole file.
+        size: side of the result, pixels.
+        crop: share of the shorter side that the crop keeps.
+        limits: what is refused.
+
+    Raises:
+        Problem: 400 (no whole image), 413 (too many pixels), 415 (another format), 422 (a shape that makes no sense).
+    """
+    if not data:
+        raise Problem(400, "The image is empty (0 bytes).")
+    image = _open(data)
+    try:
+        with image:
+            _check(image, data, limits)
+            image.load()
+            told = f"{image.width}x{image.height} {image.mode} {image.format}"
+            rgb = to_rgb(image)
+    except Problem:
+        raise
+    except MemoryError:
+        raise  # the machine's trouble, not the image's
+    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
+    return Picture(np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1)), told)
+
+
+def warm_up(size: int, crop: float, limits: Limits) -> None:
+    """Load the decoders, which Pillow imports when the first image of a format comes."""
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGB", (64, 48)).save(file, kind)
+        prepare(file.getvalue(), size, crop, limits)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # as above: a damaged header is enough
+        known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
+        if known:
+            raise Problem(400, "The image is damaged in its first bytes.") from error
+        raise Problem(415, f"This is not an image in one of the formats {', '.join(FORMATS)}.") from error
+
+
+def _check(image: Image.Image, data: bytes, limits: Limits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        allowed = f"Allowed are {limits.max_pixels / 1e6:g} million."
+        raise Problem(413, f"The image has {width} x {height} = {width * height / 1e6:.1f} million pixels. {allowed}")
+    if min(width, height) < limits.min_side:
+        raise Problem(422, f"The image is {width} x {height} pixels. Each side must have {limits.min_side} or more.")
+    if max(width, height) > limits.max_aspect * min(width, height):
+        allowed = f"The longer side may be {limits.max_aspect:g} times the shorter one."
+        raise Problem(422, f"The image is {width} x {height} pixels. {allowed}")
+    if image.format == "JPEG" and data.count(START_OF_SCAN) > limits.max_scans:
+        raise Problem(422, f"The JPEG has more than {limits.max_scans} scans.")

@@ -1,0 +1,89 @@
+"""What the endpoint takes from a client, and what it takes from the machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds on what a client may ask for. Each has an answer of its own, none of them a 5xx but `busy`."""
+
+    max_body: int = 6 * MIB
+    """Bytes of a request; SageMaker's own limit for real-time endpoints."""
+    max_pixels: int = 25_000_000
+    """Width x height of an image, read from its header before anything is decoded."""
+    max_images: int = 16
+    """Images in one request."""
+    min_side: int = 4
+    max_aspect: float = 20.0
+    """Longer side over shorter side."""
+    max_scans: int = 64
+    """Scans of a progressive JPEG: each costs a pass over all pixels, and a crafted file has thousands."""
+    max_in_flight: int = 32
+    """Requests being answered or waiting for it; the next one gets 503 at once."""
+    max_buffered: int = 64 * MIB
+    """Bytes of all bodies in memory together."""
+    max_connections: int = 512
+    header_seconds: float = 10.0
+    """From the first moment of a connection, or of a next request on it, to the end of its headers."""
+    body_seconds: float = 10.0
+    """From the end of the headers to the end of the body."""
+    deadline: float = 10.0
+    """From the end of the body to the answer, seconds."""
+    drain_seconds: float = 25.0
+    """From SIGTERM to the end; SageMaker and Kubernetes kill after 30."""
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may keep busy: its affinity, cut by the cgroup's quota.
+
+    Args:
+        root: where /proc and /sys lie.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = _quota(root)
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _quota(root: Path) -> float | None:
+    """Return the cgroup's quota in cores, version 2 or 1; None where there is none."""
+    quotas = [_version_2(folder) for folder in _groups(root, "", root / "sys/fs/cgroup")]
+    quotas += [_version_1(folder) for folder in _groups(root, "cpu", root / "sys/fs/cgroup/cpu")]
+    found = [quota for quota in quotas if quota]
+    return min(found) if found else None
+
+
+def _groups(root: Path, controller: str, top: Path) -> list[Path]:
+    """Return this process' cgroup folder and all above it: any of them may hold the quota."""
+    inside = "/"
+    try:
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                inside = path
+    except (OSError, ValueError):
+        pass
+    folder = top / inside.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent == top or top in parent.parents)]
+
+
+def _version_2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _version_1(folder: Path) -> float | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,37 @@
+"""Everything that is not an answer, as application/problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.responses import Response
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_SECONDS = 1
+
+
+class Problem(Exception):
+    """Why a request gets no answer: a status, and one or two sentences for whoever sent it."""
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers = status, detail, dict(headers)
+
+    @property
+    def body(self) -> bytes:
+        """The JSON document."""
+        title = HTTPStatus(self.status).phrase
+        return json.dumps(
+            {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
+        ).encode()
+
+    def response(self) -> Response:
+        """Return the HTTP answer."""
+        return Response(self.body, self.status, self.headers, MEDIA_TYPE)
+
+
+def busy(detail: str) -> Problem:
+    """Return a 503 that says when to come back."""
+    return Problem(503, detail, {"retry-after": str(RETRY_SECONDS)})

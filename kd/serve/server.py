@@ -1,0 +1,132 @@
+"""The process: its socket, its signals, its threads; from the first byte of a connection to an end that loses none."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kd.errors import KdError, MissingExtra
+from kd.serve.limits import Limits, usable_cores
+
+log = logging.getLogger("kd.serve")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How to serve."""
+
+    folder: Path
+    file: str = "model.onnx"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    cores: int = 0
+    """0: what the affinity and the cgroup allow."""
+    slots: int = 0
+    """Requests computed at once, each with cores / slots threads. 0: as many as cores."""
+    ui: bool = True
+    quiet: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(settings: Settings) -> None:
+    """Serve an export until SIGTERM or SIGINT, then answer what was accepted and return.
+
+    Raises:
+        MissingExtra: starlette, uvicorn or the runtime is not installed.
+        ModelError: the folder is not a whole export.
+        KdError: the address is taken.
+    """
+    try:
+        import uvicorn
+
+        from kd.serve import app
+        from kd.serve.connection import Connection, DrainingServer
+    except ImportError as error:
+        wrong = f"{error.name} is not installed"
+        raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
+    from kd.serve.model import describe
+    from kd.serve.service import Service
+
+    _logging(settings.quiet)
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of broken EXIF and odd palettes: noise, and a client's
+    told = describe(settings.folder, settings.file)
+    cores = settings.cores or usable_cores()
+    slots = settings.slots or cores
+    service = Service(told, settings.limits, slots, max(1, cores // slots))
+    opened = _listen(settings.host, settings.port)
+    config = uvicorn.Config(
+        app.build(service, settings.ui),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
+        timeout_graceful_shutdown=int(settings.limits.drain_seconds),
+    )
+    Connection.limits = settings.limits
+    server = DrainingServer(config, service)
+    failed: list[KdError | Exception] = []
+    threading.Thread(target=_load, args=(service, server, failed), name="kd-load", daemon=True).start()
+    address = opened.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(
+        f"kd-serve: {told.name} {told.version}, {len(told.labels)} classes, at http://{shown}:{address[1]} "
+        f"({slots} slots x {service.threads} threads)",
+        flush=True,
+    )
+    _run(server, opened)
+    service.close()
+    if failed:
+        raise failed[0]
+
+
+def _load(service, server, failed: list[KdError | Exception]) -> None:
+    try:
+        service.load()
+        log.info("ready")
+    except Exception as error:
+        failed.append(error)
+        server.should_exit = True
+
+
+def _run(server, opened: socket.socket) -> None:
+    # uvicorn raises the signal again after it has drained; with these handlers that is no longer a violent end.
+    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[opened])
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+        opened.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it an answer waits 40 ms for the client's ACK.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((host, port))
+        opened.listen(1024)
+    except (OSError, OverflowError) as error:
+        opened.close()
+        reason = getattr(error, "strerror", None) or error
+        raise KdError("--port", f"cannot listen at {host}:{port} ({reason})", "", "Choose another --port") from error
+    return opened
+
+
+def _logging(quiet: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    for name, level in (("kd.serve", logging.WARNING if quiet else logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

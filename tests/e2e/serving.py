@@ -1,0 +1,103 @@
+"""A real kd-serve process on a free loopback port, and what a client needs to talk to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Reply(NamedTuple):
+    """An HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Running:
+    """A server process; use it as a context manager."""
+
+    def __init__(self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None) -> None:
+        argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0", *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
+        )
+        line = self.process.stdout.readline()
+        if " at http://" not in line:
+            raise AssertionError(self.process.communicate(timeout=20)[1])
+        self.host, port = line.split(" at http://")[1].split()[0].rsplit(":", 1)
+        self.port, self.errors = int(port), ""
+        end = time.monotonic() + 30
+        while wait and self.get("/ping").status != 200:
+            assert time.monotonic() < end, "the server never became ready"
+            time.sleep(0.02)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self, seconds: float = 40) -> int:
+        """Send SIGTERM, wait, and return the exit code; what it wrote to stderr is in `errors`."""
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                self.errors += self.process.communicate(timeout=seconds)[1]
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.communicate()
+                raise
+        return self.process.returncode
+
+    def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
+        try:
+            connection.request(method, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
+            response = connection.getresponse()
+            found = {key.lower(): value for key, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Reply:
+        return self.call("GET", path)
+
+    def post(self, body: bytes, kind: str = "application/x-image", path: str = "/invocations", **headers: str) -> Reply:
+        return self.call("POST", path, body, content_type=kind, **headers)
+
+    def raw(self, data: bytes, seconds: float = 10) -> bytes:
+        """Send bytes as they are and return all that comes back until the server closes."""
+        with socket.create_connection((self.host, self.port), timeout=seconds) as connection:
+            connection.sendall(data)
+            found = b""
+            while block := connection.recv(65536):
+                found += block
+            return found
+
+    def memory_mb(self, key: str = "VmRSS") -> float:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def validation(photos: Path) -> list[tuple[bytes, str]]:
+    """Return files and labels of the validation split."""
+    return [(path.read_bytes(), path.parent.name) for path in sorted((photos / "val").rglob("*.jpg"))]

@@ -1,0 +1,151 @@
+"""`kd-export`: what lies in the folder is true, and nothing is written that does not answer as PyTorch does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx as onnx_package
+import onnxruntime
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from kd import jobs
+from kd.errors import ModelError
+from kd.jobs import _graphs
+from kd.models import onnx
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def pixels_of(path: Path) -> np.ndarray:
+    image = Image.open(path).convert("RGB")
+    side = min(image.size)
+    box = ((image.width - side) / 2, (image.height - side) / 2, (image.width + side) / 2, (image.height + side) / 2)
+    return np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC, box=box)).transpose(2, 0, 1).copy()
+
+
+def test_the_hashes_are_true_and_nothing_else_lies_there(exported):
+    manifest = json.loads((exported / "manifest.json").read_text())
+    assert files(exported) == {*manifest["files"], "manifest.json"}
+    for name, entry in manifest["files"].items():
+        content = (exported / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"]), name
+    assert {"model.onnx", "model.int8.onnx", "model.pt2", "model.safetensors", "config.json", "README.md"} <= files(
+        exported
+    )
+    assert not [name for name in files(exported) if name.endswith((".bin", ".pth", ".pt", ".pkl"))]
+    assert (exported / "model.safetensors").stat().st_mode & 0o044 == 0o044  # a server is another user
+
+
+def test_timm_and_onnxruntime_agree_on_the_whole_validation_split(exported, photos):
+    network = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    images = np.stack([pixels_of(path) for path in sorted((photos / "val").rglob("*.jpg"))])
+    session = onnxruntime.InferenceSession(exported / "model.onnx", providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"image": images})
+    with torch.no_grad():
+        expected = network((torch.from_numpy(images) / 255 - mean) / std).numpy()
+    assert np.abs(logits - expected).max() < 1e-4
+    assert (logits.argmax(1) == expected.argmax(1)).all()
+    parity = json.loads((exported / "manifest.json").read_text())["parity"]["model.onnx"]
+    assert (parity["images"], parity["same_top1"]) == (13, 13)
+    assert parity["max_difference"] < 1e-4
+
+
+def test_the_card_tells_the_runs_numbers(exported):
+    text, told = (exported / "README.md").read_text(), json.loads((exported / "kd.json").read_text())["metrics"]
+    assert text.startswith("---\ntags: [image-classification")
+    assert f"| this student | {100 * told['accuracy']:.1f} % |" in text
+    assert f"| teacher | {100 * told['teacher_accuracy']:.1f} % |" in text
+    assert f"same answer on {100 * told['agreement']:.1f} % of the images" in text
+    assert "3 classes: apple, fig, pear" in text
+    assert "Licence: not stated" in text
+    assert "| model.onnx | " in text
+
+
+def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, tmp_path):
+    target = tmp_path / "student"
+    answer = command("export", distilled, "--to", target, "--license", "apache-2.0", "--sagemaker")
+    assert answer.code == 0, answer
+    lines = answer.out.splitlines()
+    assert lines[0] == f"wrote {target}"
+    assert "max |dlogit|" in lines[1]
+    assert "same top-1 on 13 of 13 validation images" in lines[1]
+    assert lines[-1] == f"serve it: kd-serve {target}"
+    assert files(tmp_path / "student-sagemaker") == {"container/model.tar.gz", "pytorch/model.tar.gz"}
+    assert "\nlicense: apache-2.0\n" in (target / "README.md").read_text()
+
+
+def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
+    answer = command("export", distilled, "--to", tmp_path / "student", "--no-onnx", "data.root=/nowhere")
+    assert answer.code == 0, answer
+    assert files(tmp_path / "student") == {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
+
+
+def test_a_difference_above_the_tolerance_is_refused(distilled, refused, tmp_path):
+    told = refused("export", distilled, "--to", tmp_path / "student", "--tolerance", "0")
+    assert told.startswith("export.model.onnx: its logits differ from PyTorch's by up to ")
+    assert "At most 0 (--tolerance)" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
+    """A real file of which one weight in ten is wrong; only the comparison can notice."""
+    write = onnx.write_onnx
+
+    def broken(program, path):
+        write(program, path)
+        graph = onnx_package.load(path)
+        largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        values = onnx_package.numpy_helper.to_array(largest).copy()
+        values.ravel()[::10] += 1
+        largest.CopyFrom(onnx_package.numpy_helper.from_array(values, largest.name))
+        onnx_package.save(graph, path)
+
+    monkeypatch.setattr(_graphs.onnx, "write_onnx", broken)
+    with pytest.raises(ModelError, match=r"^export\.model\.onnx: its logits differ from PyTorch's by up to"):
+        jobs.export(distilled, tmp_path / "student")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_int8_that_loses_too_much_is_refused(distilled, refused, tmp_path):
+    told = refused("export", distilled, "--to", tmp_path / "student", "--int8", "--max-drop", "-1")
+    assert told.startswith("export.model.int8.onnx: accuracy falls from ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_data_is_refused(distilled, refused, tmp_path, photos):
+    shutil.copytree(photos, tmp_path / "photos")
+    next((tmp_path / "photos/val/fig").iterdir()).unlink()
+    told = refused("export", distilled, "--to", tmp_path / "student", f"data.root={tmp_path / 'photos'}")
+    assert told.startswith("data: the data is not what the run was trained on")
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    assert jobs.export(distilled, tmp_path / "student", overrides=[f"data.root={moved}"]).lines
+
+
+def test_a_folder_that_is_no_export_stays(distilled, refused, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert refused("export", distilled, "--to", tmp_path).startswith(
+        f"export: '{tmp_path}' exists and is not an export"
+    )
+    assert files(tmp_path) == {"thesis.tex"}
+
+
+def test_options_that_exclude_each_other(distilled, refused, tmp_path):
+    told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--int8")
+    assert told.startswith("--no-onnx: --int8 and --openvino are made from model.onnx.")
+
+
+def test_a_push_without_a_network(distilled, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--push", "someone/student")
+    assert told.startswith("--push: 'someone/student' was not uploaded (")
+    assert f"The export itself is whole in '{tmp_path / 'student'}'" in told

@@ -1,0 +1,501 @@
+"""A real kd-serve process: its contract, its answers, what clients can do to it, and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from serving import ROOT, Reply, Running, validation
+
+from kd.serve.model import describe, load
+
+
+@pytest.fixture(scope="module")
+def server(exported):
+    with Running(exported, "--body-timeout", "2") as running:
+        yield running
+        assert running.stop() == 0
+    assert "Traceback" not in running.errors
+    assert " bug: " not in running.errors
+
+
+@pytest.fixture(scope="module")
+def photo(photos) -> bytes:
+    return next((photos / "val/fig").glob("*.jpg")).read_bytes()
+
+
+def is_problem(reply: Reply, status: int) -> bool:
+    assert (reply.status, reply.headers["content-type"]) == (status, "application/problem+json"), reply
+    content = reply.json
+    assert content["status"] == status
+    assert set(content) == {"type", "title", "status", "detail"}
+    assert content["detail"].endswith((".", ")"))
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+def test_every_answer_is_timms_on_the_whole_validation_split(server, exported, photos):
+    """Plain timm and torch on one side, HTTP on the other."""
+    network = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    config = network.pretrained_cfg
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    engine = load(describe(exported), 1, 1).engine
+    for data, _ in validation(photos):
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        side = min(image.size)
+        box = ((image.width - side) / 2, (image.height - side) / 2, (image.width + side) / 2, (image.height + side) / 2)
+        square = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC, box=box)).transpose(2, 0, 1).copy()
+        with torch.no_grad():
+            logits = network(((torch.from_numpy(square) / 255 - mean) / std)[None])
+        assert np.abs(engine(square[None]) - logits.numpy()).max() < 1e-4
+        best = logits.softmax(1)[0]
+        prediction = server.post(data, "image/jpeg").json["predictions"][0]
+        assert prediction["label"] == config["label_names"][best.argmax()]
+        assert prediction["score"] == pytest.approx(best.max().item(), abs=1e-4)
+        assert [entry["score"] for entry in prediction["top"]] == sorted(e["score"] for e in prediction["top"])[::-1]
+
+
+def test_the_endpoint_scores_what_the_run_scored(server, exported, photos, command):
+    answer = command("evaluate", "--endpoint", f"http://127.0.0.1:{server.port}", "--data", photos / "val")
+    assert answer.code == 0, answer
+    values = {line.split()[0]: float(line.split()[1]) for line in answer.out.splitlines()}
+    told = json.loads((exported / "kd.json").read_text())
+    assert values["accuracy"] == pytest.approx(told["metrics"]["accuracy"], abs=1e-4)
+    assert (values["images"], values["refused"]) == (13, 0)
+
+
+def test_every_way_to_send_an_image_gives_the_same_answer(server, photo):
+    expected = server.post(photo, "image/jpeg").json
+    text = base64.b64encode(photo).decode()
+    multipart = b'--x\r\ncontent-disposition: form-data; name="a"; filename="a.jpg"\r\n\r\n' + photo + b"\r\n--x--\r\n"
+    for body, kind in [
+        (photo, "application/x-image"),
+        (photo, "IMAGE/JPEG; charset=binary"),
+        (json.dumps({"image": text}).encode(), "application/json"),
+        (json.dumps({"images": [text]}).encode(), "application/json; charset=utf-8"),
+        (multipart, "multipart/form-data; boundary=x"),
+    ]:
+        reply = server.post(body, kind)
+        assert (reply.status, reply.headers["content-type"], reply.json) == (200, "application/json", expected), kind
+
+
+def test_several_images_keep_their_order(server, photos):
+    files = validation(photos)[::4]
+    single = [server.post(data).json["predictions"][0] for data, _ in files]
+    body = json.dumps({"images": [base64.b64encode(data).decode() for data, _ in files]}).encode()
+    assert server.post(body, "application/json").json["predictions"] == single
+
+
+def test_csv_and_top(server, photo):
+    reply = server.post(photo, path="/invocations?top=2", accept="text/csv")
+    assert reply.headers["content-type"].startswith("text/csv")
+    (row,) = csv.reader(io.StringIO(reply.body.decode()))
+    top = server.post(photo).json["predictions"][0]["top"]
+    assert row == [str(top[i][key]) for i in range(2) for key in ("label", "score")]
+    assert len(server.post(photo, path="/invocations?top=999").json["predictions"][0]["top"]) == 3
+
+
+def test_kserves_protocol(server, exported):
+    told = describe(exported)
+    assert server.get("/v2/health/live").json == {"live": True}
+    assert server.get("/v2/health/ready").json["ready"] is True
+    base = f"/v2/models/{told.name}"
+    for path in (base, f"{base}/versions/{told.version}"):
+        assert server.get(f"{path}/ready").status == 200
+        facts = server.get(path).json
+        assert facts["inputs"] == [{"name": "image", "datatype": "UINT8", "shape": [-1, 3, 16, 16]}]
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), np.uint8)
+    tensor = {"name": "image", "datatype": "UINT8", "shape": list(pixels.shape)}
+    for data in (pixels.tolist(), pixels.ravel().tolist()):
+        body = json.dumps({"id": "a7", "inputs": [{**tensor, "data": data}]}).encode()
+        answer = server.post(body, "application/json", f"{base}/infer").json
+        assert (answer["id"], answer["model_name"], answer["model_version"]) == ("a7", told.name, told.version)
+        (output,) = answer["outputs"]
+        logits = np.array(output["data"]).reshape(output["shape"])
+        assert np.abs(logits - load(told, 1, 1).engine(pixels)).max() < 1e-5
+    assert is_problem(server.get("/v2/models/other"), 404)
+    for wrong in (
+        {**tensor, "data": [0]},
+        {**tensor, "data": [-1] * pixels.size},
+        {**tensor, "data": [0.5] * pixels.size},
+        {**tensor, "data": ["1"] * pixels.size},
+        {**tensor, "data": [10**30] * pixels.size},
+        {**tensor, "shape": [2, 3, 16], "data": pixels.tolist()},
+        {**tensor, "shape": [True, 3, 16, 16], "data": [0] * 768},
+        {**tensor, "datatype": "FP32", "data": pixels.tolist()},
+    ):
+        assert is_problem(
+            server.post(json.dumps({"inputs": [wrong]}).encode(), "application/json", f"{base}/infer"), 400
+        )
+
+
+def test_metrics_count(server, photo):
+    def count() -> int:
+        text = server.get("/metrics").body.decode()
+        found = re.search(r'kd_requests_total\{route="invocations",status="200"\} (\d+)', text)
+        return int(found[1]) if found else 0
+
+    before = count()
+    for _ in range(3):
+        server.post(photo)
+    assert count() == before + 3
+
+
+def test_no_torch_in_the_process(exported):
+    script = """
+import pathlib, sys
+import kd.cli.serve, kd.serve.server
+from kd.serve import app
+from kd.serve.connection import DrainingServer
+from kd.serve.limits import Limits
+from kd.serve.model import describe
+from kd.serve.service import Service
+service = Service(describe(pathlib.Path(sys.argv[1])), Limits(), 1, 1)
+service.load()
+app.build(service)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "timm", "omegaconf", "safetensors"}))
+"""
+    run = subprocess.run([sys.executable, "-c", script, exported], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status"),
+    [
+        ("GET", "/nothing", {}, None, 404),
+        ("GET", "/invocations", {}, None, 405),
+        ("POST", "/ping", {}, b"", 405),
+        ("DELETE", "/invocations", {}, None, 405),
+        ("GET", "/docs", {}, None, 404),
+        ("GET", "/models", {}, None, 404),
+        ("POST", "/invocations", {}, b"x", 415),
+        ("POST", "/invocations", {"content_type": "text/csv"}, b"x", 415),
+        ("POST", "/invocations", {"content_type": "image/png"}, b"", 400),
+        ("POST", "/invocations", {"content_type": "image/png", "accept": "text/html"}, b"x", 406),
+        ("POST", "/invocations?top=0", {"content_type": "image/png"}, b"x", 400),
+        ("POST", "/invocations?top=-1", {"content_type": "image/png"}, b"x", 400),
+        ("POST", "/invocations?top=1e9", {"content_type": "image/png"}, b"x", 400),
+    ],
+)
+def test_refusals(server, method, path, headers, body, status):
+    reply = server.call(method, path, body, **headers)
+    assert is_problem(reply, status)
+    if status == 405:
+        assert reply.headers["allow"]
+
+
+def test_a_body_that_is_too_large(server):
+    """Declared; declared and only announced (Expect); and not declared at all but sent in chunks."""
+    limit = 6 * 2**20
+    assert is_problem(server.post(bytes(limit + 1)), 413)
+    head = f"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: {limit + 1}\r\n"
+    assert server.raw(f"{head}expect: 100-continue\r\n\r\n".encode()).startswith(b"HTTP/1.1 413 ")
+    chunked = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"%x\r\n" % 2**20 + bytes(2**20) + b"\r\n"
+    assert server.raw(chunked + 7 * chunk + b"0\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+    assert server.post(bytes(limit)).status == 415  # the limit itself is taken, and is no image
+
+
+@pytest.mark.parametrize("length", [b"-1", b"1e3", b"abc", b"9" * 30, b"5, 6"])
+def test_a_length_that_is_none(server, length):
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: " + length
+    assert server.raw(head + b"\r\n\r\nhello", 20)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"\0" * 300, b"A" * 70_000 + b"\r\n\r\n"]
+)
+def test_what_is_not_http(server, data):
+    answer = server.raw(data)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in answer
+
+
+def test_a_slow_body(server):
+    start = time.monotonic()
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: 100\r\n\r\n12345"
+    assert server.raw(head).startswith(b"HTTP/1.1 408 ")
+    assert 1.5 < time.monotonic() - start < 6
+
+
+def test_connections_that_never_ask(exported):
+    """No byte, half a header, half a second request: all are closed, and none of them before its time."""
+    from kd.serve.limits import Limits
+
+    assert Limits().header_seconds == 10
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom kd.serve.limits import Limits\n"
+        "from kd.serve.server import Settings, serve\n"
+        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0, max_connections=8)))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        port = int(process.stdout.readline().split(" at http://")[1].split()[0].rsplit(":", 1)[1])
+        begins = [b"", b"GET /ping HTTP/1.1\r\nhost:", b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\nGET /pi"]
+        opened = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in begins]
+        start = time.monotonic()
+        for connection, data in zip(opened, begins, strict=True):
+            connection.sendall(data)
+        for connection in opened:
+            while connection.recv(1000):
+                pass
+            connection.close()
+        assert 0.7 < time.monotonic() - start < 5
+        many = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
+        time.sleep(0.3)
+        refused = 0
+        for connection in many:
+            connection.settimeout(0.05)
+            try:
+                refused += connection.recv(1) == b""
+            except ConnectionResetError:
+                refused += 1
+            except TimeoutError:
+                pass
+            connection.close()
+        assert refused == 4
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+# ------------------------------------------------------------------------------------------------- malformed corpus
+
+
+def corpus(photo: bytes) -> list[tuple[bytes, str]]:
+    """Several hundred bodies that are no request a client should send."""
+    generator = np.random.default_rng(7)
+    image = Image.fromarray(generator.integers(0, 256, (48, 64, 3), np.uint8))
+    bodies: list[tuple[bytes, str]] = []
+    for kind, options in (
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+    ):
+        file = io.BytesIO()
+        image.save(file, kind, **options)
+        whole = file.getvalue()
+        bodies += [(whole[:cut], "application/x-image") for cut in np.linspace(1, len(whole) - 2, 25).astype(int)]
+        for _ in range(25):
+            broken = bytearray(whole)
+            for place in generator.integers(2, len(broken), 8):
+                broken[place] = generator.integers(256)
+            bodies.append((bytes(broken), "application/x-image"))
+    magics = [
+        b"\xff\xd8\xff\xe0",
+        b"\x89PNG\r\n\x1a\n",
+        b"RIFF\x24\0\0\0WEBPVP8 ",
+        b"GIF89a",
+        b"II*\0",
+        b"%!PS",
+        b"",
+        b"PK",
+    ]
+    bodies += [(magic + generator.bytes(n), "image/jpeg") for magic in magics for n in (0, 1, 10, 100, 5000)]
+    for size, mode in (((1, 1), "RGB"), ((3000, 5), "L"), ((64, 64), "1"), ((64, 64), "P"), ((64, 64), "I;16")):
+        file = io.BytesIO()
+        Image.new(mode, size).save(file, "PNG")
+        bodies.append((file.getvalue(), "image/png"))
+    for side in (5001, 20_000, 65_535):
+        file = io.BytesIO()
+        Image.new("1", (side, 4)).save(file, "PNG")
+        header = bytearray(file.getvalue())
+        header[20:24] = side.to_bytes(4, "big")
+        bodies.append((bytes(header), "image/png"))
+    text = base64.b64encode(photo).decode()
+    documents = [
+        {}, [], None, 7, "x", {"image": []}, {"images": {}}, {"images": [None]}, {"image": text[:-3]}, {"image": ""},
+        {"images": [text] * 17}, {"image": "http://169.254.169.254/latest/meta-data/"}, {"image": "file:///etc/passwd"},
+    ]  # fmt: skip
+    bodies += [(json.dumps(document).encode(), "application/json") for document in documents]
+    bodies += [(b"[" * n, "application/json") for n in (1, 1000, 200_000)]
+    bodies += [(generator.bytes(n), "application/json") for n in (1, 50, 5000)]
+    bodies += [(generator.bytes(n), "multipart/form-data; boundary=x") for n in (1, 50, 5000)]
+    bodies += [(b"--x\r\n\r\n" + photo[:n] + b"\r\n--x--", "multipart/form-data; boundary=x") for n in (0, 9, 99)]
+    bodies += [
+        (photo, kind) for kind in ("", "image/gif", "text/html", "image/svg+xml", "a" * 5000, "multipart/form-data")
+    ]
+    return bodies
+
+
+def test_a_malformed_corpus(server, photo):
+    """Not one 5xx, the server alive with bounded memory, and the next good request answered as before."""
+    bodies = corpus(photo)
+    assert len(bodies) > 300
+    expected = server.post(photo).json
+    before = server.memory_mb()
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda item: server.post(*item), bodies))
+    statuses = Counter(reply.status for reply in replies)
+    assert not [status for status in statuses if status >= 500], statuses
+    assert set(statuses) <= {200, 400, 413, 415, 422}
+    assert sum(statuses.values()) - statuses[200] > 200, statuses  # a flipped byte may leave a whole image
+    assert all(is_problem(reply, reply.status) for reply in replies if reply.status != 200)
+    assert server.post(photo).json == expected
+    assert server.memory_mb() < before + 60
+
+
+# ------------------------------------------------------------------------------------------------ load, limits, end
+
+
+def test_overload_is_answered_and_not_queued(exported, photos):
+    """A door for two: of many at once some are answered and the rest are told when to come back."""
+    big = io.BytesIO()
+    Image.new("RGB", (3000, 2000), "red").save(big, "PNG")
+    with Running(exported, "--max-in-flight", "2", "--slots", "1") as server, ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda _: server.post(big.getvalue(), "image/png"), range(48)))
+        statuses = Counter(reply.status for reply in replies)
+        assert set(statuses) == {200, 503}
+        assert statuses[200] >= 2
+        busy = next(reply for reply in replies if reply.status == 503)
+        assert is_problem(busy, 503)
+        assert int(busy.headers["retry-after"]) >= 1
+        assert server.get("/ping").status == 200
+        assert server.post(validation(photos)[0][0]).status == 200
+
+
+def test_a_deadline(exported):
+    big = io.BytesIO()
+    Image.new("RGB", (5000, 4900), "red").save(big, "PNG")
+    with Running(exported, "--slots", "1", "--deadline", "0.05") as server:
+        reply = server.post(big.getvalue(), "image/png")
+        assert is_problem(reply, 503)
+        assert reply.json["detail"] == "No answer within 0.05 seconds."
+        assert "retry-after" in reply.headers
+
+
+def test_not_ready_before_the_model_is_loaded(exported, tmp_path):
+    """The graph comes through a pipe, so that the load waits for us."""
+    folder = tmp_path / "export"
+    shutil.copytree(exported, folder)
+    content = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").unlink()
+    os.mkfifo(folder / "model.onnx")
+    with Running(folder, wait=False) as server:
+        for reply in (server.get("/ping"), server.post(b"x"), server.get("/v2/health/ready")):
+            assert is_problem(reply, 503)
+            assert "retry-after" in reply.headers
+        assert server.get("/v2/health/live").status == 200
+        (folder / "model.onnx").write_bytes(content)
+        end = time.monotonic() + 20
+        while server.get("/ping").status != 200:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_sigterm_under_load_loses_nothing(exported, photo):
+    """Eight clients, one connection a request. Whoever got a connection gets an answer, and no process stays."""
+    lost: list[str] = []
+    answered: Counter[int] = Counter()
+    stop = threading.Event()
+    with Running(exported) as server:
+
+        def client() -> None:
+            message = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/jpeg\r\ncontent-length: %d\r\n\r\n"
+            while not stop.is_set():
+                try:
+                    connection = socket.create_connection((server.host, server.port), timeout=20)
+                except OSError:  # refused: the server did not take it, so that it is not lost
+                    return
+                with connection:
+                    try:
+                        connection.sendall(message % len(photo) + photo)
+                        answer = connection.recv(65536)
+                        answered[int(answer.split(b" ", 2)[1])] += 1
+                    except (OSError, IndexError) as error:
+                        lost.append(repr(error))
+                        return
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.7)
+        begin = time.monotonic()
+        assert server.stop() == 0
+        took = time.monotonic() - begin
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        pid = server.pid
+    assert not lost
+    assert set(answered) == {200}
+    assert answered[200] > 20
+    assert took < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert "ending: " in server.errors
+
+
+def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo):
+    with Running(exported) as server:
+        server.post(photo, "image/jpeg", secret_header="hunter2")
+        server.post(b"hunter2" * 10, "image/png", path="/invocations?token=hunter2")
+        server.get("/hunter2")
+        server.stop()
+    assert "hunter2" not in server.errors
+    assert re.search(r"invocations 200 [\d.]+ms \d+x\d+ RGB JPEG decode=[\d.]+ms infer=[\d.]+ms", server.errors)
+    assert re.search(r"invocations 415 ", server.errors)
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def test_what_a_user_can_get_wrong(refused, exported, tmp_path, command):
+    assert refused("serve", tmp_path).startswith(f"kd-serve: '{tmp_path}' is not an export: it has no manifest.json.")
+    assert refused("serve", exported, "--file", "other.onnx").startswith("--file: ")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused("serve", exported, "--port", port)
+    assert message == f"--port: cannot listen at 127.0.0.1:{port} (Address already in use). Choose another --port."
+    for wrong in (["--max-body", "6 elephants"], ["--threads", "0"], ["--port", "99999"], ["--deadline", "-1"]):
+        assert command("serve", exported, *wrong).code == 2
+
+
+def test_a_graph_that_was_changed_ends_the_server(exported, tmp_path):
+    folder = tmp_path / "export"
+    shutil.copytree(exported, folder)
+    content = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(content[:-1] + b"\0")
+    argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0"]
+    run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 2
+    assert "sha256 differs" in run.stderr.splitlines()[-1]
+
+
+def test_no_page_if_none_is_wanted(exported):
+    with Running(exported, "--no-ui") as server:
+        assert is_problem(server.get("/"), 404)
+
+
+def test_the_word_serve_is_sagemakers(command):
+    """`docker run IMAGE serve`: the model lies at /opt/ml/model, which is not there on this machine."""
+    if Path("/opt/ml/model").exists():
+        pytest.skip("/opt/ml/model exists here")
+    answer = command("serve", "serve")
+    assert answer.code == 2
+    assert answer.err.startswith("kd-serve: '/opt/ml/model' is not an export: it has no manifest.json.")

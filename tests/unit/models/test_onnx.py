@@ -1,0 +1,112 @@
+"""Graphs compute what the classifier computes: any batch, any input size. Other networks: tests/e2e/test_commands."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import onnx as onnx_package
+import pytest
+import torch
+
+from kd.errors import MissingExtra, ModelError
+from kd.jobs._parity import Row, check_drop, check_exact
+from kd.models import onnx
+from kd.models.classifier import Classifier
+from kd.models.load import Spec, load
+
+CLASSES = ("apple", "fig", "pear")
+VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+
+
+def student(name: str, args: dict, size: int, seed: int = 0) -> Classifier:
+    torch.manual_seed(seed)
+    return load(Spec("student", name, args, CLASSES), size, False).eval()
+
+
+def pixels(count: int, size: int) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, 256, (count, 3, size, size), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "size"),
+    [
+        ("vit_tiny_patch16_224", VIT, 16),
+        ("vit_tiny_patch16_224", {**VIT, "img_size": 24}, 37),  # the network is smaller than the data
+        ("vit_tiny_patch16_224", {**VIT, "img_size": 48}, 20),  # and larger
+    ],
+    ids=["same size", "smaller", "larger"],
+)
+def test_every_graph_is_the_classifier(name, args, size, tmp_path):
+    model = student(name, args, size)
+    program = onnx.export_program(model, size)
+    onnx.write_onnx(program, tmp_path / "model.onnx")
+    onnx.write_program(program, tmp_path / "model.pt2")
+    written = onnx_package.load(tmp_path / "model.onnx")
+    assert [entry.version for entry in written.opset_import if entry.domain == ""] == [onnx.OPSET]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".onnx" or "data" in path.name] == ["model.onnx"]
+    for run in (onnx.onnx_runner(tmp_path / "model.onnx"), onnx.program_runner(tmp_path / "model.pt2")):
+        for count in (1, 2, 5):
+            images = pixels(count, size)
+            with torch.no_grad():
+                expected = model(torch.from_numpy(images)).logits.numpy()
+            assert np.abs(run(images) - expected).max() < 2e-5
+
+
+def test_the_resize_is_torchs(tmp_path):
+    """The two matrix products against F.interpolate itself, in pixels."""
+    for size, target in ((37, 24), (20, 48), (64, 63)):
+        model = student("vit_tiny_patch16_224", {**VIT, "img_size": target - target % 8}, size)
+        images = torch.from_numpy(pixels(2, size))
+        graph = onnx.Graph(model, size)
+        resized = (graph.matrix @ images.float() @ graph.matrix.T).clamp(0, 255)
+        expected = torch.nn.functional.interpolate(
+            images.float(), size=(model.input_size,) * 2, mode="bicubic", antialias=True
+        ).clamp(0, 255)
+        assert (resized - expected).abs().max() < 1e-3
+
+
+def test_int8_is_smaller_and_near(tmp_path):
+    model = student("vit_tiny_patch16_224", {**VIT, "embed_dim": 96}, 16)
+    onnx.write_onnx(onnx.export_program(model, 16), tmp_path / "model.onnx")
+    onnx.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
+    assert (tmp_path / "model.int8.onnx").stat().st_size < 0.5 * (tmp_path / "model.onnx").stat().st_size
+    images = pixels(8, 16)
+    exact, near = (onnx.onnx_runner(tmp_path / name)(images) for name in ("model.onnx", "model.int8.onnx"))
+    assert 0 < np.abs(near - exact).max() < 0.2 * np.abs(exact).max() + 0.1
+
+
+def test_a_network_that_cannot_be_traced():
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
+
+    with pytest.raises(ModelError, match=r"^student\.model: torch\.export cannot express this network .*--no-onnx"):
+        onnx.export_program(Classifier(Asks(), 3, 0), 8)
+
+
+def test_a_package_that_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtra, match=r"^--onnx: onnxruntime is not installed\. pip install onnxruntime, or"):
+        onnx.onnx_runner(tmp_path / "model.onnx")
+
+
+def test_rows_of_a_comparison():
+    reference, labels = np.array([[0.0, 1.0], [2.0, 0.0]]), np.array([1, 1])
+    row = Row()
+    row.add(reference + np.array([[0.0, 0.0], [0.0, 2.5]]), reference, labels)
+    assert (row.images, row.same_top1, row.correct, row.max_difference, row.accuracy) == (2, 1, 2, 2.5, 1.0)
+    with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5, and 1 of 2 answers do"):
+        check_exact("model.onnx", row, 3.0)
+    broken = Row()
+    broken.add(np.full((2, 2), np.nan), reference, labels)
+    with pytest.raises(ModelError, match="by up to inf"):
+        check_exact("model.onnx", broken, 1e9)
+    eager = Row(images=100, correct=80)
+    assert check_drop("model.int8.onnx", Row(images=100, correct=79), eager, 0.0101) == pytest.approx(0.01)
+    with pytest.raises(ModelError, match=r"accuracy falls from 80\.0 % to 78\.0 % on 100 images.*at most 1 points"):
+        check_drop("model.int8.onnx", Row(images=100, correct=78), eager, 0.01)

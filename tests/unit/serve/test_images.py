@@ -1,0 +1,113 @@
+"""What the endpoint refuses, and with which status, before it costs anything."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd.serve.images import FORMATS, prepare
+from kd.serve.limits import Limits
+from kd.serve.problems import Problem
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def refused(data: bytes, **limits: float) -> tuple[int, str]:
+    with pytest.raises(Problem) as caught:
+        prepare(data, 16, 1.0, Limits(**limits))
+    return caught.value.status, caught.value.detail
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of one colour: kilobytes that decode to gigabytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    row = zlib.compressobj()
+    rows = b"".join(row.compress(bytes(1 + min(width, 20_000) // 8)) for _ in range(min(height, 2000))) + row.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_formats_that_are_taken(kind):
+    assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).told == f"60x40 RGB {kind}"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO", "EPS", "TGA"])
+def test_other_formats_are_none(kind):
+    status, detail = refused(saved(PHOTO, kind))
+    assert (status, detail) == (415, "This is not an image in one of the formats JPEG, PNG, WEBP.")
+
+
+@pytest.mark.parametrize("data", [b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"\0" * 100, b"GIF89a", b"%!PS-Adobe"])
+def test_what_is_no_image(data):
+    assert refused(data)[0] == 415
+
+
+def test_nothing():
+    assert refused(b"") == (400, "The image is empty (0 bytes).")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.7, 0.98])
+def test_cut_files(kind, share):
+    data = saved(PHOTO, kind)
+    status, _ = refused(data[: max(4, int(share * len(data)))])
+    assert status == 400 or (status == 415 and share < 0.02)
+
+
+@pytest.mark.parametrize("side", [5001, 9000, 20_000, 2**31 - 1])
+def test_bombs_are_refused_by_their_header(side):
+    data = bomb(side, side)
+    start = time.process_time()
+    status, detail = refused(data)
+    assert time.process_time() - start < 0.1
+    assert status in (400, 413)
+    assert status == 400 or detail.startswith(f"The image has {side} x {side} = ")
+
+
+def test_the_limit_itself_is_allowed():
+    assert prepare(saved(PHOTO, "PNG"), 16, 1.0, Limits(max_pixels=2400)).pixels.shape == (3, 16, 16)
+    assert refused(saved(PHOTO, "PNG"), max_pixels=2399)[0] == 413
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 3), (3, 60), (60, 3)])
+def test_too_small(size):
+    assert refused(saved(Image.new("RGB", size), "PNG"))[0] == 422
+
+
+@pytest.mark.parametrize("size", [(60_000, 4), (4, 60_000), (2001, 100)])
+def test_too_long(size):
+    status, detail = refused(saved(Image.new("RGB", size), "PNG"))
+    assert status == 422
+    assert detail.endswith("The longer side may be 20 times the shorter one.")
+
+
+def test_a_jpeg_of_too_many_scans():
+    """A crafted progressive file repeats a scan of a few bytes thousands of times; each is a pass over all pixels."""
+    data = saved(PHOTO, "JPEG", progressive=True)
+    first = data.index(b"\xff\xda")
+    second = data.index(b"\xff\xda", first + 2)
+    crafted = data[:second] + data[first:second] * 200 + data[second:]
+    assert refused(crafted) == (422, "The JPEG has more than 64 scans.")
+    prepare(data, 16, 1.0, Limits())
+
+
+def test_a_float_image_has_no_known_range():
+    png = saved(Image.fromarray(np.zeros((40, 60), np.float32)), "TIFF")
+    assert refused(png)[0] == 415

@@ -1,0 +1,178 @@
+"""An export folder that is not what was exported is refused, in one line, before the socket opens or at the load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kd.errors import ModelError
+from kd.serve import client
+from kd.serve.model import describe, load
+
+
+@pytest.fixture
+def copy(exported, tmp_path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "export"))
+
+
+def test_what_an_export_says(exported):
+    told = describe(exported)
+    assert told.labels == ("apple", "fig", "pear")
+    assert (told.name, told.size, told.crop) == ("tiny", 16, 1.0)
+    assert describe(exported, "model.int8.onnx").version == told.version + "-int8"
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])
+def test_a_loaded_model_answers(exported, file):
+    model = load(describe(exported, file), 1, 1)
+    model.warm_up()
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), np.uint8)
+    together = model.engine(pixels)
+    assert together.shape == (3, 3)
+    assert np.allclose(together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+def test_no_export(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(ModelError, match=rf"is not an export: it has no {name}\. Name the folder that `kd-export"):
+        describe(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"input": 3}'])
+def test_a_broken_manifest(copy, text):
+    (copy / "manifest.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^kd-serve: "):
+        describe(copy)
+
+
+def test_an_export_without_the_graph_asked_for(copy):
+    with pytest.raises(ModelError, match=r"has no 'openvino.xml'.*There is model.int8.onnx, model.onnx.*--openvino"):
+        describe(copy, "openvino.xml")
+    with pytest.raises(ModelError, match=r"has no '\.\./model\.onnx'"):
+        describe(copy, "../model.onnx")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json"])
+def test_a_changed_file(copy, name):
+    content = bytearray((copy / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / name).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{name}' (is not the file that was exported|cannot be read)"):
+        load(describe(copy), 1, 1)
+
+
+def test_a_graph_that_is_none(copy):
+    (copy / "model.onnx").write_bytes(b"no graph")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"]["model.onnx"]["sha256"] = hashlib.sha256(b"no graph").hexdigest()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match=r"'model\.onnx' cannot be loaded"):
+        load(describe(copy), 1, 1)
+
+
+def test_labels_of_another_number(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["label_names"].append("quince")
+    text = json.dumps(config).encode()
+    (copy / "config.json").write_bytes(text)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"]["config.json"]["sha256"] = hashlib.sha256(text).hexdigest()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match=r"returns \(1, 3\), but there are 4 labels"):
+        load(describe(copy), 1, 1).warm_up()
+
+
+def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    from kd.models import onnx
+
+    folder = Path(shutil.copytree(exported, tmp_path / "export"))
+    onnx.write_openvino(folder / "model.onnx", folder / "openvino.xml")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("openvino.xml", "openvino.bin"):
+        manifest["files"][name] = {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
+    expected = load(describe(folder), 1, 1).engine(pixels)
+    found = load(describe(folder, "openvino.xml"), 1, 2).engine(pixels)
+    assert np.abs(found - expected).max() < 1e-4
+
+
+HOOKS = """
+import json, sys
+sys.path.insert(0, sys.argv[1] + "/code")
+import inference
+model = inference.model_fn(sys.argv[1])
+body = open(sys.argv[2], "rb").read()
+answer = inference.predict_fn(inference.input_fn(bytearray(body), "image/jpeg"), model)
+text, answered = inference.output_fn(answer, "application/json")
+refused = 0
+for bad, kind in ((body[:50], "image/jpeg"), (body, "text/csv"), (b"{}", "application/json"), (b"", "image/png")):
+    try:
+        inference.input_fn(bad, kind)
+    except ValueError:
+        refused += 1
+assert "kd" not in sys.modules
+print(json.dumps([json.loads(text), answered, refused]))
+"""
+
+
+def test_sagemakers_pytorch_container(exported, photos, tmp_path):
+    """The four hooks as its toolkit calls them, from the unpacked archive, where kd is not installed."""
+    from kd import jobs
+    from kd.serve.answers import predictions
+    from kd.serve.images import prepare
+    from kd.serve.limits import Limits
+
+    export = Path(shutil.copytree(exported, tmp_path / "export"))
+    own, theirs = jobs.sagemaker_archives(export)
+    before = own.read_bytes()
+    assert jobs.sagemaker_archives(export)[0].read_bytes() == before  # no times in it
+    with tarfile.open(own) as tar:
+        names = set(tar.getnames())
+    assert {"config.json", "manifest.json", "model.onnx"} <= names
+    assert not {"model.safetensors", "model.pt2"} & names
+    with tarfile.open(theirs) as tar:
+        tar.extractall(tmp_path / "model", filter="data")
+    code = {path.name for path in (tmp_path / "model/code").iterdir()}
+    assert code == {"inference.py", "pixels.py", "requirements.txt"}
+    script = tmp_path / "hooks.py"
+    script.write_text(HOOKS)
+    picture = next((photos / "val/fig").glob("*.jpg"))
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script, tmp_path / "model", picture], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    answer, kind, refused = json.loads(run.stdout)
+    told = describe(export)
+    logits = load(told, 1, 1).engine(prepare(picture.read_bytes(), told.size, told.crop, Limits()).pixels[None])
+    expected = predictions(logits, told.labels, 5)
+    assert [entry["label"] for entry in answer["predictions"][0]["top"]] == [e["label"] for e in expected[0]["top"]]
+    assert answer["predictions"][0]["score"] == pytest.approx(expected[0]["score"], abs=2e-6)
+    assert (kind, refused, answer["version"]) == ("application/json", 4, told.version)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://localhost", "//", "http://"])
+def test_addresses_that_are_none(url):
+    from kd.errors import KdError
+
+    with pytest.raises(KdError, match="is not an address"):
+        client.Endpoint(url)
+
+
+def test_the_exported_program_runs_without_kd(exported):
+    program = torch.export.load(exported / "model.pt2").module()
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), np.uint8)
+    with torch.no_grad():
+        found = program(torch.from_numpy(pixels)).numpy()
+    assert np.abs(found - load(describe(exported), 1, 1).engine(pixels)).max() < 1e-5

@@ -1,0 +1,115 @@
+"""The endpoint sees what evaluation saw: the same bits as training's decoder, and nearly timm's transform."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kd.data.transforms import Evaluate
+from kd.datasets._decode import decode
+from kd.serve.images import prepare
+from kd.serve.limits import Limits
+
+SIZES = [(16, 16), (20, 20), (21, 20), (37, 64), (300, 201), (97, 640), (1200, 900)]
+MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"]
+
+
+def file_of(width: int, height: int, mode: str = "RGB", kind: str = "PNG", **options: object) -> bytes:
+    """Return an image file with structure at every scale."""
+    generator = np.random.default_rng(width * 1000 + height)
+    coarse = Image.fromarray(generator.integers(0, 256, (7, 9, 3), np.uint8)).resize((width, height), 3)
+    pixels = np.asarray(coarse).astype(int) + generator.integers(-20, 21, (height, width, 3))
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    if mode == "I;16":
+        image = Image.fromarray(generator.integers(0, 65536, (height, width), np.uint16))
+    elif mode in ("RGBA", "LA"):
+        image.putalpha(Image.fromarray(generator.integers(0, 256, (height, width), np.uint8)))
+        image = image.convert(mode)
+    elif mode != "RGB":
+        image = image.convert(mode)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
+    """Return what the validation split's view of this file is."""
+    image = Evaluate(size, crop)(decode(data, "file", "data"), random.Random(0))
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("crop", [1.0, 0.875])
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(size, crop):
+    data = file_of(*size)
+    assert np.array_equal(prepare(data, 32, crop, Limits()).pixels, evaluated(data, 32, crop))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode):
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    data = file_of(50, 40, mode, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.mode == mode
+    assert np.array_equal(prepare(data, 24, 1.0, Limits()).pixels, evaluated(data, 24, 1.0))
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_exif(turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = file_of(40, 30, kind="JPEG", exif=exif)
+    found = prepare(data, 24, 1.0, Limits()).pixels
+    assert np.array_equal(found, evaluated(data, 24, 1.0))
+    assert (turn == 1) == np.array_equal(found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_of_an_animation_the_first_frame(kind):
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, kind, save_all=True, append_images=frames[1:], lossless=True)
+    pixels = prepare(file.getvalue(), 8, 1.0, Limits()).pixels
+    assert np.array_equal(pixels, evaluated(file.getvalue(), 8, 1.0))
+    assert (pixels[0] > 250).all()
+    assert (pixels[1:] < 5).all()
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped():
+    ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    file = io.BytesIO()
+    Image.fromarray(ramp).save(file, "PNG")
+    pixels = prepare(file.getvalue(), 64, 1.0, Limits()).pixels
+    assert np.array_equal(pixels[0], ramp >> 8)
+
+
+def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
+    """Return the distance between our pixels and those of timm's transform, in levels of 0..255."""
+    from timm.data import create_transform
+
+    data = file_of(*size, kind="JPEG", quality=90)
+    ours = torch.from_numpy(prepare(data, 64, crop, Limits()).pixels).float()
+    transform = create_transform((3, 64, 64), interpolation="bicubic", crop_pct=crop, mean=(0, 0, 0), std=(1, 1, 1))
+    return (ours - 255 * transform(Image.open(io.BytesIO(data)))).abs()
+
+
+@pytest.mark.parametrize("size", [(64, 64), (90, 90), (224, 224), (640, 640)])
+def test_timms_transform_where_nothing_is_rounded(size):
+    assert apart(size, 1.0).max() <= 1.001
+
+
+@pytest.mark.parametrize("crop", [1.0, 0.875])
+@pytest.mark.parametrize("size", [(300, 201), (97, 640), (1200, 900), (224, 224)])
+def test_nearly_timms_transform_elsewhere(size, crop):
+    """timm resizes to whole pixels and then crops at whole pixels; we do both at once, up to half a pixel apart.
+
+    The pictures are as steep as can be: colour fields of seven pixels. On them half a pixel is eight levels.
+    """
+    difference = apart(size, crop)
+    assert difference.mean() < 8
+    assert difference.max() < 40
