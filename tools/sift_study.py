@@ -10,6 +10,7 @@ pay the student alone. The last evaluation counts, not the best. `--jobs` runs s
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import statistics
@@ -49,9 +50,9 @@ def methods(epochs: int, steps_per_epoch: int) -> dict[str, list[str]]:
             f"sifter.sift_delay={steps_per_epoch}",
         ]
     for keep in HISTORY:
-        made[f"history keep {keep:g}"] = ["sifter.kind=history", f"sifter.keep={keep}"]
-    for keep in (0.6, 0.5):
-        made[f"history keep {keep:g}, not weighted"] = [*made[f"history keep {keep:g}"], "sifter.reweight=false"]
+        history = ["sifter.kind=history", f"sifter.keep={keep}"]
+        made[f"history keep {keep:g}"] = [*history, "sifter.reweight=true"]
+        made[f"history keep {keep:g}, not weighted"] = [*history, "sifter.reweight=false"]
     return made
 
 
@@ -139,6 +140,15 @@ def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     return len(build.data(first).train) // first.data.batch_size
 
 
+def earlier(path: str) -> list[dict[str, Any]]:
+    """Return the rows of a CSV that this study wrote."""
+    if not path:
+        return []
+    with open(path) as file:
+        found = csv.DictReader(line for line in file if not line.startswith("#"))
+        return [{k: v if k == "method" else float(v) if "." in v else int(v) for k, v in row.items()} for row in found]
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return the table of means and spreads as Markdown."""
     from kd.report.console import table
@@ -173,6 +183,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--teacher-epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="methods whose name holds this")
+    parser.add_argument("--join", default="", help="a CSV of an earlier part, whose rows come first in the table")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--work", default="", help="where runs are kept; a run that is there is not made again")
     given = parser.parse_args()
@@ -181,9 +193,10 @@ def main() -> None:
     work = Path(given.work or tempfile.mkdtemp(prefix="sift_study_"))
     settings = base(given, work)
     steps = prepare(settings, range(given.seeds))
-    tasks = [(settings, n, s, o) for s in range(given.seeds) for n, o in methods(given.epochs, steps).items()]
+    chosen = {n: o for n, o in methods(given.epochs, steps).items() if given.only in n}
+    tasks = [(settings, name, seed, overrides) for seed in range(given.seeds) for name, overrides in chosen.items()]
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        rows = []
+        rows = earlier(given.join)
         for row in pool.map(one, tasks):
             rows.append(row)
             print(row, flush=True)

@@ -34,7 +34,7 @@ class Options:
     """Last share of the run in which epochs visit everything."""
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for so many epochs is visited, whatever its loss was."""
-    reweight: bool = True
+    reweight: bool = False
     """Weight easy images by 1/probability, so that the plan's gradient is the full one in expectation. false: each
     image kept counts as one, which leans towards hard images and has less variance."""
     balance: bool = False
