@@ -1,4 +1,4 @@
-"""Skip, before they are decoded, images whose last distillation loss was low; unbiased, refreshed, exact in number.
+"""Skip, before they are decoded, images whose last distillation loss was low; refreshed, exact in number.
 
 Legend: N images of the dataset, K kept this epoch.
 """
@@ -35,8 +35,8 @@ class Options:
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for so many epochs is visited, whatever its loss was."""
     reweight: bool = False
-    """Weight easy images by 1/probability, so that the plan's gradient is the full one in expectation. false: each
-    image kept counts as one, which leans towards hard images and has less variance."""
+    """true: weight easy images by 1/probability, so that the plan's gradient is the full one in expectation. false: each
+    image kept counts as one, which leans towards hard images; in our study it costs less accuracy (docs/sifting.md)."""
     balance: bool = False
     """Judge easy within each class, so that no class is sifted more than another."""
     noise_cap: float = field(default=0.0, metadata={"low": 0.0, "high": 0.5})
@@ -49,8 +49,8 @@ class History(Planned):
 
     The lower part of the losses is easy: below their mean, or more where `keep` asks for it (InfoBatch's rule,
     arXiv:2303.04947, which at equal keep has a larger effective sample size than a probability that grows with the
-    loss). Easy images are drawn without replacement with one probability p and carry the weight 1/p; the others are
-    all kept. So the plan's weighted sum of gradients has the full sum as its expectation.
+    loss). Easy images are drawn without replacement with one probability p (weight 1/p with `reweight`); the others are
+    all kept. With `reweight` the plan's weighted sum of gradients has the full sum as its expectation.
 
     The table is updated once an epoch and is the same on all ranks. Not handled: with mixup a loss belongs to two
     images; it is booked to the first.

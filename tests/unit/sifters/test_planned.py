@@ -63,7 +63,7 @@ def test_the_weighted_gradient_of_a_plan_is_the_full_gradient_in_expectation(kee
     full = gradient.sum(0)
     draws = []
     for seed in range(400):
-        plan = warm(history.Options(keep=keep, balance=balance), seed).plan(1, 0.3)
+        plan = warm(history.Options(keep=keep, balance=balance, reweight=True), seed).plan(1, 0.3)
         draws.append((plan.weights.double()[:, None] * gradient[plan.ids]).sum(0))
     estimate = torch.stack(draws)
     error = estimate.std(0) / len(draws) ** 0.5
@@ -74,7 +74,9 @@ def test_the_weighted_gradient_of_a_plan_is_the_full_gradient_in_expectation(kee
 def test_without_weights_it_would_be_biased():
     """The test above can fail: the plain sum over the same plans is far from the full one."""
     gradient = losses().double()
-    draws = torch.stack([gradient[warm(history.Options(keep=0.5), seed).plan(1, 0.3).ids].sum() for seed in range(50)])
+    draws = torch.stack(
+        [gradient[warm(history.Options(keep=0.5, reweight=True), seed).plan(1, 0.3).ids].sum() for seed in range(50)]
+    )
     assert (draws.mean() - gradient.sum()).abs() > 10 * draws.std() / 50**0.5
 
 
@@ -86,7 +88,7 @@ def test_without_reweighting_the_same_images_are_drawn_and_count_as_one():
 
 
 def test_hard_images_are_kept_and_easy_ones_drawn():
-    plan = warm(history.Options(keep=0.6)).plan(1, 0.3)
+    plan = warm(history.Options(keep=0.6, reweight=True)).plan(1, 0.3)
     easy = losses() < losses().mean()
     drawn = plan.ids[plan.weights > 1]
     assert set(plan.ids[plan.weights == 1].tolist()) == set((~easy).nonzero()[:, 0].tolist())
@@ -96,7 +98,7 @@ def test_hard_images_are_kept_and_easy_ones_drawn():
 
 @pytest.mark.parametrize("keep", [0.15, 0.2, 0.3])
 def test_no_weight_is_larger_than_the_floor_allows(keep):
-    plan = warm(history.Options(keep=keep, floor=0.15)).plan(1, 0.3)
+    plan = warm(history.Options(keep=keep, floor=0.15, reweight=True)).plan(1, 0.3)
     assert plan.weights.max() <= 1 / 0.15 + 0.2  # counts are whole
 
 
@@ -128,7 +130,7 @@ def test_balance_sifts_no_class_more_than_another():
 
 def test_losses_that_stay_high_are_drawn_at_the_floor_and_not_weighted_up():
     noisy = torch.arange(0, IMAGES, 20)
-    sifter = warm(history.Options(keep=0.6, noise_cap=0.05, anneal=0.0, warmup=5))
+    sifter = warm(history.Options(keep=0.6, noise_cap=0.05, anneal=0.0, warmup=5, reweight=True))
     for epoch in range(1, 5):
         values = losses() * 0.5**epoch
         values[noisy] = 9.0
