@@ -35,7 +35,7 @@ class Options:
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for so many epochs is visited, whatever its loss was."""
     reweight: bool = False
-    """true: weight easy images by 1/probability, so that the plan's gradient is the full one in expectation. false: each
+    """true: easy images weigh 1/probability, so that the plan's gradient is the full one in expectation. false: each
     image kept counts as one, which leans towards hard images; in our study it costs less accuracy (docs/sifting.md)."""
     balance: bool = False
     """Judge easy within each class, so that no class is sifted more than another."""
