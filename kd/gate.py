@@ -126,7 +126,7 @@ def gated(
         f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "
         f"loading {costs.load:.2f} ms an image"
     )
-    if saving > 0:
+    if saving >= 0:
         choices["sifter"] = kind
         return sifter, f"sifter '{kind}' will save {100 * saving:.0f} % of a sifted epoch's time ({measured})"
     choices["sifter"] = "none"
