@@ -80,14 +80,15 @@ def run_timm(given: argparse.Namespace, teacher: Path, num_classes: int, data: P
 
 def configuration(given: argparse.Namespace, teacher: Path, data: Path, work: Path) -> dict[str, Any]:
     """Return the same work as a configuration of kd."""
+    precision = "bf16" if bf16_pays() else "fp32"  # as timm's, and no probe of what is hopeless
     return {
         "run": {"folder": str(work / "runs"), "steps": given.steps, "every": {"log": 2, "evaluate": 10**6}},
         "data": {"kind": "imagefolder", "root": str(data), "batch_size": given.batch, "eval_batch": 8},
-        "teacher": {"model": str(teacher), "min_accuracy": 0},
+        "teacher": {"model": str(teacher), "min_accuracy": 0, "precision": precision},
         "student": {"model": STUDENT},
         "losses": [{"kind": "kl", "temperature": 2.0}],
         "optimizer": {"lr": 1e-3},
-        "backend": {"kind": "cpu"},
+        "backend": {"kind": "cpu", "precision": precision},
     }
 
 
