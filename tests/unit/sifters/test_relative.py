@@ -62,10 +62,10 @@ def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES
     return list(sifter.stream(scores.loaded(sifter.population, first), scores, start))
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 10.0])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 9.0])
 @pytest.mark.parametrize("kind", ["spread", "constant", "two values"])
 def test_keep_is_exact_for_any_losses(beta, kind):
-    images = 24000
+    images = 12000
     losses = {"spread": torch.rand(images), "constant": torch.ones(images), "two values": torch.arange(images) % 2.0}
     sifter = made(beta, images=images, micro=6)
     batches = epoch(sifter, losses=losses[kind].float())
@@ -99,7 +99,7 @@ def test_the_teacher_is_not_asked_twice():
         assert torch.equal(batch.answer.outputs.logits[:, 0], batch.ids.float())
 
 
-@pytest.mark.parametrize("beta", [0.5, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("beta", [0.5, 0.7, 3.0])
 def test_a_resumed_epoch_goes_on_with_the_images_that_were_waiting(beta):
     whole = made(beta)
     batches = epoch(whole)
