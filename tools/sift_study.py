@@ -208,7 +208,7 @@ def main() -> None:
 
 def _public(argv: Sequence[str]) -> list[str]:
     """Return the arguments without the folders of this machine."""
-    hidden = {i for i, word in enumerate(argv) if i and argv[i - 1] in ("--root", "--work")}
+    hidden = {i for i, word in enumerate(argv) if i and argv[i - 1] in ("--root", "--work", "--join")}
     return ["FOLDER" if i in hidden else word for i, word in enumerate(argv)]
 
 
