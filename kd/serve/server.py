@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -42,6 +43,9 @@ def serve(settings: Settings) -> None:
         ModelError: the folder is not a whole export.
         KdError: the address is taken.
     """
+    # Read by Pillow when it is imported: it keeps this many blocks of pixels. Memory given back and taken again for
+    # every image costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs in turns, busy machine).
+    os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
     try:
         import uvicorn
 
