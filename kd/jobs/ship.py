@@ -7,7 +7,6 @@ from pathlib import Path
 from kd import pixels
 from kd.artifacts.hub import push
 from kd.artifacts.sagemaker import archives
-from kd.models import inference
 
 __all__ = ["push", "sagemaker_archives"]
 
@@ -20,6 +19,8 @@ def sagemaker_archives(export: Path) -> list[Path]:
     Raises:
         RunError: the disk is full or not writable.
     """
+    from kd.models import inference  # it imports timm, which no other command needs at its start
+
     code = {
         "inference.py": Path(inference.__file__).read_bytes(),
         "pixels.py": Path(pixels.__file__).read_bytes(),
