@@ -24,6 +24,7 @@ from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
 from kd.gate import sifter
 from kd.models.classifier import Classifier
+from kd.models.ensemble import TeacherModel, first
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
 from kd.models.teacher import LiveTeacher, NoTeacher
@@ -32,6 +33,8 @@ from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
 from kd.types import Dims
+
+LOGIT_LOSSES = "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +169,14 @@ def needs(config: Config) -> frozenset[str]:
                 "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
+    if config.teacher.also and "features" in found:
+        wrong = "averages probabilities, but a loss needs the features of one teacher"
+        raise ConfigError("teacher.also", wrong, LOGIT_LOSSES, "Keep one teacher, or take another loss")
     if config.teacher.cache.views and "features" in found:
         raise ConfigError(
             "teacher.cache.views",
             "keeps the teacher's logits, but a loss needs its features",
-            "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm",
+            LOGIT_LOSSES,
             "Set teacher.cache.views=0, or take another loss",
         )
     if config.teacher.cache.views and (config.teacher.shard or config.teacher.pipeline):
@@ -192,27 +198,33 @@ def student_model(config: Config, classes: Any, with_features: bool) -> Classifi
 
 
 def teacher_model(
-    config: Config, classes: Any, with_features: bool, folder: str = "", hollow: bool = False
+    config: Config,
+    classes: Any,
+    with_features: bool,
+    folder: str = "",
+    hollow: bool = False,
+    where: str = "teacher",
 ) -> Classifier:
-    """Load the teacher with its weights; its classes must be the data's.
+    """Load one teacher with its weights; its classes must be the data's.
 
     Args:
-        config: the configuration.
+        config: the configuration; of several teachers, the first is loaded.
         classes: class names in the data's order.
         with_features: return pooled features too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         hollow: build it without weights, on the meta device: another rank has them.
+        where: its config path, for messages.
     """
     section = config.teacher
     if hollow:
-        spec = Spec("teacher", folder or section.model, {} if folder else section.args, classes)
+        spec = Spec(where, folder or section.model, {} if folder else section.args, classes)
         with torch.device("meta"):
             return load(spec, config.data.image_size, with_features)
     if folder:
-        spec = Spec("teacher", folder, {}, classes, pretrained=True, exact_head=True)
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True)
     else:
         own = not section.checkpoint
-        spec = Spec("teacher", section.model, section.args, classes, section.checkpoint, own, exact_head=True)
+        spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, exact_head=True)
     return load(spec, config.data.image_size, with_features)
 
 
@@ -299,11 +311,11 @@ def _owners(module: nn.Module) -> list[nn.Module]:
     return [network, module.criterion]  # type: ignore[list-item]
 
 
-def trainable(config: Config, classes: Any, teacher: Classifier | None, with_features: bool) -> Distillation:
+def trainable(config: Config, classes: Any, teacher: TeacherModel | None, with_features: bool) -> Distillation:
     """Build the student and what it minimizes as one module."""
     student = student_model(config, classes, with_features)
     if config.student.init == "teacher" and teacher is not None:
-        select_weights(student.network, teacher.network)
+        select_weights(student.network, first(teacher).network)
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     torch.manual_seed(seed_from(config.run.seed, "criterion"))
     return Distillation(student, criterion(config, dims))
@@ -313,7 +325,7 @@ def run(
     config: Config,
     data: Data,
     backend: Backend,
-    teacher: Classifier | None,
+    teacher: TeacherModel | None,
     sink: Sink,
     watcher: Watcher,
     pinned: Mapping[str, str] = {},

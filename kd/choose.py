@@ -19,7 +19,8 @@ from kd.engine.criterion import Distillation
 from kd.engine.fit_batch import largest
 from kd.engine.probe import fastest
 from kd.errors import ConfigError
-from kd.models.classifier import Classifier, count_attention, set_attention
+from kd.models.classifier import count_attention, set_attention
+from kd.models.ensemble import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.types import Batch
 
@@ -33,7 +34,7 @@ Table = dict[str, float]
 
 
 def choose_teacher(
-    config: Config, model: Classifier | None, micro: int, backend: Backend, choices: dict[str, str]
+    config: Config, model: TeacherModel | None, micro: int, backend: Backend, choices: dict[str, str]
 ) -> tuple[Teacher, Table]:
     """Build the live teacher with the fastest frozen forward; write the choice into `choices`."""
     if model is None:
