@@ -97,7 +97,8 @@ def teacher_run(settings: Config) -> Config:
             every=Every(log=settings.run.every.log, evaluate=fit.evaluate),
             keep=1,
         ),
-        data=replace(settings.data, batch_size=fit.batch_size or settings.data.batch_size),
+        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
+        data=replace(settings.data, batch_size=fit.batch_size or settings.data.batch_size, views=0),
         student=StudentSection(
             model=section.model,
             args=section.args,
