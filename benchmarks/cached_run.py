@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ def worst(curve: list[float], reference: list[float], steps: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(curve[:steps], reference[:steps], strict=True))
 
 
-def one_seed(config: str, seed: int, views: int, overrides: list[str]) -> list[dict[str, Any]]:
+def one_seed(config: str, seed: int, views: int, work: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Make the four runs of a seed; return a row each."""
     curves: dict[str, list[float]] = {}
     rows = []
     for name, own in runs(views).items():
-        given = (*PINS, *overrides, *own, f"run.seed={seed}", f"run.name=cached_run_{name}_{seed}")
+        given = (*PINS, *overrides, *own, f"run.seed={seed}", f"run.folder={work}", f"run.name={name}_{seed}")
         if name == "ahead":
             filled = jobs.cache(kd.load_config(config, given))
             print(f"seed {seed}: kd-cache ran the teacher on {filled.computed} images, {filled.missing} missing")
@@ -93,7 +94,10 @@ def main() -> None:
     parser.add_argument("--config", default=str(CONFIG))
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    rows = [row for seed in given.seeds for row in one_seed(given.config, seed, given.views, given.overrides)]
+    rows = []
+    with tempfile.TemporaryDirectory() as work:  # runs and caches begin empty; fitted teachers are found again
+        for seed in given.seeds:
+            rows += one_seed(given.config, seed, given.views, work, given.overrides)
     for name in runs(given.views):
         values = [row["accuracy"] for row in rows if row["run"] == name]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
