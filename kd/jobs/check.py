@@ -9,6 +9,7 @@ import torch
 
 from kd import build
 from kd.config import Config
+from kd.loading import augmentation
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
@@ -26,7 +27,7 @@ def check(settings: Config, path: str = "given") -> str:
         KdError: what `kd-train` would stop at.
     """
     required = build.needs(settings)
-    build.augmentation(settings)
+    augmentation(settings)
     check_trackers(settings.run.trackers)
     data = build.data(settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
