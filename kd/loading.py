@@ -142,7 +142,7 @@ def _fitting(config: Config, whole: float, there: float, left: float, ranks: int
             "data.store",
             f"is {config.data.store}, and the decoded images take about {_size(whole)}{copies}{kept_there}; "
             f"{_size(left)} {where}",
-            "none, ram, disk",
+            "One of none, ram and disk",
             f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
         )
     where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{config.run.folder}/stores'"
