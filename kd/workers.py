@@ -87,9 +87,9 @@ def choose_workers(
     """
     if config.data.workers != "auto":
         return int(config.data.workers), "", {}
-    if "workers" in choices:
-        return int(choices["workers"]), f"workers: {choices['workers']} (as this run began)", {}
     share = max(1, cores() // backend.local_world_size)
+    if 0 <= int(choices.get("workers", -1)) <= share:  # else it goes on on a smaller machine
+        return int(choices["workers"]), f"workers: {choices['workers']} (as this run began)", {}
     on_cpu = backend.device.type == "cpu"
     table: Table = {}
     if backend.preferred or (on_cpu and share == 1):

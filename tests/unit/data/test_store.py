@@ -83,8 +83,8 @@ def test_a_small_image_is_kept_as_it_is():
 def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
     rng = random.Random(0)
     least = []
-    for _ in range(3000):
-        size, crop = rng.choice((8, 32, 64, 224)), rng.choice((0.08, 0.35, 0.7, 1.0))
+    for _ in range(1500):
+        size, crop = rng.choice((8, 17, 32)), rng.choice((0.08, 0.35, 0.7, 1.0))
         width, height = (round(size * 10 ** rng.uniform(0, 1.2)) for _ in range(2))
         kept = Shrunk(size, crop)(Image.new("RGB", (width, height)))
         left, top, right, bottom = random_box(*kept.size, crop, rng)
@@ -93,7 +93,7 @@ def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
             continue
         least.append(shorter / size)
         assert shorter >= size * (1 - 1e-9)
-    assert len(least) > 1000
+    assert len(least) > 500
     assert min(least) < 1.02  # no larger than it must be
 
 
@@ -148,6 +148,23 @@ def test_evaluation_is_bit_identical_whatever_the_image(tmp_path, crop):
     plain, kept = Views(source, Evaluate(16, crop), 16, 0), Views(stored, Evaluate(16, 1.0), 16, 0)
     for _ in range(2):
         assert all(torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels) for id in range(len(source)))
+
+
+def test_real_photographs(photographs, tmp_path):
+    """348 pixels a side or more, shrunk to 64: evaluation to the bit, training nearly the pixels of without a store."""
+    train = imagefolder.build(imagefolder.Options(root=str(photographs)), "train", None)
+    val = imagefolder.build(imagefolder.Options(root=str(photographs)), "val", train.classes)
+    rule, cropped = Shrunk(64, 0.4), Cropped(64, 0.9)
+    kept = Stored(train, rule, open_disk(tmp_path / "train", {"images": len(train)}, rule.most))
+    centre = Stored(val, cropped, open_disk(tmp_path / "val", {"images": len(val)}, cropped.most))
+    transform = Train(64, 0.4, 0.5, 0.0)
+    for id in range(12):
+        one, other = (Views(each, transform, 64, 3).load(id, 1).pixels.float() for each in (train, kept))
+        assert (one - other).abs().mean() < 3  # of 255: resized twice
+        assert min(kept.decode(id).size) == 117
+        before, after = Views(val, Evaluate(64, 0.9), 64, 0), Views(centre, Evaluate(64, 1.0), 64, 0)
+        assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)
+        assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)  # now from its slot
 
 
 def test_without_slots_the_pixels_are_the_same():
