@@ -28,10 +28,11 @@ test-xla: $(XLA)/.xla
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/step.py
 	$(VENV)/bin/python benchmarks/cache.py
+	$(VENV)/bin/python benchmarks/loading.py
 	$(VENV)/bin/python benchmarks/serve.py
 	$(VENV)/bin/python benchmarks/seeds.py
 	$(VENV)/bin/python tools/sift_study.py food_mini
-	@echo "with data of your own: benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
+	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

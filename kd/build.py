@@ -15,14 +15,15 @@ from kd.cached import cached
 from kd.choose import choose_batch, choose_student, choose_teacher, provisional
 from kd.config import Config
 from kd.contracts import Backend, Sink, Source, Teacher, Watcher
-from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
-from kd.data.transforms import Evaluate, Train, build_policy
-from kd.data.views import Mixing, Views
+from kd.data.loader import evaluation_plan
+from kd.data.views import Mixing
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
 from kd.gate import sifter
+from kd.loading import loaders
+from kd.loading import views as views_of
 from kd.models.classifier import Classifier
 from kd.models.ensemble import TeacherModel, first
 from kd.models.load import Spec, load
@@ -33,6 +34,7 @@ from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
 from kd.types import Dims
+from kd.workers import choose_workers
 
 LOGIT_LOSSES = "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
 
@@ -43,6 +45,8 @@ class Data:
 
     train: Source
     val: Source
+    kept: tuple[Source, Source] | None = None
+    """The same splits behind a store of decoded pixels, where there is one."""
 
     @property
     def fingerprint(self) -> str:
@@ -228,38 +232,6 @@ def teacher_model(
     return load(spec, config.data.image_size, with_features)
 
 
-def augmentation(config: Config) -> Train:
-    """Build what happens to a training image.
-
-    Raises:
-        ConfigError: timm does not know the policy.
-    """
-    section, augment = config.data, config.data.augment
-    if augment.policy:
-        try:
-            build_policy(augment.policy, section.image_size)
-        except ValueError as error:
-            remedy = "Try rand-m9-mstd0.5, or leave it empty"
-            raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
-    return Train(section.image_size, augment.crop, augment.flip, augment.jitter, augment.policy)
-
-
-def loaders(config: Config, data: Data, backend: Backend, split: Arithmetic) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader."""
-    section, augment = config.data, config.data.augment
-    mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability)
-    common = {"size": section.image_size, "seed": config.run.seed, "on_corrupt": section.on_corrupt}
-    train = Views(data.train, augmentation(config), mixing=mixing, **common)
-    val = Views(data.val, Evaluate(section.image_size, section.eval_crop), **common)
-    workers = resolve_workers(section.workers, backend.device.type, backend.local_world_size)
-    place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}
-    pin = backend.device.type == "cuda"
-    return (
-        LocalLoader(train, split.batch_size, split.accumulate, pin_memory=pin, **place),
-        LocalLoader(val, split.eval_batch * split.world_size, 1, pin_memory=pin, **place),
-    )
-
-
 def views(config: Config) -> int:
     """Return how many views an image has; 0: a fresh one every epoch.
 
@@ -357,12 +329,14 @@ def run(
     measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
     config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
     split = arithmetic(config, backend.world_size, len(data.train))
-    train_loader, val_loader = loaders(config, data, backend, split)
+    both = views_of(config, *(data.kept or (data.train, data.val)))
+    measuring = (config, both[0], distillation, answering, split.micro_batch, backend, choices, pinned)
+    workers, told, measured["workers"] = choose_workers(*measuring)
+    train_loader, val_loader = loaders(both, backend, split, workers)
     sifting, verdict = sifter(config, data.train, split, backend, train_loader, distillation, answering, choices)
+    watcher.say(told)
     watcher.say(verdict)
-    section = config.optimizer
-    module = backend.wrap(distillation)
-    stepper = optimizer(config, distillation, backend)
+    section, module = config.optimizer, backend.wrap(distillation)
     built = Run(
         seed=config.run.seed,
         length=length(config, split),
@@ -373,7 +347,7 @@ def run(
         teacher=answering,
         loader=train_loader,
         sifter=sifting,
-        optimizer=stepper,
+        optimizer=optimizer(config, distillation, backend),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(distillation.student, section.ema) if section.ema else None,
         evaluator=Evaluator(

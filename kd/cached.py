@@ -12,6 +12,7 @@ import torch
 
 from kd.config import Config
 from kd.contracts import Backend, Source, Teacher
+from kd.loading import kept
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
 from kd.models.ensemble import TeacherModel
 from kd.models.load import digest
@@ -49,7 +50,7 @@ def identity(config: Config, source: Source, teacher: TeacherModel, precision: s
         "teacher": digest(teacher.network),
         "input": teacher.sight,
         "precision": precision,
-        "transform": {"image_size": config.data.image_size, **asdict(config.data.augment)},
+        "transform": {"image_size": config.data.image_size, **asdict(config.data.augment), **_shrunk(config)},
         "data": source.fingerprint,
         "images": len(source),
         "classes": list(source.classes),
@@ -65,3 +66,9 @@ def place(config: Config, made_from: dict[str, Any]) -> Path:
         return Path(config.teacher.cache.path)
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
     return Path(config.run.folder) / "caches" / f"{Path(config.teacher.model).name.replace(':', '_')}-{key}"
+
+
+def _shrunk(config: Config) -> dict[str, Any]:
+    """Return what a store of decoded pixels changes in them; nothing without one."""
+    section = config.data
+    return {} if section.store == "none" else {"store": list(asdict(kept(config)[0]).values())}

@@ -14,6 +14,11 @@ def contradictions(config: Config) -> Iterator[ConfigError]:
     workers = config.data.workers
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
+    side, size = config.data.store_size, config.data.image_size
+    if 0 < side < size:
+        allowed = f"0, or at least {size}: training would enlarge them"
+        wrong = f"is {side}, but data.image_size is {size}"
+        yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {size}")
     yield from _divided(config)
     yield from _several(config)
     if not config.losses:

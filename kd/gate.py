@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -18,6 +17,7 @@ from kd.engine.probe import fastest
 from kd.engine.scoring import looking, shrunk
 from kd.errors import ConfigError
 from kd.types import Costs, Population
+from kd.workers import loading_ms, share_asked
 
 
 class Divided(Protocol):
@@ -27,10 +27,6 @@ class Divided(Protocol):
     def batch_size(self) -> int: ...
     @property
     def micro_batch(self) -> int: ...
-
-
-SAMPLE = 12
-"""Images that are loaded to see what loading costs."""
 
 
 def sifter(
@@ -148,7 +144,7 @@ def measure(
     workers: int,
     backend: Backend,
 ) -> Costs:
-    """Time the parts of a step on noise, and loading on the first images; all ranks take rank 0's numbers."""
+    """Time the parts of a step on noise, and loading on a few images; all ranks take rank 0's numbers."""
     batch = trial_batch(config, micro_batch, backend)
     answers, count = teacher(batch), len(batch.label)
     kept = {name: buffer.clone() for name, buffer in distillation.named_buffers()}
@@ -174,18 +170,9 @@ def measure(
     table = fastest(work, backend)[1]
     for name, buffer in distillation.named_buffers():
         buffer.copy_(kept[name])  # batch norm has seen noise
-    start = time.perf_counter()
-    for id in range(min(SAMPLE, len(dataset))):
-        dataset.load(id, 0)
-    load = 1000 * (time.perf_counter() - start) / min(SAMPLE, len(dataset)) / max(1, workers)
+    load = loading_ms(dataset)[0] / max(1, workers)
     numbers = torch.tensor([table[name] / count for name in work] + [load], device=backend.device)
     backend.broadcast_([numbers])
     teacher_ms, forward_ms, step_ms, load_ms = numbers.tolist()
-    asked = teacher_ms * _share_asked(config)
+    asked = teacher_ms * share_asked(config)
     return Costs(asked, forward_ms, step_ms, load_ms, overlapped=workers > 0)
-
-
-def _share_asked(config: Config) -> float:
-    """Return in how many epochs of the run the teacher's forward is run: with a cache, only while it fills."""
-    views = config.teacher.cache.views
-    return min(1.0, views / config.run.epochs) if views and not config.run.steps else 1.0

@@ -96,7 +96,13 @@ class DataSection:
     eval_crop: float = ranged(1.0, above=0.0, high=1.0)
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
-    """Processes that decode and augment. `auto`: by cores and ranks; 0: the training process itself."""
+    """Processes that decode and augment. 0: the training process itself. `auto`: measured at start, recorded in the
+    manifest; on a CPU together with its threads."""
+    store: Literal["none", "ram", "disk"] = "none"
+    """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
+    Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
+    store_size: int = ranged(0, low=0)
+    """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
     views: int = ranged(0, low=0)
     """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""

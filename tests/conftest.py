@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ import kd  # before torch: it tells OpenMP how to wait
 
 assert kd.__version__
 CLASSES = ("apple", "fig", "pear")
+SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+"""Where real photographs lie, if they do."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
@@ -87,6 +91,23 @@ def steady(photos, tmp_path_factory) -> Path:
     made["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
     made["teacher"]["fit"]["epochs"] = 1
     return jobs.teach(config.load(made))[0].absolute()
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory) -> Path:
+    """Two real photographs of each of 28 kinds of fruit, in three splits. Do not write into it."""
+    path = SHARED / "grocery-fruit.tar"
+    if not path.is_file():
+        pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
+    root = tmp_path_factory.mktemp("photographs")
+    seen: dict[str, int] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            folder = member.name.rpartition("/")[0]
+            if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
+                seen[folder] += 1
+                archive.extract(member, root, filter="data")
+    return root / "grocery-fruit"
 
 
 @pytest.fixture

@@ -11,15 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
-VALUES = {"errors", "types", "seeds", "pixels", "contracts"}
+VALUES = {"errors", "types", "seeds", "pixels", "host", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-JOBS = BELOW_BUILD | {"choose", "cached", "gate", "build", "jobs"}
+JOBS = BELOW_BUILD | {"choose", "loading", "workers", "cached", "gate", "build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
     "seeds": set(),
     "pixels": set(),
+    "host": set(),
     "contracts": {"errors", "types"},
     "parts": {"errors"},
     "schema": {"errors"},
@@ -28,9 +29,11 @@ MAY_IMPORT = {
     **dict.fromkeys(PART_FOLDERS, VALUES),
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
     "choose": BELOW_BUILD,
-    "cached": BELOW_BUILD,
-    "gate": BELOW_BUILD | {"choose"},
-    "build": BELOW_BUILD | {"choose", "cached", "gate"},
+    "loading": BELOW_BUILD,
+    "workers": BELOW_BUILD | {"choose", "loading"},
+    "cached": BELOW_BUILD | {"loading"},
+    "gate": BELOW_BUILD | {"choose", "workers"},
+    "build": BELOW_BUILD | {"choose", "loading", "workers", "cached", "gate"},
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api", "serve"},

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _fsdp, _memory, _shards
+from kd.backends import _fsdp, _shards
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
+from kd.host import free_mib
 from kd.types import Batch
 
 
@@ -100,7 +101,7 @@ class DDPBackend:
 
     def free_mib(self) -> float:
         """Return this rank's share of the machine's free memory; a device that is full says so by itself."""
-        return _memory.free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
+        return free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
     def check_divided(self, stages: int) -> None:
         """Require a rank for each stage; to shard (0 stages), a world to spread over."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from kd.backends._ddp import DDPBackend
+from kd.host import cores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,8 @@ class CPU(DDPBackend):
 
     def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
-        share = max(1, cores // self.local_world_size)
+        share = max(1, cores() // self.local_world_size)
         torch.set_num_threads(threads or share)
         # Many small operations, or a busy neighbour, can make fewer threads the faster ones.
         self.thread_counts = () if threads or share == 1 else (share, max(1, share // 2))

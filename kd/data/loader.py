@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -40,7 +39,20 @@ class LocalLoader:
         world_size: int,
         workers: int,
         pin_memory: bool = False,
+        ahead: int = 4,
     ) -> None:
+        """Put a loader before a dataset; its workers start with the first epoch.
+
+        Args:
+            dataset: views, pure.
+            batch_size: images of a step, all ranks.
+            accumulate: micro-batches of a step on one rank.
+            rank: of this process.
+            world_size: ranks.
+            workers: processes; 0: this one.
+            pin_memory: for copies that do not wait.
+            ahead: micro-batches that each worker makes before they are asked for.
+        """
         self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
         self.dataset, self.workers = dataset, workers
         self.unreadable: set[int] = set()
@@ -53,7 +65,7 @@ class LocalLoader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=4 if workers else None,
+            prefetch_factor=ahead if workers else None,
             # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )
@@ -112,22 +124,6 @@ class _Fetch(TorchDataset[Batch | KdError]):
             view=request.view,
             unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
         )
-
-
-def resolve_workers(workers: int | str, device_type: str, local_world_size: int) -> int:
-    """Turn `auto` into a number of worker processes for this rank.
-
-    On a CPU one worker: it hides the decoder's latency, and a second one would take its core from the step. Beside an
-    accelerator the cores have nothing else to do: all of this rank's share but one, 16 at the most.
-    """
-    if workers != "auto":
-        return int(workers)
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    share = cores // max(1, local_world_size)
-    if device_type == "cpu":
-        return 1 if share > 1 else 0
-    return max(1, min(16, share - 1))
 
 
 def evaluation_plan(num_images: int, batch_size: int) -> Plan:

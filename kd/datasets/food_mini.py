@@ -25,6 +25,7 @@ from kd.datasets._decode import decode
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION
 from kd.errors import DataError
+from kd.host import cores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,14 +135,14 @@ def paint(options: Options, folder: Path) -> None:
         "size": options.pixels,
         "pictures": {split: pictures(options, split) for split in ("train", "val")},
     }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = cores()
     total = sum(len(listed) for listed in work["pictures"].values())
     print(f"food_mini: painting {total} pictures into '{folder}' (once)", flush=True)
     try:
         draft.mkdir(parents=True)
         (draft / "work.json").write_text(json.dumps(work))
-        command = [sys.executable, "-m", "kd.datasets._food_paint", str(draft / "work.json"), str(cores)]
-        painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(cores)]
+        command = [sys.executable, "-m", "kd.datasets._food_paint", str(draft / "work.json"), str(processes)]
+        painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(processes)]
         failures = [text for _, text in [painter.communicate() for painter in painters] if text]
         if failures or any(painter.returncode for painter in painters):
             reason = (failures or ["a painter ended early"])[0].strip().splitlines()[-1]

@@ -59,7 +59,7 @@ def write(
     student.eval()
     runners = _write(folder, student, settings.data.image_size, options)
     with world(settings) as backend:
-        data = prepared(settings, backend)
+        data = prepared(settings, backend, fill=False)
         if list(data.val.classes) != list(classes) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from kd import build
 from kd.config import Config
 from kd.contracts import Backend
+from kd.loading import stored
 
 
 @contextmanager
@@ -30,11 +32,25 @@ def world(settings: Config) -> Iterator[Backend]:
         backend.close()
 
 
-def prepared(settings: Config, backend: Backend) -> build.Data:
-    """List the data and let rank 0 make what does not exist yet."""
+def prepared(settings: Config, backend: Backend, fill: bool = True) -> build.Data:
+    """List the data, let rank 0 make what does not exist yet, and put the store of decoded pixels before it.
+
+    Args:
+        settings: the configuration.
+        backend: set up; all ranks must call this.
+        fill: whether pixels are kept; False for who looks at them once.
+
+    Raises:
+        KdError: the data is not usable, or the store does not fit.
+    """
     data = build.data(settings)
     if backend.rank == 0:
         data.train.prepare()
         data.val.prepare()
     backend.barrier()
-    return data
+    if settings.data.store == "none":
+        return data
+    kept, told = stored(settings, data.train, data.val, backend, fill)
+    if told and backend.rank == 0:
+        print(told, flush=True)
+    return replace(data, kept=kept)

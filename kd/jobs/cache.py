@@ -16,10 +16,14 @@ from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError
+from kd.host import cores
 from kd.jobs._world import prepared, world
 from kd.jobs.teach import obtain_teacher
+from kd.loading import loaders
+from kd.loading import views as views_of
 from kd.models.cache import CachedTeacher
 from kd.types import Plan
+from kd.workers import unmeasured
 
 SAMPLE = 256
 """Records of each view that a verification computes again."""
@@ -95,7 +99,11 @@ def _parts(settings: Config, backend: Backend) -> _Parts:
     )
     live, _ = choose_teacher(settings, teacher, split.micro_batch, backend, choices)
     stored = cached(settings, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
-    loader = build.loaders(settings, data, backend, split)[0]
+    workers = settings.data.workers
+    if workers == "auto":
+        workers = unmeasured(backend.device.type, max(1, cores() // backend.local_world_size))
+    both = views_of(settings, *(data.kept or (data.train, data.val)))
+    loader = loaders(both, backend, split, int(workers))[0]
     return _Parts(backend, live, stored, loader, split.batch_size)
 
 

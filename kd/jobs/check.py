@@ -10,7 +10,9 @@ import torch
 
 from kd import build
 from kd.config import Config
+from kd.data.store import slot_bytes
 from kd.jobs._teachers import each, together
+from kd.loading import augmentation, kept
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
@@ -28,7 +30,7 @@ def check(settings: Config, path: str = "given") -> str:
         KdError: what `kd-train` would stop at.
     """
     required = build.needs(settings)
-    build.augmentation(settings)
+    augmentation(settings)
     check_trackers(settings.run.trackers)
     data = build.data(settings)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,6 +54,7 @@ def check(settings: Config, path: str = "given") -> str:
     build.criterion(settings, dims)
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in settings.losses))
     lines += _length(settings, split, len(data.train))
+    lines += _store(settings, data)
     lines += [
         f"backend   {settings.backend.kind}, precision {settings.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(settings, student, world_size):.0f} MiB a rank for weights, gradients and optimizer; "
@@ -71,6 +74,15 @@ def _length(settings: Config, split: build.Arithmetic | None, num_images: int) -
         f"batch     {split}",
         f"length    {steps} steps of {split.batch_size} images ({steps / per_epoch:.3g} epochs)",
     ]
+
+
+def _store(settings: Config, data: build.Data) -> list[str]:
+    if settings.data.store == "none":
+        return []
+    most = [
+        slot_bytes(rule.most) * len(source) for rule, source in zip(kept(settings), (data.train, data.val), strict=True)
+    ]
+    return [f"store     {settings.data.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
 def _teacher(where: str, settings: Config, classes: Sequence[str], size: int, features: bool) -> tuple[Classifier, str]:

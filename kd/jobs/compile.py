@@ -36,7 +36,7 @@ def compile_only(settings: Config) -> str:
     settings = replace(settings, data=views, teacher=replace(settings.teacher, cache=Cache()))
     lines = []
     with world(settings) as backend:
-        data = prepared(settings, backend)
+        data = prepared(settings, backend, fill=False)
         for title, run, teacher in _runs(settings, data, backend):
             built, _ = build.run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
             steps = rehearse(built)

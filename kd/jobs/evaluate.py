@@ -19,7 +19,7 @@ def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     settings = config.load(config.to_dict(stored), overrides)
     best = folder.best()[1]
     with world(settings) as backend:
-        data = prepared(settings, backend)
+        data = prepared(settings, backend, fill=False)
         teacher = obtain_teacher(settings, data, backend)
         run, _ = build.run(
             settings, data, backend, teacher, folder, Console("", quiet=True), folder.manifest()["choices"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
+from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.transforms import Train
 from kd.data.views import Mixing, Views
 from kd.datasets.imagefolder import Options, build
@@ -145,28 +145,3 @@ def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(image
     assert plan.ids[:images].tolist() == list(range(images))
     assert plan.ids[images:].tolist() == [0] * (len(plan.ids) - images)
     assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
-
-
-# ------------------------------------------------------------------------------------------------------ workers
-
-
-def test_workers_as_told():
-    assert [resolve_workers(n, "cpu", 1) for n in (0, 3)] == [0, 3]
-
-
-@pytest.mark.parametrize(
-    ("device", "cores", "ranks", "workers"),
-    [
-        ("cpu", 1, 1, 0),
-        ("cpu", 2, 1, 1),
-        ("cpu", 2, 2, 0),
-        ("cpu", 64, 4, 1),
-        ("cuda", 1, 1, 1),
-        ("cuda", 8, 1, 7),
-        ("cuda", 96, 8, 11),
-        ("cuda", 192, 1, 16),
-    ],
-)
-def test_automatic_workers(monkeypatch, device, cores, ranks, workers):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert resolve_workers("auto", device, ranks) == workers

@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,6 @@ from PIL import Image
 
 from kd.datasets.imagefolder import Options, build
 from kd.errors import DataError
-
-SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 
 
 def paint(path: Path, color: int = 0) -> Path:
@@ -299,22 +296,6 @@ def test_options(wrong, message):
 def test_a_listing_is_compact(tmp_path):
     fill(tmp_path, *(f"train/{name}/{n:03d}.png" for name in "ab" for n in range(50)))
     assert len(pickle.dumps(build(options(tmp_path), "train", None))) < 100 * 40  # bytes an image: path, end, label
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    path = SHARED / "grocery-fruit.tar"
-    if not path.is_file():
-        pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
-    root = tmp_path_factory.mktemp("photographs")
-    seen: dict[str, int] = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            folder = member.name.rpartition("/")[0]
-            if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
-                seen[folder] += 1
-                archive.extract(member, root, filter="data")
-    return root / "grocery-fruit"
 
 
 def test_real_photographs(photographs):

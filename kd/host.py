@@ -1,4 +1,4 @@
-"""The memory that this machine has left, as the kernel and the container say."""
+"""What this machine has: cores, and the memory that is left, as the kernel and the container say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ _LIMITS = (  # limit and use of a container: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+def cores() -> int:
+    """Return how many cores this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def free_mib() -> float:

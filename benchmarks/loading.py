@@ -1,0 +1,89 @@
+"""What loading an image costs, with the store of decoded pixels and without: CPU time, in turns, in one process.
+
+Run: python benchmarks/loading.py [--data FOLDER] [--size 224] [--crop 0.35] [--images 200] [--rounds 6]
+
+`fill` is the first visit of an image with a store on the disk: decode, shrink, write. Without --data: food_mini, whose
+pictures of 96 px are kept as they are at 64 px, and are cheap to decode; photographs have more to gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from _record import write
+from kd import build, config
+from kd.data.views import Views
+from kd.loading import sample, stored, views
+
+
+def settings(given: argparse.Namespace, folder: str) -> config.Config:
+    """Return a configuration of the data alone."""
+    data: dict[str, Any] = {"image_size": given.size, "batch_size": 1, "augment": {"crop": given.crop}}
+    data |= {"kind": "imagefolder", "root": given.data} if given.data else {"kind": "food_mini"}
+    return config.load(
+        {
+            "run": {"name": "loading", "folder": folder},
+            "data": data,
+            "student": {"model": "none"},
+            "losses": [{"kind": "ce"}],
+            "backend": {"kind": "cpu", "threads": 1},
+        }
+    )
+
+
+def with_store(plain: config.Config, store: str, data: build.Data) -> Views:
+    """Return the training views behind a store, and say what it takes."""
+    chosen = replace(plain, data=replace(plain.data, store=store))
+    kept, told = stored(chosen, data.train, data.val, build.backend(chosen))
+    print(told or "store: none")
+    return views(chosen, *kept)[0]
+
+
+def milliseconds(dataset: Views, ids: list[int], view: int) -> float:
+    """Return the CPU time of loading an image of `ids`, milliseconds."""
+    before = time.process_time()
+    for id in ids:
+        dataset.load(id, view)
+    return 1000 * (time.process_time() - before) / len(ids)
+
+
+def main() -> None:
+    """Measure and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="", help="folder with train/<class>/* and val/<class>/*")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--crop", type=float, default=0.35)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=6)
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        plain = settings(given, folder)
+        data = build.data(plain)
+        data.train.prepare()
+        ids = sample(len(data.train), given.images)
+        ways = {store: with_store(plain, store, data) for store in ("none", "disk", "ram")}
+        first = {which: milliseconds(dataset, ids, 0) for which, dataset in ways.items()}  # reads the files once, too
+        rows.append({"round": 0, "which": "fill", "ms": round(first["disk"], 4)})
+        for turn in range(1, given.rounds + 1):
+            for which in ways if turn % 2 else reversed(ways):
+                rows.append({"round": turn, "which": which, "ms": round(milliseconds(ways[which], ids, turn), 4)})
+        room = sum(file.stat().st_blocks * 512 for file in Path(folder).glob("stores/train-*/pixels")) / len(ids)
+    median = {w: statistics.median(row["ms"] for row in rows if row["which"] == w) for w in (*ways, "fill")}
+    print(
+        f"{len(ids)} images, {given.size} px, crop {given.crop}: CPU ms an image "
+        + ", ".join(f"{which} {value:.2f}" for which, value in median.items())
+        + f"; disk / none {median['disk'] / median['none']:.2f}; {room / 1024:.0f} KiB an image kept"
+    )
+    write("loading", " ".join(["python benchmarks/loading.py", *sys.argv[1:]]), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Decode once: the same pixels with a store and without, from any process, and never a torn one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kd import build, config, loading
+from kd.data.loader import LocalLoader
+from kd.data.store import HEADER, PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
+from kd.data.transforms import Evaluate, Train, random_box
+from kd.data.views import Mixing, Views
+from kd.datasets import imagefolder
+from kd.errors import DataError, RunError
+from kd.types import Plan
+
+
+class Pictures:
+    """A source of noise that counts how often it is asked to decode; image 3 is damaged where told."""
+
+    classes = ("a", "b")
+    fingerprint = "of-noise"
+
+    def __init__(self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0) -> None:
+        self.sizes, self.broken, self.length, self.decoded = sizes, broken, length or len(sizes), 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def label(self, id: int) -> int:
+        return id % 2
+
+    def name(self, id: int) -> str:
+        return f"noise/{id}"
+
+    def prepare(self) -> None:
+        pass
+
+    def decode(self, id: int) -> Image.Image:
+        if self.broken and id == 3:
+            raise DataError("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
+        self.decoded += 1
+        width, height = self.sizes[id % len(self.sizes)]
+        return Image.fromarray(np.random.default_rng(id).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def opened(kind: str, folder: Path, count: int, pixels: int) -> Slots:
+    if kind == "ram":
+        return open_ram(count, pixels, "train")
+    return open_disk(folder / "store", {"images": count, "split": "train"}, pixels)
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image)
+
+
+# ---------------------------------------------------------------------------------------------------------- rule
+
+
+def test_a_small_image_is_kept_as_it_is():
+    """4/3 x 64^2 / 0.4 = 13,653 pixels are the least of which every crop has 64 a side."""
+    rule = Shrunk(64, 0.4)
+    small, large = Image.new("RGB", (116, 117)), Image.new("RGB", (118, 118))
+    assert rule(small) is small
+    assert rule(large).size == (117, 117)
+    assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (86, 64)  # no random crop: the shorter side
+
+
+def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
+    rng = random.Random(0)
+    least = []
+    for _ in range(1500):
+        size, crop = rng.choice((8, 17, 32)), rng.choice((0.08, 0.35, 0.7, 1.0))
+        width, height = (round(size * 10 ** rng.uniform(0, 1.2)) for _ in range(2))
+        kept = Shrunk(size, crop)(Image.new("RGB", (width, height)))
+        left, top, right, bottom = random_box(*kept.size, crop, rng)
+        shorter = min(right - left, bottom - top)
+        if kept.size == (width, height):  # never enlarged
+            continue
+        least.append(shorter / size)
+        assert shorter >= size * (1 - 1e-9)
+    assert len(least) > 500
+    assert min(least) < 1.02  # no larger than it must be
+
+
+@pytest.mark.parametrize("crop", [0.08, 0.35, 1.0])
+def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
+    rule = Shrunk(32, crop)
+    for width, height in [(4000, 1000), (999, 3996), (1000, 1000), (401, 397), (33, 132), (4032, 3024)]:
+        kept = rule(Image.new("RGB", (width, height)))
+        assert kept.width * kept.height <= rule.most
+
+
+# --------------------------------------------------------------------------------------------------- same pixels
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    expected = [pixels(rule(Pictures(source.sizes).decode(id))) for id in range(len(source))]
+    for _ in range(3):
+        for id in random.Random(0).sample(range(8), 8):
+            image = stored.decode(id)
+            assert image.mode == "RGB"
+            assert np.array_equal(pixels(image), expected[id])
+    kept_not = [id for id in range(8) if expected[id].size > 3 * rule.most]
+    assert source.decoded == 8 + 2 * len(kept_not)
+    assert (len(stored), stored.label(3), stored.name(2)) == (8, 1, "noise/2")
+    assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
+
+
+@pytest.mark.parametrize("mixing", [None, Mixing(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind, mixing):
+    """What is not larger than training needs is not touched: bit-identical views, from the first time on."""
+    source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
+    rule = Shrunk(16, 0.35)
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    plain, kept = (Views(each, Train(16, 0.35, 0.5, 0.3), 16, 7, mixing) for each in (source, stored))
+    for view in range(2):
+        for id in range(len(source)):
+            one, other = plain.load(id, view), kept.load(id, view)
+            assert torch.equal(one.pixels, other.pixels)
+            assert one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
+def test_evaluation_is_bit_identical_whatever_the_image(tmp_path, crop):
+    source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
+    rule = Cropped(16, crop)
+    stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
+    plain, kept = Views(source, Evaluate(16, crop), 16, 0), Views(stored, Evaluate(16, 1.0), 16, 0)
+    for _ in range(2):
+        assert all(torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels) for id in range(len(source)))
+
+
+def test_real_photographs(photographs, tmp_path):
+    """348 pixels a side or more, shrunk to 64: evaluation to the bit, training nearly the pixels of without a store."""
+    train = imagefolder.build(imagefolder.Options(root=str(photographs)), "train", None)
+    val = imagefolder.build(imagefolder.Options(root=str(photographs)), "val", train.classes)
+    rule, cropped = Shrunk(64, 0.4), Cropped(64, 0.9)
+    kept = Stored(train, rule, open_disk(tmp_path / "train", {"images": len(train)}, rule.most))
+    centre = Stored(val, cropped, open_disk(tmp_path / "val", {"images": len(val)}, cropped.most))
+    transform = Train(64, 0.4, 0.5, 0.0)
+    for id in range(12):
+        one, other = (Views(each, transform, 64, 3).load(id, 1).pixels.float() for each in (train, kept))
+        assert (one - other).abs().mean() < 3  # of 255: resized twice
+        assert min(kept.decode(id).size) == 117
+        before, after = Views(val, Evaluate(64, 0.9), 64, 0), Views(centre, Evaluate(64, 1.0), 64, 0)
+        assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)
+        assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)  # now from its slot
+
+
+def test_without_slots_the_pixels_are_the_same():
+    source, rule = Pictures([(90, 50)]), Shrunk(16, 0.5)
+    assert np.array_equal(pixels(Stored(source, rule).decode(0)), pixels(rule(source.decode(0))))
+
+
+# ------------------------------------------------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_workers_share_what_they_decode(tmp_path, kind):
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50), (60, 70)] * 12)
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    plan = Plan(torch.arange(24), torch.ones(24))
+    filled = list(LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), 6, 1, 0, 1, workers=2).epoch(plan, 0))
+    again = list(LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), 6, 1, 0, 1, workers=0).epoch(plan, 0))
+    assert source.decoded == 0  # not in this process, though all of them are here
+    assert all(torch.equal(one.image, other.image) for one, other in zip(filled, again, strict=True))
+
+
+def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(tmp_path):
+    source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
+    stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
+    first = pixels(stored.decode(2))
+    other = pickle.loads(pickle.dumps(stored))
+    before = other.source.decoded
+    assert np.array_equal(pixels(other.decode(2)), first)
+    assert other.source.decoded == before
+    with pytest.raises(DataError, match=r"data\.store: is ram, but worker .* Set data\.store=disk or data\.workers=0"):
+        pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.most)))
+
+
+def _fill(folder: str, count: int, ready, go) -> None:
+    rule = Shrunk(16, 0.5)
+    stored = Stored(Pictures([(90, 50), (60, 70)], length=count), rule, opened("disk", Path(folder), count, rule.most))
+    ready.set()
+    go.wait()
+    for id in range(count):
+        stored.decode(id)
+
+
+def test_several_runs_begin_and_fill_one_store_together(tmp_path):
+    context = multiprocessing.get_context("fork")
+    go, ready = context.Event(), [context.Event() for _ in range(3)]
+    runs = [context.Process(target=_fill, args=(str(tmp_path), 40, each, go)) for each in ready]
+    for run in runs:
+        run.start()
+    assert all(each.wait(30) for each in ready)
+    go.set()
+    for run in runs:
+        run.join(30)
+    assert [run.exitcode for run in runs] == [0, 0, 0]
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)], length=40)
+    stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.most))
+    kept = [pixels(stored.decode(id)) for id in range(40)]
+    assert source.decoded == 0
+    assert all(np.array_equal(kept[id], pixels(rule(source.decode(id)))) for id in range(40))
+
+
+# ---------------------------------------------------------------------------------------------------- torn slots
+
+
+@pytest.mark.parametrize("damage", ["pixel", "header", "cut", "other's place", "nonsense size"])
+def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50)] * 3)
+    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
+    expected = [pixels(stored.decode(id)) for id in range(3)]
+    assert stored.slots is not None
+    stride, path = stored.slots.stride, tmp_path / "store" / PIXELS
+    content = bytearray(path.read_bytes())
+    if damage == "pixel":
+        content[stride + HEADER.size + 100] ^= 1
+    elif damage == "header":
+        content[stride + 8] ^= 1
+    elif damage == "cut":  # killed in the middle of a write
+        content[stride + 500 : 2 * stride] = bytes(stride - 500)
+    elif damage == "other's place":
+        content[stride : 2 * stride] = content[:stride]
+    else:
+        content[stride : stride + HEADER.size] = HEADER.pack(2**31, 2**31, 7)
+    path.write_bytes(content)
+    again = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
+    before = source.decoded
+    assert all(np.array_equal(pixels(again.decode(id)), expected[id]) for id in range(3))
+    assert source.decoded == before + 1
+    assert again.slots is not None
+    assert np.array_equal(pixels(again.slots.read(1)), expected[1])  # type: ignore[arg-type]
+
+
+def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
+    expected = pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2))
+    os.truncate(tmp_path / "store" / PIXELS, 100)
+    assert np.array_equal(pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2)), expected)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"images": 4}'])
+def test_a_damaged_manifest_is_an_error(tmp_path, content):
+    opened("disk", tmp_path, 3, 100)
+    (tmp_path / "store" / "manifest.json").write_text(content)
+    with pytest.raises(RunError, match=r"data\.store: '.*manifest\.json' is damaged.* Remove the folder '.*store'"):
+        opened("disk", tmp_path, 3, 100)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(RunError, match=r"data\.store: cannot write '.*store'"):
+        opened("disk", tmp_path, 3, 100)
+
+
+def _write_until_full(folder: str, answers) -> None:
+    """Fill a store that may take no more than three slots: the system's own limit stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 8)
+    slots = opened("disk", Path(folder), 8, rule.most)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * slots.stride - 100, resource.RLIM_INFINITY))
+    stored = Stored(source, rule, slots)
+    sys.stderr = (Path(folder) / "told").open("w")
+    good = all(
+        np.array_equal(pixels(stored.decode(id)), pixels(rule(source.decode(id)))) for _ in range(2) for id in range(8)
+    )
+    answers.put((good, sum(slots.read(id) is not None for id in range(8))))
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    run = context.Process(target=_write_until_full, args=(str(tmp_path), answers))
+    run.start()
+    assert answers.get(timeout=30) == (True, 3)
+    run.join(30)
+    lines = (tmp_path / "told").read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("data.store: '")
+    assert "takes no more (" in lines[0]
+    assert lines[0].endswith("What it holds is used, the other images are decoded each time.")
+
+
+# ------------------------------------------------------------------------------------------------ corrupt images
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 5, broken=True)
+    stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.most))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data\.root: noise/3: the image is truncated"):
+            stored.decode(3)
+        sample = Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 0, on_corrupt="skip").load(3, 0)
+        assert not sample.readable
+        assert sample.pixels.unique().tolist() == [127]
+    assert stored.slots is not None
+    assert stored.slots.read(3) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- room
+
+
+@pytest.fixture
+def chosen(settings):
+    return config.load(settings)
+
+
+def stored(chosen, kind: str, source, **keys):
+    chosen = replace(chosen, data=replace(chosen.data, store=kind, **keys))
+    return loading.stored(chosen, source, Pictures([(90, 50)] * 4), build.backend(chosen))
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])
+def test_what_does_not_fit_is_refused_with_both_numbers(chosen, tmp_path, kind, instead):
+    """100 million images of 975 pixels, a page of 4 KiB each; and four of the validation split."""
+    with pytest.raises(RunError) as refused:
+        stored(chosen, kind, Pictures([(90, 50)], length=100_000_000))
+    told = str(refused.value)
+    assert told.startswith(f"data.store: is {kind}, and the decoded images take about 381.5 GiB; ")
+    assert instead in told
+    assert ("data.store=disk" in told) == (kind == "ram")
+    assert not (tmp_path / "runs").exists()  # nothing half-written
+
+
+def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path):
+    """Of an image of 90 x 50 that shrinks to 16 px and crops of 0.35, 975 pixels are kept: a page; of 4 the crop."""
+    source = Pictures([(90, 50)] * 100)
+    (train, _), told = stored(chosen, "disk", source)
+    assert (
+        told
+        == f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores', 0.0 MiB of it there already"
+    )
+    for id in range(100):
+        train.decode(id)
+    again = stored(chosen, "disk", source)[1]
+    assert again.endswith("0.4 MiB of it there already")
+
+
+def test_what_pixels_depend_on_names_the_folder(chosen, tmp_path):
+    for keys in ({}, {"image_size": 8}, {"store_size": 30}, {"eval_crop": 0.5}, {"workers": 3}):
+        stored(chosen, "disk", Pictures([(90, 50)] * 4), **keys)
+    folders = sorted(path.name.partition("-")[0] for path in (tmp_path / "runs" / "stores").iterdir())
+    assert folders == ["train"] * 3 + ["val"] * 3
+    manifests = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "stores").glob("*/manifest.json")]
+    assert {"format", "data", "split", "images", "kept", "pillow", "decoders"} == set(manifests[0])
+
+
+def test_threads_of_one_process_may_share_a_store(tmp_path):
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)] * 10)
+    each = Stored(source, rule, opened("disk", tmp_path, 20, rule.most))
+    found: list[list[np.ndarray]] = [[] for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda out=out: out.extend(pixels(each.decode(i)) for i in range(20))) for out in found
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(one, other) for out in found[1:] for one, other in zip(found[0], out, strict=True))
