@@ -87,7 +87,7 @@ def choose_workers(
     """
     if config.data.workers != "auto":
         return int(config.data.workers), "", {}
-    share = max(1, cores() // backend.local_world_size)
+    share = _share(backend)
     if 0 <= int(choices.get("workers", -1)) <= share:  # else it goes on on a smaller machine
         return int(choices["workers"]), f"workers: {choices['workers']} (as this run began)", {}
     on_cpu = backend.device.type == "cpu"
@@ -111,6 +111,14 @@ def choose_workers(
             workers, told = ahead(pace, share, config.data.store != "none")
     choices["workers"] = str(workers)
     return workers, f"workers: {workers} ({told})", table
+
+
+def _share(backend: Backend) -> int:
+    """Return this rank's cores; what follows holds collectives, so that all ranks go by rank 0's number."""
+    share = torch.tensor([float(max(1, cores() // backend.local_world_size))], device=backend.device)
+    if backend.world_size > 1 and not backend.preferred:  # nothing is raced where each trial would be compiled
+        backend.broadcast_([share])
+    return int(share.item())
 
 
 def unmeasured(device_type: str, share: int) -> int:
