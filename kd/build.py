@@ -12,7 +12,7 @@ from torch import nn
 
 from kd import parts
 from kd.cached import cached
-from kd.choose import choose_batch, choose_student, choose_teacher, provisional
+from kd.choose import choose_batch, choose_student, provisional
 from kd.config import Config
 from kd.contracts import Backend, Sink, Source, Teacher, Watcher
 from kd.data.loader import LocalLoader, evaluation_plan, resolve_workers
@@ -23,6 +23,7 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
 from kd.gate import sifter
+from kd.kernels import Kernel, images_of
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
@@ -31,6 +32,7 @@ from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
+from kd.teaching import Taught, asked_of_teacher, choose_teacher, refusals
 from kd.types import Dims
 
 
@@ -180,6 +182,8 @@ def needs(config: Config) -> frozenset[str]:
             "A cache, or teacher.shard / teacher.pipeline",
             "Leave one of them out",
         )
+    for refusal in refusals(config, "features" in found):
+        raise refusal
     return frozenset(found)
 
 
@@ -337,12 +341,17 @@ def run(
     choices = dict(pinned)
     split = arithmetic(provisional(config, len(data.train), backend, choices), backend.world_size, len(data.train))
     distillation = trainable(config, classes, teacher, "features" in required).to(backend.device)
-    measured: dict[str, dict[str, float]] = {}
-    live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
+    shape = len(data.train), split.batch_size, backend.world_size
+    asked = asked_of_teacher(config, *shape) if "teacher" in required else 0
+    live, taught = choose_teacher(config, teacher, data.val, split.micro_batch, backend, choices, asked)
     answering: Teacher = live if "teacher" in required else NoTeacher()
     if config.teacher.cache.views and answering is live and teacher is not None:
-        answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
-    measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
+        answering = cached(config, data.train, teacher, live, backend, Kernel.parse(choices["teacher"]))
+    visits = images_of(config, *shape)
+    times, told = choose_student(config, distillation, live, split.micro_batch, backend, choices, visits)
+    measured = {"teacher": taught.table, "student": times}
+    for who, line in {"teacher": taught.told, "student": told}.items():
+        watcher.say(f"{who}: {line}" if line else "")
     config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
     split = arithmetic(config, backend.world_size, len(data.train))
     train_loader, val_loader = loaders(config, data, backend, split)
@@ -377,7 +386,13 @@ def run(
     )
     backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
-    facts |= {"batch_search": search} if search else {}
+    return built, facts | _found(config, search, live, taught, backend)
+
+
+def _found(config: Config, search: str, live: Teacher, taught: Taught, backend: Backend) -> dict[str, Any]:
+    """Return what the manifest says of a run only where there is something to say."""
+    facts: dict[str, Any] = {"batch_search": search} if search else {}
+    facts |= {"teacher_error": taught.error} if taught.error else {}
     if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
         facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
-    return built, facts
+    return facts

@@ -14,7 +14,8 @@ FILES = sorted((ROOT / "kd").rglob("*.py"))
 VALUES = {"errors", "types", "seeds", "pixels", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-JOBS = BELOW_BUILD | {"choose", "cached", "gate", "build", "jobs"}
+CHOICES = {"kernels", "choose", "teaching", "cached", "gate"}
+JOBS = BELOW_BUILD | CHOICES | {"build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
@@ -26,10 +27,9 @@ MAY_IMPORT = {
     "config": {"errors", "parts", "schema"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
-    "choose": BELOW_BUILD,
-    "cached": BELOW_BUILD,
-    "gate": BELOW_BUILD | {"choose"},
-    "build": BELOW_BUILD | {"choose", "cached", "gate"},
+    "kernels": BELOW_BUILD,
+    **dict.fromkeys(CHOICES - {"kernels"}, BELOW_BUILD | {"kernels"}),
+    "build": BELOW_BUILD | CHOICES,
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api", "serve"},
@@ -50,6 +50,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/onnx.py",),
     "onnxruntime": ("models/onnx.py", "serve/model.py"),
     "openvino": ("models/onnx.py", "serve/model.py"),
+    "torchao": ("models/quantize.py",),
     "ray": ("data/remote.py",),
     "transformers": (),
     "pickle": (),
