@@ -15,7 +15,7 @@ from torch import nn
 
 from kd.config import Config
 from kd.contracts import Backend
-from kd.engine.probe import attempt, fastest, first_line, milliseconds
+from kd.engine.probe import attempt, fastest, in_short, milliseconds
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
 from kd.models.runtime import RUNTIMES
@@ -166,7 +166,7 @@ def demanded(work: Callable[[], torch.Tensor], where: str, wrong: str) -> None:
             raise
         raise type(error)(where, f"{wrong}, but {error.wrong}", allowed, remedy) from error
     except Exception as error:  # compilers and runtimes fail in their own ways
-        raise ModelError(where, f"{wrong}, but {first_line(error)}", allowed, remedy) from error
+        raise ModelError(where, f"{wrong}, but {in_short(error)}", allowed, remedy) from error
 
 
 def images_of(config: Config, num_images: int, batch_size: int, world_size: int) -> int:

@@ -87,14 +87,13 @@ def attempt(work: Callable[[], torch.Tensor], backend: Backend) -> str:
     try:
         work().sum().item()
     except Exception as error:  # compilers, exporters and runtimes fail in their own ways
-        reason = first_line(error)
+        reason = in_short(error)
     failed = backend.reduce_sum(torch.tensor([float(bool(reason))], device=backend.device)).item()
     return reason or ("it failed on another rank" if failed else "")
 
 
-def first_line(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """Return what an error says, short enough to stand inside a sentence."""
     if isinstance(error, KdError):
         return error.wrong
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}"[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

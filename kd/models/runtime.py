@@ -39,7 +39,8 @@ class Exported(nn.Module):
 
         Raises:
             MissingExtra: a package is not installed.
-            ModelError: the network cannot be expressed as a graph.
+            ModelError: the network cannot be expressed as a graph. A runtime may still refuse the graph when it first
+                runs, in an error of its own (OpenVINO does where the graph resizes).
         """
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, int8)

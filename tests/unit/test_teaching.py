@@ -134,7 +134,7 @@ def test_a_rival_that_cannot_be_run_is_said_and_left(cpu):
 
     name, _, told = challenge("fp32+fused", ["fp32+fused+compiled"], work, Effort(10**9, 1, 0.0), cpu)
     assert name == "fp32+fused"
-    assert "fp32+fused+compiled cannot be run here (RuntimeError: no compiler here)" in told
+    assert "fp32+fused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)" in told
 
 
 def test_what_is_named_and_cannot_be_run(cpu):
