@@ -120,14 +120,16 @@ def main() -> None:
     rows = []
     for i in range(given.steps + 3):
         for name in steps if i % 2 else reversed(steps):
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             steps[name](i)
+            wall, cpu = time.perf_counter() - start, time.process_time() - worked
             if i >= 3:
-                rows.append({"step": i - 3, "which": name, "ms": round(1000 * (time.perf_counter() - start), 3)})
-    medians = {name: statistics.median(r["ms"] for r in rows if r["which"] == name) for name in steps}
-    pairs = zip(*([r["ms"] for r in rows if r["which"] == name] for name in ("engine", "bare")), strict=True)
-    ratio = statistics.median(a / b for a, b in pairs)
-    print(f"bare {medians['bare']:.1f} ms, engine {medians['engine']:.1f} ms, median of paired ratios {ratio:.3f}")
+                rows.append({"step": i - 3, "which": name, "ms": round(1000 * wall, 3), "cpu_ms": round(1000 * cpu, 3)})
+    for kind in ("ms", "cpu_ms"):
+        times = {name: [r[kind] for r in rows if r["which"] == name] for name in steps}
+        bare_ms, engine_ms = (statistics.median(times[name]) for name in ("bare", "engine"))
+        ratio = statistics.median(a / b for a, b in zip(times["engine"], times["bare"], strict=True))
+        print(f"{kind}: bare {bare_ms:.1f}, engine {engine_ms:.1f}, median of paired ratios {ratio:.3f}")
     write("step", " ".join(["python benchmarks/step.py", *sys.argv[1:]]), rows)
 
 

@@ -25,6 +25,7 @@ from kd.engine.run import Run
 from kd.errors import ConfigError
 from kd.gate import population
 from kd.models.classifier import Plain
+from kd.models.ensemble import Ensemble
 from kd.models.teacher import LiveTeacher
 from kd.optim.ema import EMA
 from kd.optim.schedule import Schedule
@@ -65,7 +66,7 @@ class Distilled:
 
 def distill(
     *,
-    teacher: nn.Module,
+    teacher: nn.Module | Sequence[nn.Module],
     student: nn.Module,
     train: Any,
     val: Any,
@@ -85,7 +86,8 @@ def distill(
     Both models get the very images that the dataset returns; normalization is the caller's.
 
     Args:
-        teacher: maps images [B, ...] to logits [B, C]; a frozen copy of it is used.
+        teacher: maps images [B, ...] to logits [B, C]; a frozen copy of it is used. Several: their probabilities are
+            averaged.
         student: maps the same images to logits [B, C]; trained in place.
         train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes.
         val: the same, for evaluation; a DataLoader must not shuffle.
@@ -145,7 +147,7 @@ def _settings(
 
 def _run(
     settings: Config,
-    teacher: nn.Module,
+    teacher: nn.Module | Sequence[nn.Module],
     student: nn.Module,
     train: Any,
     val: Any,
@@ -159,14 +161,15 @@ def _run(
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
     split = build.arithmetic(settings, world.world_size, num_images)
-    live = LiveTeacher(Plain(teacher), world.device)
+    given = [Plain(teacher)] if isinstance(teacher, nn.Module) else [Plain(one) for one in teacher]
+    live = LiveTeacher(given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given)), world.device)
     model = Plain(student)
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
     distillation = Distillation(model, criterion).to(world.device)
     crowd = population(num_images, partial(_labels, train), world, split, seed)
     section = settings.optimizer
-    given = not isinstance(sifter, (str, Mapping))
+    own = not isinstance(sifter, (str, Mapping))
     sink = Memory()
     run = Run(
         seed=seed,
@@ -178,7 +181,7 @@ def _run(
         teacher=live,
         loader=train_loader,
         sifter=sifter
-        if given
+        if own
         else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", population=crowd),
         optimizer=build.optimizer(settings, distillation, world),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),

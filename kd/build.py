@@ -25,15 +25,18 @@ from kd.errors import ConfigError, DataError
 from kd.gate import sifter
 from kd.kernels import Kernel, images_of
 from kd.models.classifier import Classifier
+from kd.models.ensemble import TeacherModel, first
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import NoTeacher
 from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.teaching import Taught, asked_of_teacher, choose_teacher, refusals
+from kd.teaching import asked_of_teacher, choose_teacher, found_of_teacher, refusals
 from kd.types import Dims
+
+LOGIT_LOSSES = "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +171,15 @@ def needs(config: Config) -> frozenset[str]:
                 "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
+    if config.teacher.also and "features" in found:
+        wrong = "averages probabilities, but a loss needs the features of one teacher"
+        raise ConfigError("teacher.also", wrong, LOGIT_LOSSES, "Keep one teacher, or take another loss")
     if config.teacher.cache.views and "features" in found:
         raise ConfigError(
             "teacher.cache.views",
             "keeps the teacher's logits, but a loss needs its features",
-            "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm",
+            LOGIT_LOSSES,
             "Set teacher.cache.views=0, or take another loss",
-        )
-    if config.teacher.cache.views and (config.teacher.shard or config.teacher.pipeline):
-        raise ConfigError(
-            "teacher.cache.views",
-            "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together",
-            "A cache, or teacher.shard / teacher.pipeline",
-            "Leave one of them out",
         )
     for refusal in refusals(config, "features" in found):
         raise refusal
@@ -196,27 +195,33 @@ def student_model(config: Config, classes: Any, with_features: bool) -> Classifi
 
 
 def teacher_model(
-    config: Config, classes: Any, with_features: bool, folder: str = "", hollow: bool = False
+    config: Config,
+    classes: Any,
+    with_features: bool,
+    folder: str = "",
+    hollow: bool = False,
+    where: str = "teacher",
 ) -> Classifier:
-    """Load the teacher with its weights; its classes must be the data's.
+    """Load one teacher with its weights; its classes must be the data's.
 
     Args:
-        config: the configuration.
+        config: the configuration; of several teachers, the first is loaded.
         classes: class names in the data's order.
         with_features: return pooled features too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         hollow: build it without weights, on the meta device: another rank has them.
+        where: its config path, for messages.
     """
     section = config.teacher
     if hollow:
-        spec = Spec("teacher", folder or section.model, {} if folder else section.args, classes)
+        spec = Spec(where, folder or section.model, {} if folder else section.args, classes)
         with torch.device("meta"):
             return load(spec, config.data.image_size, with_features)
     if folder:
-        spec = Spec("teacher", folder, {}, classes, pretrained=True, exact_head=True)
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True)
     else:
         own = not section.checkpoint
-        spec = Spec("teacher", section.model, section.args, classes, section.checkpoint, own, exact_head=True)
+        spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, exact_head=True)
     return load(spec, config.data.image_size, with_features)
 
 
@@ -303,11 +308,11 @@ def _owners(module: nn.Module) -> list[nn.Module]:
     return [network, module.criterion]  # type: ignore[list-item]
 
 
-def trainable(config: Config, classes: Any, teacher: Classifier | None, with_features: bool) -> Distillation:
+def trainable(config: Config, classes: Any, teacher: TeacherModel | None, with_features: bool) -> Distillation:
     """Build the student and what it minimizes as one module."""
     student = student_model(config, classes, with_features)
     if config.student.init == "teacher" and teacher is not None:
-        select_weights(student.network, teacher.network)
+        select_weights(student.network, first(teacher).network)
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     torch.manual_seed(seed_from(config.run.seed, "criterion"))
     return Distillation(student, criterion(config, dims))
@@ -317,7 +322,7 @@ def run(
     config: Config,
     data: Data,
     backend: Backend,
-    teacher: Classifier | None,
+    teacher: TeacherModel | None,
     sink: Sink,
     watcher: Watcher,
     pinned: Mapping[str, str] = {},
@@ -386,13 +391,4 @@ def run(
     )
     backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
-    return built, facts | _found(config, search, live, taught, backend)
-
-
-def _found(config: Config, search: str, live: Teacher, taught: Taught, backend: Backend) -> dict[str, Any]:
-    """Return what the manifest says of a run only where there is something to say."""
-    facts: dict[str, Any] = {"batch_search": search} if search else {}
-    facts |= {"teacher_error": taught.error} if taught.error else {}
-    if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
-        facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
-    return facts
+    return built, facts | ({"batch_search": search} if search else {}) | found_of_teacher(config, live, taught, backend)

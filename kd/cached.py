@@ -14,12 +14,12 @@ from kd.config import Config
 from kd.contracts import Backend, Source, Teacher
 from kd.kernels import Kernel
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
-from kd.models.classifier import Classifier
+from kd.models.ensemble import TeacherModel
 from kd.models.load import digest
 
 
 def cached(
-    config: Config, source: Source, teacher: Classifier, live: Teacher, backend: Backend, kernel: Kernel
+    config: Config, source: Source, teacher: TeacherModel, live: Teacher, backend: Backend, kernel: Kernel
 ) -> CachedTeacher:
     """Put the cache of a configuration before the live teacher, which runs with `kernel`.
 
@@ -44,11 +44,11 @@ def cached(
     return CachedTeacher(live, store, fixed_shape=bool(backend.preferred) or kernel.compiled)
 
 
-def identity(config: Config, source: Source, teacher: Classifier, precision: str, codec: Codec) -> dict[str, Any]:
+def identity(config: Config, source: Source, teacher: TeacherModel, precision: str, codec: Codec) -> dict[str, Any]:
     """Return all that a record depends on, by name."""
     return {
         "teacher": digest(teacher.network),
-        "input": [teacher.input_size, *_numbers(teacher.scale), *_numbers(teacher.shift)],
+        "input": teacher.sight,
         "precision": precision,
         "transform": {"image_size": config.data.image_size, **asdict(config.data.augment)},
         "data": source.fingerprint,
@@ -66,7 +66,3 @@ def place(config: Config, made_from: dict[str, Any]) -> Path:
         return Path(config.teacher.cache.path)
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
     return Path(config.run.folder) / "caches" / f"{Path(config.teacher.model).name.replace(':', '_')}-{key}"
-
-
-def _numbers(tensor: Any) -> list[float]:
-    return tensor.flatten().tolist()

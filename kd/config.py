@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kd import parts
+from kd.contradictions import contradictions
 from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
 from kd.schema import Config
 
@@ -38,7 +39,7 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Co
     raw = _apply(_read(path), overrides, errors)
     config = _fill(Config, raw, "", errors)
     if not errors:
-        errors.extend(_contradictions(config))
+        errors.extend(contradictions(config))
     if errors:
         raise ConfigErrors(errors)
     if not config.run.name:
@@ -251,49 +252,6 @@ def _auto_backend() -> str:
     import torch  # heavy: only when a configuration leaves the choice to us
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _contradictions(config: Config) -> Iterator[ConfigError]:
-    """Yield what no single key is to blame for."""
-    workers = config.data.workers
-    if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
-        yield ConfigError("data.workers", f"is {workers!r}", "Allowed: `auto` or a whole number >= 0", "Change it")
-    yield from _divided(config)
-    if not config.losses:
-        remedy = "Start with `losses: [{kind: kl}]`"
-        yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
-    elif not any(term.weight > 0 for term in config.losses):
-        yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
-    if not config.student.model:
-        yield ConfigError("student.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
-    if config.student.checkpoint and config.student.init != "pretrained":
-        allowed = "A checkpoint to start from goes with `student.init: pretrained`"
-        yield ConfigError("student.init", f"is '{config.student.init}', but checkpoint is set", allowed, "Set it")
-    if config.student.init == "teacher" and not config.teacher.model:
-        yield ConfigError("student.init", "is 'teacher', but there is no teacher", "", "Set teacher.model")
-    if config.student.init == "teacher" and config.run.baseline:
-        allowed = "The labels-only student must not know the teacher"
-        remedy = "Set student.init=scratch or run.baseline=false"
-        yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        yield ConfigError("optimizer.betas", f"is {list(config.optimizer.betas)}", "Each >= 0 and < 1", "Change them")
-
-
-def _divided(config: Config) -> Iterator[ConfigError]:
-    """Yield what does not go with a teacher divided over ranks, or with a batch size that is still to be found."""
-    divided, micro = config.teacher.shard or config.teacher.pipeline, config.data.micro_batch
-    if config.teacher.shard and config.teacher.pipeline:
-        wrong = "is true, but teacher.pipeline divides the teacher already"
-        yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
-    if config.data.batch_size != "auto":
-        return
-    if micro:
-        remedy = "Set data.micro_batch=0, or data.batch_size to a number"
-        yield ConfigError("data.micro_batch", f"is {micro}, but data.batch_size is auto, which finds it", "", remedy)
-    if divided:
-        wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
-        allowed = "A number goes with teacher.shard and teacher.pipeline"
-        yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
 # --------------------------------------------------------------------------------------------------- explaining

@@ -146,6 +146,20 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A further teacher; fitted like the first where it has no checkpoint."""
+
+    model: str = ""
+    """As `teacher.model`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """As `teacher.args`."""
+    checkpoint: str = ""
+    """As `teacher.checkpoint`."""
+    weight: float = ranged(1.0, above=0.0)
+    """Its share in the average, relative to the others'; `teacher.model` has 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSection:
     """The frozen model that is distilled."""
 
@@ -172,6 +186,8 @@ class TeacherSection:
     """Refuse a teacher below this validation accuracy. -1: twice chance."""
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
+    also: tuple[Member, ...] = ()
+    """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531)."""
     cache: Cache = field(default_factory=Cache)
     """Keep the teacher's logits and do not ask it twice."""
     shard: bool = False

@@ -18,7 +18,8 @@ from kd.contracts import Backend, Source, Teacher
 from kd.data.transforms import Evaluate
 from kd.errors import ConfigError, DataError, KdError, MissingExtra
 from kd.kernels import QUANTIZED, Effort, Kernel, Table, challenge, demanded, images_of, in_stages, options, trial_batch
-from kd.models.classifier import Classifier, compile_forward, set_attention
+from kd.models.classifier import compile_forward, set_attention
+from kd.models.ensemble import Ensemble, TeacherModel
 from kd.models.quantize import quantize
 from kd.models.runtime import RUNTIMES, Exported
 from kd.models.teacher import LiveTeacher, NoTeacher
@@ -48,7 +49,7 @@ class Taught:
 
 def choose_teacher(
     config: Config,
-    model: Classifier | None,
+    model: TeacherModel | None,
     pictures: Source,
     micro: int,
     backend: Backend,
@@ -109,13 +110,13 @@ def asked_for(config: Config) -> str:
     return str(Kernel("int8" if section.precision == "int8" else "fp32", runtime)) if runtime in RUNTIMES else ""
 
 
-def rivals(config: Config, best: str, model: Classifier, backend: Backend) -> list[str]:
+def rivals(config: Config, best: str, model: TeacherModel, backend: Backend) -> list[str]:
     """Return the names of what may race against the best kernel of plain torch."""
     section = config.teacher
     if section.shard or section.pipeline or backend.preferred:
         return []
     names = []
-    exact = section.precision in ("auto", "fp32") and not model.with_features
+    exact = section.precision in ("auto", "fp32") and not getattr(model, "with_features", False)
     if section.runtime == "auto" and backend.kind == "cpu" and exact:
         names = [str(Kernel("fp32", runtime)) for runtime in RUNTIMES if installed(runtime)]
     return [*names, f"{best}+compiled"] if section.compile == "auto" else names
@@ -124,7 +125,7 @@ def rivals(config: Config, best: str, model: Classifier, backend: Backend) -> li
 class Forge:
     """Make the live teacher that a kernel's name stands for; what takes seconds to make is made once."""
 
-    def __init__(self, config: Config, model: Classifier, backend: Backend) -> None:
+    def __init__(self, config: Config, model: TeacherModel, backend: Backend) -> None:
         self.config, self.model, self.backend = config, model, backend
         self._kept: dict[str, LiveTeacher] = {}
 
@@ -149,10 +150,12 @@ class Forge:
         return live
 
 
-def remade(kernel: Kernel, size: int, frozen: Classifier) -> nn.Module:
-    """Return what runs instead of a frozen classifier in plain torch, for images of `size` pixels."""
+def remade(kernel: Kernel, size: int, frozen: Any) -> nn.Module:
+    """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if kernel.exported:
-        return Exported(frozen, size, kernel.how, kernel.precision == "int8")
+        joined, int8 = isinstance(frozen, Ensemble), kernel.precision == "int8"
+        graphs: Any = [Exported(one, size, kernel.how, int8) for one in (frozen.members if joined else [frozen])]
+        return Ensemble(graphs, frozen.shares) if joined else graphs[0]
     if kernel.quantized:
         quantize(frozen, kernel.precision)
     return compile_forward(frozen) if kernel.compiled else frozen
@@ -162,6 +165,14 @@ def asked_of_teacher(config: Config, num_images: int, batch_size: int, world_siz
     """Return of how many images at most one rank asks the teacher in the whole run."""
     whole, views = images_of(config, num_images, batch_size, world_size), config.teacher.cache.views
     return min(whole, views * num_images // world_size) if views else whole
+
+
+def found_of_teacher(config: Config, live: Teacher, taught: Taught, backend: Backend) -> dict[str, Any]:
+    """Return what the manifest says of the live teacher besides its kernel, where there is something to say."""
+    facts: dict[str, Any] = {"teacher_error": taught.error} if taught.error else {}
+    if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
+        facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
+    return facts
 
 
 # ------------------------------------------------------------------------------------------------ the logit error
@@ -234,6 +245,10 @@ def _undivided(config: Config) -> Iterator[KdError]:
             wrong = f"is {getattr(section, key)}, but the teacher is divided over ranks, which plain torch does"
             remedy = f"Set teacher.{key}=auto, or leave teacher.shard and teacher.pipeline out"
             yield ConfigError(f"teacher.{key}", wrong, "", remedy)
+    if section.cache.views:
+        wrong = "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together"
+        allowed = "A cache, or teacher.shard / teacher.pipeline"
+        yield ConfigError("teacher.cache.views", wrong, allowed, "Leave one of them out")
 
 
 def _graphs(config: Config, features: bool) -> Iterator[KdError]:

@@ -75,7 +75,7 @@ def teacher(photos, tmp_path_factory) -> Path:
 
     settings = base(photos, tmp_path_factory.mktemp("teacher"))
     settings["teacher"]["fit"]["epochs"] = 3
-    return jobs.teach(config.load(settings)).absolute()
+    return jobs.teach(config.load(settings))[0].absolute()
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +86,7 @@ def steady(photos, tmp_path_factory) -> Path:
     made = base(photos, tmp_path_factory.mktemp("steady"))
     made["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
     made["teacher"]["fit"]["epochs"] = 1
-    return jobs.teach(config.load(made)).absolute()
+    return jobs.teach(config.load(made))[0].absolute()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     made = parser(
         "kd-teach",
-        "Fit the teacher of CONFIG on the labels, keep its best epoch, and print its folder. "
+        "Fit the teacher of CONFIG (or several) on the labels, keep its best epoch, and print its folder. "
         "One fitted before from the same content is reused.",
         "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
     )
@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd import config, jobs
 
-        print(jobs.teach(config.load(given.config, given.overrides)))
+        for folder in jobs.teach(config.load(given.config, given.overrides)):
+            print(folder)
 
     return guarded(command)
 

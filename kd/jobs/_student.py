@@ -13,12 +13,14 @@ from kd.artifacts import manifest
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.contracts import Backend
+from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ModelError
 from kd.jobs._folder import flatten, require_same
 from kd.jobs._sifting import report as sifting_report
-from kd.models.classifier import Classifier
+from kd.jobs._teachers import each
+from kd.models.ensemble import Ensemble, TeacherModel
 from kd.models.load import digest
 from kd.models.teacher import LiveTeacher, count_parameters, is_hollow
 from kd.report.console import Console, percent
@@ -45,7 +47,7 @@ class Result:
 
 
 def distil(
-    settings: Config, data: build.Data, backend: Backend, teacher: Classifier | None, folder: RunDir, title: str
+    settings: Config, data: build.Data, backend: Backend, teacher: TeacherModel | None, folder: RunDir, title: str
 ) -> Result:
     """Train one student in an opened run folder, from where it stands."""
     known = folder.manifest()
@@ -76,6 +78,8 @@ def distil(
             console.say(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
         if teacher is not None:
             check_teacher(settings, run, console)
+        if isinstance(teacher, Ensemble):
+            check_members(settings, run, teacher, console)
         state = engine_train(run)
         sifting = sifting_report(run, data.train, folder)
         console.say(f"{title}: {memory(settings, run, facts)}")
@@ -120,14 +124,30 @@ def unreadable(data: build.Data, run: Run, known: dict[str, Any]) -> list[str]:
 def check_teacher(settings: Config, run: Run, console: Console) -> None:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
-    accuracy, chance = values["teacher_accuracy"], 1 / run.evaluator.num_classes
+    accuracy = values["teacher_accuracy"]
     console.say(
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
     )
+    _require("teacher", accuracy, settings, run)
+
+
+def check_members(settings: Config, run: Run, teacher: Ensemble, console: Console) -> None:
+    """Score each of several teachers alone: the average would hide one whose classes stand in another order."""
+    whole = run.evaluator
+    for (where, alone), member in zip(each(settings), teacher.members, strict=True):
+        live = LiveTeacher(member, run.backend.device)  # type: ignore[arg-type]
+        one = Evaluator(run.backend, whole.loader, whole.plan, live, True, whole.num_classes)
+        accuracy = one(run.distillation.student)["teacher_accuracy"]
+        console.say(f"{where}: '{alone.teacher.model}' alone {percent(accuracy)}")
+        _require(where, accuracy, settings, run)
+
+
+def _require(where: str, accuracy: float, settings: Config, run: Run) -> None:
+    chance = 1 / run.evaluator.num_classes
     least = settings.teacher.min_accuracy if settings.teacher.min_accuracy >= 0 else min(0.5, 2 * chance)
     if accuracy < least:
         raise ModelError(
-            "teacher",
+            where,
             f"is right on {percent(accuracy)} of the validation images; guessing is right on {percent(chance)}",
             f"At least {percent(least)} (teacher.min_accuracy)",
             "Check that its classes stand in the data's order and that its weights were loaded",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from kd import build
 from kd.config import Config
+from kd.jobs._teachers import each, together
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
@@ -43,8 +45,9 @@ def check(settings: Config, path: str = "given") -> str:
     ]
     teacher = None
     if settings.teacher.model:
-        teacher, line = _teacher(settings, classes, size, features)
-        lines.append(line)
+        found = [_teacher(where, alone, classes, size, features) for where, alone in each(settings)]
+        lines += [line for _, line in found]
+        teacher = together(settings, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
     build.criterion(settings, dims)
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in settings.losses))
@@ -70,12 +73,12 @@ def _length(settings: Config, split: build.Arithmetic | None, num_images: int) -
     ]
 
 
-def _teacher(settings: Config, classes: object, size: int, features: bool) -> tuple[Classifier, str]:
+def _teacher(where: str, settings: Config, classes: Sequence[str], size: int, features: bool) -> tuple[Classifier, str]:
     section = settings.teacher
     if section.checkpoint or not section.fit.epochs:
-        model = build.teacher_model(settings, classes, features)  # its weights are what must be checked
+        model = build.teacher_model(settings, classes, features, where=where)  # its weights are what must be checked
         return model, f"teacher   {section.model}: {_millions(model)}, weights and classes fit the data"
-    model = _meta(Spec("teacher", section.model, section.args, classes), size, features)  # type: ignore[arg-type]
+    model = _meta(Spec(where, section.model, section.args, classes), size, features)
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 

@@ -9,11 +9,12 @@ from kd.artifacts.memory import Memory
 from kd.config import Config
 from kd.contracts import Backend
 from kd.engine.rehearse import rehearse
+from kd.jobs._teachers import each, together
 from kd.jobs._world import prepared, world
 from kd.jobs.check import check
 from kd.jobs.teach import teacher_run
 from kd.jobs.train import labels_alone
-from kd.models.classifier import Classifier
+from kd.models.ensemble import TeacherModel
 from kd.report.console import Console
 from kd.schema import Cache
 
@@ -45,21 +46,22 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[str, Config, Classifier | None]]:
+def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[str, Config, TeacherModel | None]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
     section, found = settings.teacher, []
     teacher = None
     if section.model:
         if section.shard or section.pipeline:
             backend.check_divided(section.pipeline)
-        fitted = section.fit.epochs and not section.checkpoint
-        features = "features" in build.needs(settings)
-        if fitted:
-            plan = teacher_run(settings)
-            found.append(("teacher", plan, None))
-            teacher = build.student_model(plan, data.train.classes, features)
-        else:
-            teacher = build.teacher_model(settings, data.train.classes, features)
+        features, models = "features" in build.needs(settings), []
+        for where, alone in each(settings):
+            if section.fit.epochs and not alone.teacher.checkpoint:
+                plan = teacher_run(alone)
+                found.append((where, plan, None))
+                models.append(build.student_model(plan, data.train.classes, features))
+            else:
+                models.append(build.teacher_model(alone, data.train.classes, features, where=where))
+        teacher = together(settings, models)
     found.append((settings.run.name, settings, teacher))
     if settings.run.baseline:
         found.append((f"{settings.run.name} (labels only)", labels_alone(settings, build.fixed_batch(settings)), None))

@@ -14,15 +14,16 @@ from kd.contracts import Backend
 from kd.errors import ConfigError
 from kd.jobs._folder import FREE, enter, flatten
 from kd.jobs._student import distil
+from kd.jobs._teachers import each, together
 from kd.jobs._world import prepared, world
 from kd.jobs.export import export_run
-from kd.models.classifier import Classifier
+from kd.models.ensemble import TeacherModel
 from kd.parts import default_options
 from kd.schema import Every, LossSection, OptimizerSection, RunSection, SifterSection, StudentSection
 
 
-def teach(settings: Config) -> Path:
-    """Fit the teacher of a configuration, or find it fitted; return its folder.
+def teach(settings: Config) -> list[Path]:
+    """Fit the teachers of a configuration that have no checkpoint, or find them fitted; return their folders.
 
     Raises:
         ConfigError: the config does not say how to fit one.
@@ -30,22 +31,27 @@ def teach(settings: Config) -> Path:
     if not settings.teacher.fit.epochs:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
     with world(settings) as backend:
-        return fit_teacher(settings, prepared(settings, backend), backend)
+        data = prepared(settings, backend)
+        alone = [one for _, one in each(settings) if not one.teacher.checkpoint]
+        return [fit_teacher(one, data, backend) for one in alone]
 
 
-def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> Classifier | None:
-    """Load the teacher; fit it first where the config says so and there is no checkpoint."""
+def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> TeacherModel | None:
+    """Load the teacher, or all of several; fit first where the config says so and there is no checkpoint."""
     section = settings.teacher
     if not section.model:
         return None
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     features = "features" in build.needs(settings)
-    folder = ""
-    if section.fit.epochs and not section.checkpoint:
-        folder = str(fit_teacher(settings, data, backend))
     hollow = section.shard and backend.rank != 0 and settings.student.init != "teacher"
-    return build.teacher_model(settings, data.train.classes, features, folder, hollow)
+    models = []
+    for where, alone in each(settings):
+        folder = ""
+        if section.fit.epochs and not alone.teacher.checkpoint:
+            folder = str(fit_teacher(alone, data, backend))
+        models.append(build.teacher_model(alone, data.train.classes, features, folder, hollow, where))
+    return together(settings, models)
 
 
 def fit_teacher(settings: Config, data: build.Data, backend: Backend) -> Path:
@@ -91,7 +97,8 @@ def teacher_run(settings: Config) -> Config:
             every=Every(log=settings.run.every.log, evaluate=fit.evaluate),
             keep=1,
         ),
-        data=replace(settings.data, batch_size=fit.batch_size or settings.data.batch_size),
+        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
+        data=replace(settings.data, batch_size=fit.batch_size or settings.data.batch_size, views=0),
         student=StudentSection(
             model=section.model,
             args=section.args,

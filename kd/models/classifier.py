@@ -72,6 +72,11 @@ class Classifier(nn.Module):
         return pixels.to(next(self.network.parameters()).dtype)
 
     @property
+    def sight(self) -> list[float]:
+        """What the pixels go through before the network, as plain numbers: input size, scale and shift a channel."""
+        return [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
+
+    @property
     def num_features(self) -> int:
         """Width D of the pooled features; 0 where the network does not say."""
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))

@@ -131,7 +131,9 @@ def _weights(spec: Spec) -> tuple[dict[str, Tensor], list[str] | None] | None:
     file = path / "model.safetensors" if path.is_dir() else path
     where = f"{spec.where}.checkpoint"
     if not file.is_file():
-        remedy = "Check the path, or fit a teacher with `kd-teach`" if spec.where == "teacher" else "Check the path"
+        remedy = (
+            "Check the path, or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "Check the path"
+        )
         raise ModelError(where, f"no file '{file}'", "A .safetensors file or a folder with model.safetensors", remedy)
     try:
         tensors = load_file(file)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.models.classifier import Classifier, Plain
+from kd.models.classifier import Plain
+from kd.models.ensemble import TeacherModel
 from kd.types import Batch, Outputs
 
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
@@ -38,7 +39,7 @@ class LiveTeacher(Uncached):
 
     def __init__(
         self,
-        model: Classifier | Plain,
+        model: TeacherModel | Plain,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         micro_batch: int = 0,
@@ -101,7 +102,7 @@ class NoTeacher(Uncached):
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
 
 
-def hollow(model: Classifier | Plain) -> Classifier | Plain:
+def hollow(model: TeacherModel | Plain) -> TeacherModel | Plain:
     """Return a copy of a model on the meta device, without ever holding its tensors twice."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})

@@ -180,8 +180,8 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
     first, second = (command("teach", path).out.splitlines()[-1] for _ in range(2))
     assert first == second
     assert (
-        command("teach", path, "run.name=other", "student.args.depth=3").out.splitlines()[-1] == first
-    )  # the student is no part of the teacher
+        command("teach", path, "run.name=other", "student.args.depth=3", "data.views=2").out.splitlines()[-1] == first
+    )  # the student is no part of the teacher, and neither are the views that it will see
     Image.new("RGB", (20, 20)).save(data / "train" / "fig" / "99.jpg")
     assert command("teach", path).out.splitlines()[-1] != first
     other_length = command("teach", path, "teacher.fit.epochs=1").out.splitlines()[-1]

@@ -101,6 +101,20 @@ def test_distill_leaves_the_teacher_alone_and_reports_both_models():
     assert result.state.step == 12
 
 
+def test_several_teachers_are_the_average_of_their_probabilities():
+    one, two = network(8, 1), network(5, 2)
+
+    class Average(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return (one(image).softmax(1) / 2 + two(image).softmax(1) / 2).log()
+
+    student, train = network(6, 3), data(70, 4)
+    expected = by_hand(Average(), copy.deepcopy(student), train, epochs=3)
+    distil([one, two], student, train)
+    for name, weight in student.state_dict().items():
+        torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_distill_takes_a_dataloader_as_it_comes():
     teacher, train = network(16, 1), data(70, 3)
     one, two = network(4, 2), network(4, 2)
@@ -127,9 +141,9 @@ class Noisy(Dataset):
 def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
     student = network(4, 2)
     torch.manual_seed(workers)  # must not matter
-    distil(network(16, 1), student, Noisy(), workers=workers, epochs=2)
+    distil(network(16, 1), student, Noisy(), workers=workers, epochs=3)
     reference = network(4, 2)
-    distil(network(16, 1), reference, Noisy(), epochs=2)
+    distil(network(16, 1), reference, Noisy(), epochs=3)
     assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
 
 

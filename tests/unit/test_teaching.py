@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from kd.engine.probe import attempt, fastest, milliseconds
 from kd.errors import ConfigError, ModelError
 from kd.kernels import Effort, Kernel, challenge, demanded, images_of, worth_trying
 from kd.models.classifier import Classifier
+from kd.models.ensemble import Ensemble
 from kd.report.console import Console
 from kd.teaching import asked_of_teacher, choose_teacher, refusals, validation_images
 
@@ -30,11 +32,13 @@ LONG = ("run.steps=1000000000", "student.compile=off")
 def built(settings, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
-    def make(*overrides, pinned=None, teacher=None):
+    def alone(chosen):
+        return build.teacher_model(chosen, ("apple", "fig", "pear"), "features" in build.needs(chosen))
+
+    def make(*overrides, pinned=None, model=alone):
         chosen = config.load(settings, overrides)
         data, backend = build.data(chosen), build.backend(chosen)
-        model = teacher or build.teacher_model(chosen, data.train.classes, "features" in build.needs(chosen))
-        run, facts = build.run(chosen, data, backend, model, Memory(), Console("tiny"), pinned or {})
+        run, facts = build.run(chosen, data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
         return run, facts, capsys.readouterr().out
 
     return make
@@ -221,6 +225,20 @@ def test_the_error_is_that_of_the_logits(built, settings):
     assert facts["teacher_error"] == taught.error
 
 
+def test_several_teachers_are_as_many_graphs(built):
+    def ensemble(settings):
+        alone = build.teacher_model(settings, ("apple", "fig", "pear"), False)
+        other = copy.deepcopy(alone)
+        with torch.no_grad():
+            other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
+        return Ensemble([alone, other], [1.0, 3.0])
+
+    _, facts, out = built("teacher.runtime=onnxruntime", model=ensemble)
+    assert facts["choices"]["teacher"] == "fp32+onnxruntime"
+    assert facts["teacher_error"]["largest"] < 2e-5
+    assert "its logits differ from torch float32's" in out
+
+
 class Asks(torch.nn.Module):
     """A network that no exporter can follow."""
 
@@ -237,8 +255,8 @@ def test_a_teacher_that_cannot_be_exported(built):
     with pytest.raises(
         ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is asked for, but torch\.export cannot"
     ):
-        built("teacher.runtime=onnxruntime", teacher=odd)
-    _, facts, out = built(*LONG, "teacher.compile=off", teacher=odd)
+        built("teacher.runtime=onnxruntime", model=lambda _: odd)
+    _, facts, out = built(*LONG, "teacher.compile=off", model=lambda _: odd)
     assert facts["choices"]["teacher"] == "fp32+unfused"
     assert "fp32+onnxruntime cannot be run here (torch.export cannot express this network" in out
 

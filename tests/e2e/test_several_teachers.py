@@ -1,0 +1,58 @@
+"""Several teachers as a user sees them: fitted, checked one by one, averaged, cached; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from pieces import tiny
+
+FIT = {"epochs": 3, "lr": 3e-3}
+
+
+@pytest.fixture
+def several(written, tmp_path):
+    """A configuration of two teachers of other widths, both fitted on the labels."""
+    second = {key: tiny(2, 32)[key] for key in ("model", "args")}
+    return written(teacher={**tiny(2, 48), "also": [second], "fit": {**FIT, "folder": str(tmp_path / "teachers")}})
+
+
+def test_two_teachers_are_fitted_checked_and_averaged(several, command, tmp_path):
+    taught = command("teach", several)
+    assert taught.code == 0, taught
+    assert len([line for line in taught.out.splitlines() if line.endswith("export")]) == 2
+    trained = command("train", several, "teacher.cache.views=1", "run.every.log=1")
+    assert trained.code == 0, trained
+    assert len(re.findall(r"^teacher: reusing ", trained.out, re.MULTILINE)) == 2
+    alone = re.findall(r"^(teacher\S*): 'vit_tiny_patch16_224' alone \d+\.\d %$", trained.out, re.MULTILINE)
+    assert alone == ["teacher", "teacher.also[0]"]
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    taught_images = [row["teacher_images"] for row in rows if row["kind"] == "train"]
+    assert sum(taught_images) == 36  # one record an image, whatever the number of teachers
+    evaluated = command("evaluate", tmp_path / "runs" / "tiny")
+    assert evaluated.code == 0, evaluated
+    checked = command("train", several, "--check")
+    assert checked.out.count("teacher   vit_tiny_patch16_224") == 2
+
+
+def test_another_weight_is_another_cache(several, command, tmp_path, refused):
+    place = ("teacher.cache.views=1", f"teacher.cache.path={tmp_path / 'cache'}")
+    assert command("cache", several, *place).code == 0
+    assert "was made with another input" in refused("cache", several, *place, "teacher.also.0.weight=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["losses=[{kind: feature}]"], "teacher.also: averages probabilities, but a loss needs the features"),
+        (["teacher.shard=true"], "teacher.also: does not go with teacher.shard"),
+        (["teacher.also=[{weight: 2}]"], "teacher.also[0].model: is missing"),
+        (["teacher.also.0.weight=0"], "teacher.also[0].weight: is 0"),
+        (["teacher.also.0.model=vit_tinny"], "teacher.also[0].model: no model 'vit_tinny'"),
+        (["teacher.also.0.checkpoint=no/such"], "teacher.also[0].checkpoint: no file"),
+        (["teacher.also.0.args.embed_dim=48"], "teacher.also[0]: is a teacher that is there already"),
+    ],
+)
+def test_what_is_refused(several, refused, overrides, told):
+    assert refused("train", several, *overrides).startswith(told)

@@ -1,0 +1,63 @@
+"""Several teachers: the averaged probabilities against the formula in float64, and what a cache must know of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kd.models.ensemble import Ensemble, first
+from kd.models.load import Spec, digest, load
+from kd.models.teacher import LiveTeacher
+from kd.types import Batch
+
+CLASSES = ("a", "b", "c", "d")
+CPU = torch.device("cpu")
+
+
+def member(seed: int, size: int = 16, width: int = 24):
+    torch.manual_seed(seed)
+    args = {"patch_size": 8, "embed_dim": width, "depth": 1, "num_heads": 2, "img_size": size}
+    model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16, False)
+    torch.nn.init.normal_(model.network.head.weight, std=0.5)  # a fresh head says the same of everything
+    return model.eval()
+
+
+def batch(count: int = 5) -> Batch:
+    image = torch.randint(256, (count, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return Batch.of(image, torch.zeros(count, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
+def test_probabilities_are_averaged_and_not_logits(weights):
+    models = member(0), member(1, size=24, width=32)  # the second resizes for itself
+    said = LiveTeacher(Ensemble(models, weights), CPU)(batch()).logits
+    with torch.no_grad():
+        each = [model(batch().image).logits.double().softmax(-1) for model in models]
+    expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
+    torch.testing.assert_close(said.double().exp(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_confident_teacher_does_not_drown_the_other():
+    loud, calm = member(0), member(1)
+    with torch.no_grad():
+        loud.network.head.weight.mul_(100)
+        shares = Ensemble((loud, calm), (1.0, 1.0))(batch().image).logits.exp()
+        alone = calm(batch().image).logits.softmax(-1)
+    assert (shares >= alone / 2 - 1e-6).all()  # averaged logits would have left it nothing
+
+
+def test_precision_reaches_the_networks_and_spares_the_pixels():
+    live = LiveTeacher(Ensemble((member(0), member(1)), (1.0, 1.0)), CPU, torch.bfloat16)
+    assert {parameter.dtype for parameter in live.model.parameters()} == {torch.bfloat16}
+    assert {model.scale.dtype for model in live.model.members} == {torch.float32}
+    assert live(batch()).logits.dtype == torch.float32
+
+
+def test_what_it_depends_on_names_every_member():
+    one, two, three = member(0), member(1), member(2)
+    pair, other = Ensemble((one, two), (1.0, 1.0)), Ensemble((one, three), (1.0, 1.0))
+    assert digest(pair.network) != digest(other.network)
+    assert pair.sight == other.sight
+    assert pair.sight != Ensemble((one, two), (1.0, 2.0)).sight
+    assert first(pair) is one
