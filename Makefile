@@ -27,6 +27,7 @@ test-xla: $(XLA)/.xla
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/step.py
+	$(VENV)/bin/python benchmarks/teacher.py
 	$(VENV)/bin/python benchmarks/cache.py
 	$(VENV)/bin/python benchmarks/loading.py
 	$(VENV)/bin/python benchmarks/serve.py

@@ -12,7 +12,7 @@ from torch import nn
 
 from kd import parts
 from kd.cached import cached
-from kd.choose import choose_batch, choose_student, choose_teacher, provisional
+from kd.choose import choose_batch, choose_student, provisional
 from kd.config import Config
 from kd.contracts import Backend, Sink, Source, Teacher, Watcher
 from kd.data.loader import evaluation_plan
@@ -22,17 +22,19 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
 from kd.gate import sifter
+from kd.kernels import Kernel, images_of
 from kd.loading import loaders
 from kd.loading import views as views_of
 from kd.models.classifier import Classifier
 from kd.models.ensemble import TeacherModel, first
 from kd.models.load import Spec, load
 from kd.models.select import select_weights
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import NoTeacher
 from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
+from kd.teaching import Taught, asked_of_teacher, choose_teacher, found_of_teacher, refusals
 from kd.types import Dims
 from kd.workers import choose_workers
 
@@ -183,13 +185,8 @@ def needs(config: Config) -> frozenset[str]:
             LOGIT_LOSSES,
             "Set teacher.cache.views=0, or take another loss",
         )
-    if config.teacher.cache.views and (config.teacher.shard or config.teacher.pipeline):
-        raise ConfigError(
-            "teacher.cache.views",
-            "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together",
-            "A cache, or teacher.shard / teacher.pipeline",
-            "Leave one of them out",
-        )
+    for refusal in refusals(config, "features" in found):
+        raise refusal
     return frozenset(found)
 
 
@@ -293,6 +290,25 @@ def trainable(config: Config, classes: Any, teacher: TeacherModel | None, with_f
     return Distillation(student, criterion(config, dims))
 
 
+def answers(
+    config: Config,
+    data: Data,
+    teacher: TeacherModel | None,
+    asked: bool,
+    split: Arithmetic,
+    backend: Backend,
+    choices: dict[str, str],
+) -> tuple[Teacher, Teacher, Taught]:
+    """Return the live teacher, what answers in a step (a cache before it, or nobody), and what was found out."""
+    count = asked_of_teacher(config, len(data.train), split.batch_size, split.world_size) if asked else 0
+    live, taught = choose_teacher(config, teacher, data.val, split.micro_batch, backend, choices, count)
+    if not asked or teacher is None:
+        return live, NoTeacher(), taught
+    if not config.teacher.cache.views:
+        return live, live, taught
+    return live, cached(config, data.train, teacher, live, backend, Kernel.parse(choices["teacher"])), taught
+
+
 def run(
     config: Config,
     data: Data,
@@ -321,12 +337,12 @@ def run(
     choices = dict(pinned)
     split = arithmetic(provisional(config, len(data.train), backend, choices), backend.world_size, len(data.train))
     distillation = trainable(config, classes, teacher, "features" in required).to(backend.device)
-    measured: dict[str, dict[str, float]] = {}
-    live, measured["teacher"] = choose_teacher(config, teacher, split.micro_batch, backend, choices)
-    answering: Teacher = live if "teacher" in required else NoTeacher()
-    if config.teacher.cache.views and answering is live and teacher is not None:
-        answering = cached(config, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
-    measured["student"] = choose_student(config, distillation, live, split.micro_batch, backend, choices)
+    live, answering, taught = answers(config, data, teacher, "teacher" in required, split, backend, choices)
+    visits = images_of(config, len(data.train), split.batch_size, backend.world_size)
+    times, told = choose_student(config, distillation, live, split.micro_batch, backend, choices, visits)
+    measured = {"teacher": taught.table, "student": times}
+    for who, line in {"teacher": taught.told, "student": told}.items():
+        watcher.say(f"{who}: {line}" if line else "")
     config, search = choose_batch(config, distillation, live, len(data.train), backend, choices)
     split = arithmetic(config, backend.world_size, len(data.train))
     both = views_of(config, *(data.kept or (data.train, data.val)))
@@ -363,7 +379,4 @@ def run(
     )
     backend.end_step()  # on XLA what was built so far would else be part of the first step's graph, a graph of its own
     facts = {"choices": choices, "measured_ms": {k: v for k, v in measured.items() if v}, "batch": str(split)}
-    facts |= {"batch_search": search} if search else {}
-    if isinstance(live, LiveTeacher) and (config.teacher.shard or config.teacher.pipeline):
-        facts["teacher_mib"] = {"whole": live.mib, "rank": backend.counters()["teacher_mib"]}
-    return built, facts
+    return built, facts | ({"batch_search": search} if search else {}) | found_of_teacher(config, live, taught, backend)

@@ -12,6 +12,7 @@ import torch
 
 from kd.config import Config
 from kd.contracts import Backend, Source, Teacher
+from kd.kernels import Kernel
 from kd.loading import kept
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
 from kd.models.ensemble import TeacherModel
@@ -19,9 +20,9 @@ from kd.models.load import digest
 
 
 def cached(
-    config: Config, source: Source, teacher: TeacherModel, live: Teacher, backend: Backend, precision: str
+    config: Config, source: Source, teacher: TeacherModel, live: Teacher, backend: Backend, kernel: Kernel
 ) -> CachedTeacher:
-    """Put the cache of a configuration before the live teacher.
+    """Put the cache of a configuration before the live teacher, which runs with `kernel`.
 
     One run writes a cache, the first that opens it; others that come meanwhile read it and compute what is missing.
 
@@ -31,7 +32,7 @@ def cached(
     classes = len(source.classes)
     topk = config.teacher.cache.topk if config.teacher.cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
     codec = Codec(classes, config.teacher.cache.dtype, topk if topk < classes else 0)
-    made_from = identity(config, source, teacher, precision, codec)
+    made_from = identity(config, source, teacher, kernel.answers, codec)
     folder = place(config, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
@@ -41,7 +42,7 @@ def cached(
             store = open_store(folder, made_from, codec, len(source), writable)
         backend.barrier()
     assert store is not None
-    return CachedTeacher(live, store, fixed_shape=bool(backend.preferred))
+    return CachedTeacher(live, store, fixed_shape=bool(backend.preferred) or kernel.compiled)
 
 
 def identity(config: Config, source: Source, teacher: TeacherModel, precision: str, codec: Codec) -> dict[str, Any]:

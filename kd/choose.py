@@ -1,17 +1,12 @@
-"""Precision, attention kernel, threads and batch size, chosen by measurement at the start of a run.
-
-Precision first, then attention at that precision: where the processor has no bfloat16 units, one bfloat16 step can take
-as long as thirty others, and should be taken once only.
-"""
+"""The student's kernels, CPU threads and batch size, chosen by measurement at the start of a run."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from kd.config import Config
 from kd.contracts import Backend, Teacher
@@ -19,43 +14,12 @@ from kd.engine.criterion import Distillation
 from kd.engine.fit_batch import largest
 from kd.engine.probe import fastest
 from kd.errors import ConfigError
-from kd.models.classifier import count_attention, set_attention
-from kd.models.ensemble import TeacherModel
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.kernels import Effort, Kernel, Table, challenge, demanded, in_stages, options, trial_batch
+from kd.models.classifier import compile_forward, set_attention
 from kd.types import Batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CPU_TRIAL = 16
-"""Images of a trial on a CPU; an accelerator is tried with the whole micro-batch, which is what fills it."""
 DEVICE_TRIAL = 64
 """Images of a trial at most, where the batch size itself is still to be found."""
-
-Table = dict[str, float]
-
-
-def choose_teacher(
-    config: Config, model: TeacherModel | None, micro: int, backend: Backend, choices: dict[str, str]
-) -> tuple[Teacher, Table]:
-    """Build the live teacher with the fastest frozen forward; write the choice into `choices`."""
-    if model is None:
-        return NoTeacher(), {}
-    section, batch = config.teacher, trial_batch(config, micro, backend)
-
-    def candidate(name: str) -> LiveTeacher:
-        precision, attention = name.split("+")
-        place = backend.shard if section.shard else None
-        stages = backend.pipeline if section.pipeline else None
-        live = LiveTeacher(model, backend.device, DTYPES[precision], section.micro_batch, place, stages)
-        set_attention(live.model, attention == "fused")
-        return live
-
-    def work(name: str) -> Callable[[], torch.Tensor]:
-        live = candidate(name)
-        return lambda: live(batch).logits
-
-    stages = options(section.precision, section.attention, choices.get("teacher"), backend.preferred, model)
-    choices["teacher"], table = in_stages(*stages, work, backend)
-    return candidate(choices["teacher"]), table
 
 
 def choose_student(
@@ -65,32 +29,67 @@ def choose_student(
     micro: int,
     backend: Backend,
     choices: dict[str, str],
-) -> Table:
-    """Set the fastest forward and backward of the student on `distillation` and `backend`; write it into `choices`."""
-    batch = trial_batch(config, micro, backend)
-    answers, trial = teacher(batch), copy.deepcopy(distillation)
+    images: int = 0,
+) -> tuple[Table, str]:
+    """Set the fastest forward and backward of the student on `distillation` and `backend`; write it into `choices`.
 
-    def apply(name: str, module: nn.Module) -> None:
-        precision, attention = name.split("+")
-        backend.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
-        set_attention(module, attention == "fused")
+    Args:
+        config: of the run.
+        distillation: student and criterion.
+        teacher: answers for the trials.
+        micro: images of a micro-batch.
+        backend: where it runs.
+        choices: what was chosen before; completed.
+        images: how many this rank will train on; with none nothing is compiled to see whether it pays.
+
+    Returns:
+        The milliseconds measured, and a line for a person where compiling was tried, else "".
+
+    Raises:
+        ModelError: `student.compile` is on, or was chosen when the run began, and the student cannot be compiled.
+    """
+    batch = trial_batch(config, micro, backend)
+    answers, trials = teacher(batch), {False: copy.deepcopy(distillation)}
 
     def step(name: str) -> torch.Tensor:
-        apply(name, trial)
+        compiled = Kernel.parse(name).compiled
+        if compiled not in trials:
+            trials[compiled] = copy.deepcopy(distillation)
+        run_student(Kernel.parse(name), trials[compiled], backend)
         with backend.autocast():
-            _, scores = trial(batch, answers)
+            _, scores = trials[compiled](batch, answers)
         loss = scores["loss"].mean()
         loss.backward()
-        trial.zero_grad()
+        trials[compiled].zero_grad()
         backend.end_step()
         return loss.detach()
 
-    asked = config.backend.precision, config.student.attention
-    stages = options(*asked, choices.get("student"), backend.preferred, distillation)
-    choices["student"], table = in_stages(*stages, lambda name: lambda: step(name), backend)
-    table |= choose_threads(lambda: step(choices["student"]), backend, choices)
-    apply(choices["student"], distillation)
-    return table
+    def work(name: str) -> Callable[[], torch.Tensor]:
+        return lambda: step(name)
+
+    pinned, asked = choices.get("student"), (config.backend.precision, config.student.attention)
+    stages = options(*asked, pinned, backend.preferred, distillation)
+    name, table = in_stages(*stages, work, backend)
+    table |= choose_threads(lambda: step(name), backend, choices)
+    told = ""
+    if Kernel.parse(pinned).compiled if pinned else config.student.compile == "on":
+        name = f"{name}+compiled"
+        demanded(work(name), "student.compile", f"'{name}' is asked for")
+    elif not pinned and config.student.compile == "auto" and not backend.preferred:
+        effort = Effort(images, len(batch.label), table.get(name, 0.0))
+        name, more, told = challenge(name, [f"{name}+compiled"], work, effort, backend)
+        table |= more
+    choices["student"] = name
+    run_student(Kernel.parse(name), distillation, backend)
+    return table, told
+
+
+def run_student(kernel: Kernel, module: Distillation, backend: Backend) -> None:
+    """Let student and backend compute with a kernel."""
+    backend.autocast_dtype = torch.bfloat16 if kernel.precision == "bf16" else None
+    set_attention(module, kernel.how == "fused")
+    if kernel.compiled and module.student._compiled_call_impl is None:
+        compile_forward(module.student)
 
 
 def provisional(config: Config, num_images: int, backend: Backend, choices: Mapping[str, str]) -> Config:
@@ -174,41 +173,3 @@ def choose_threads(step: Callable[[], torch.Tensor], backend: Backend, choices: 
     choices["threads"] = name.split()[0]
     torch.set_num_threads(int(choices["threads"]))
     return table
-
-
-def in_stages(
-    precisions: Sequence[str],
-    attentions: Sequence[str],
-    work: Callable[[str], Callable[[], torch.Tensor]],
-    backend: Backend,
-) -> tuple[str, Table]:
-    """Return the name `precision+attention` of the fastest and the milliseconds measured."""
-    table: Table = {}
-    best = f"{precisions[0]}+{attentions[0]}"
-    for names in ([f"{p}+{attentions[0]}" for p in precisions], attentions):
-        full = [name if "+" in name else f"{best.split('+')[0]}+{name}" for name in names]
-        best, measured = fastest({name: work(name) for name in full}, backend)
-        table |= measured
-    return best, table
-
-
-def options(
-    precision: str, attention: str, pinned: str | None, preferred: str, module: nn.Module
-) -> tuple[list[str], list[str]]:
-    """List the precisions and the attention kernels to try; one of each where nothing is left to choose."""
-    if pinned:
-        precision, attention = pinned.split("+")
-    if attention == "auto" and not count_attention(module):
-        attention = "unfused"  # no layer of this model has the other kernel
-    settled = preferred.split("+") if preferred else []
-    precisions = (settled[:1] or ["fp32", "bf16"]) if precision == "auto" else [precision]
-    attentions = (settled[1:] or ["unfused", "fused"]) if attention == "auto" else [attention]
-    return precisions, attentions
-
-
-def trial_batch(config: Config, micro: int, backend: Backend) -> Batch:
-    """Make a batch of noise with label 0."""
-    count = min(micro, CPU_TRIAL) if backend.device.type == "cpu" else micro
-    size = config.data.image_size
-    image = torch.randint(256, (count, 3, size, size), dtype=torch.uint8).to(backend.device)
-    return Batch.of(image, torch.zeros(count, dtype=torch.int64, device=image.device))

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from kd import parts
-from kd.choose import trial_batch
 from kd.config import Config
 from kd.contracts import Backend, Dataset, Sifter, Source, Teacher
 from kd.data.loader import LocalLoader
@@ -16,6 +15,7 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.engine.scoring import looking, shrunk
 from kd.errors import ConfigError
+from kd.kernels import trial_batch
 from kd.types import Costs, Population
 from kd.workers import loading_ms, share_asked
 
@@ -167,7 +167,7 @@ def measure(
         return loss.detach()
 
     work: Mapping = {"teacher": lambda: teacher(batch).logits, "forward": forward, "step": step}
-    table = fastest(work, backend)[1]
+    table = fastest(work, backend, warm=True)[1]  # a compiled student meets new shapes here
     for name, buffer in distillation.named_buffers():
         buffer.copy_(kept[name])  # batch norm has seen noise
     load = loading_ms(dataset)[0] / max(1, workers)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kd.choose import CPU_TRIAL, Table, trial_batch
 from kd.config import Config
 from kd.contracts import Backend, Dataset, Teacher
 from kd.data.loader import LocalLoader
@@ -24,6 +23,7 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.errors import DataError
 from kd.host import cores
+from kd.kernels import CPU_TRIAL, Table, trial_batch
 from kd.loading import sample
 from kd.types import Batch, Outputs, Plan
 

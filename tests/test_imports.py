@@ -14,7 +14,8 @@ FILES = sorted((ROOT / "kd").rglob("*.py"))
 VALUES = {"errors", "types", "seeds", "pixels", "host", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-JOBS = BELOW_BUILD | {"choose", "loading", "workers", "cached", "gate", "build", "jobs"}
+CHOICES = {"kernels", "loading", "choose", "teaching", "workers", "cached", "gate"}
+JOBS = BELOW_BUILD | CHOICES | {"build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
@@ -28,12 +29,11 @@ MAY_IMPORT = {
     "config": {"errors", "parts", "schema", "contradictions"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
-    "choose": BELOW_BUILD,
+    "kernels": BELOW_BUILD,
     "loading": BELOW_BUILD,
-    "workers": BELOW_BUILD | {"choose", "loading"},
-    "cached": BELOW_BUILD | {"loading"},
-    "gate": BELOW_BUILD | {"choose", "workers"},
-    "build": BELOW_BUILD | {"choose", "loading", "workers", "cached", "gate"},
+    **dict.fromkeys(("choose", "teaching", "workers", "cached"), BELOW_BUILD | {"kernels", "loading"}),
+    "gate": BELOW_BUILD | {"kernels", "workers"},
+    "build": BELOW_BUILD | CHOICES,
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api", "serve"},
@@ -54,6 +54,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/onnx.py",),
     "onnxruntime": ("models/onnx.py", "serve/model.py"),
     "openvino": ("models/onnx.py", "serve/model.py"),
+    "torchao": ("models/quantize.py",),
     "ray": ("data/remote.py",),
     "transformers": (),
     "pickle": (),

@@ -65,7 +65,8 @@ class RunDir:
             raise disk_error(error, self.path, "run.folder") from error
         if not self._folders():
             write_text(self.config_file, config)
-            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in ("choices", "measured_ms")}
+            chosen = ("choices", "measured_ms", "teacher_error")
+            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in chosen}
             write_json(self.path / "manifest.json", choices)
 
     @property

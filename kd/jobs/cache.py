@@ -11,7 +11,7 @@ import torch
 
 from kd import build
 from kd.cached import cached
-from kd.choose import choose_teacher, provisional
+from kd.choose import provisional
 from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
@@ -19,9 +19,11 @@ from kd.errors import ConfigError, ModelError
 from kd.host import cores
 from kd.jobs._world import prepared, world
 from kd.jobs.teach import obtain_teacher
+from kd.kernels import Kernel
 from kd.loading import loaders
 from kd.loading import views as views_of
 from kd.models.cache import CachedTeacher
+from kd.teaching import choose_teacher
 from kd.types import Plan
 from kd.workers import unmeasured
 
@@ -29,6 +31,8 @@ SAMPLE = 256
 """Records of each view that a verification computes again."""
 TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
 """Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
+QUANTIZED_TOLERANCE = 0.1
+"""The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class _Parts:
     cache: CachedTeacher
     loader: LocalLoader
     batch_size: int
+    tolerance: float
+    """Of a stored logit, as a share of the largest."""
 
 
 def cache(settings: Config, verify: bool = False) -> Cached:
@@ -97,14 +103,19 @@ def _parts(settings: Config, backend: Backend) -> _Parts:
     split = build.arithmetic(
         provisional(settings, len(data.train), backend, choices), backend.world_size, len(data.train)
     )
-    live, _ = choose_teacher(settings, teacher, split.micro_batch, backend, choices)
-    stored = cached(settings, data.train, teacher, live, backend, choices["teacher"].partition("+")[0])
+    asked = settings.teacher.cache.views * len(data.train) // backend.world_size
+    live, taught = choose_teacher(settings, teacher, data.val, split.micro_batch, backend, choices, asked)
+    if taught.told and backend.rank == 0:
+        print(f"teacher: {taught.told}", flush=True)
+    kernel = Kernel.parse(choices["teacher"])
+    stored = cached(settings, data.train, teacher, live, backend, kernel)
     workers = settings.data.workers
     if workers == "auto":
         workers = unmeasured(backend.device.type, max(1, cores() // backend.local_world_size))
     both = views_of(settings, *(data.kept or (data.train, data.val)))
     loader = loaders(both, backend, split, int(workers))[0]
-    return _Parts(backend, live, stored, loader, split.batch_size)
+    tolerance = QUANTIZED_TOLERANCE if kernel.quantized else TOLERANCE[settings.teacher.cache.dtype]
+    return _Parts(backend, live, stored, loader, split.batch_size, tolerance)
 
 
 def _fill(parts: _Parts, views: int) -> float:
@@ -148,13 +159,12 @@ def _verify(parts: _Parts, views: int) -> float:
 
 
 def _require(parts: _Parts, view: int, difference: float, largest: float) -> None:
-    dtype = "fp16" if parts.cache.store.codec.dtype.itemsize == 2 else "fp32"
-    if difference > TOLERANCE[dtype] * max(1.0, largest):
+    if difference > parts.tolerance * max(1.0, largest):
         raise ModelError(
             "teacher.cache.path",
             f"'{parts.cache.store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the "
             "teacher says now",
-            f"At most {TOLERANCE[dtype]:g} of the largest logit ({largest:.3g})",
+            f"At most {parts.tolerance:g} of the largest logit ({largest:.3g})",
             "Remove the folder, or choose another teacher.cache.path",
         )
 

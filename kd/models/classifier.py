@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from kd.types import Outputs
 
+GRAPHS = 64
+"""Of all models of a process together. torch's own limit of 8 would end in the plain forward: training and evaluation,
+teacher and student, and the trials' copies are graphs of their own."""
+
 
 class Classifier(nn.Module):
     """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
@@ -101,6 +105,19 @@ def set_attention(module: nn.Module, fused: bool) -> int:
     for layer in layers:
         layer.fused_attn = fused  # type: ignore[assignment]
     return len(layers)
+
+
+def compile_forward(module: nn.Module) -> nn.Module:
+    """Have a module's forward compiled at its first call, in place: its weights keep their names, its copies are plain.
+
+    A graph for each shape, so that the bits of an answer are a function of its shape, whatever came before: a resumed
+    run computes what the unbroken one did.
+    """
+    import torch._dynamo.config as limits  # heavy, and only where something is compiled
+
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+    module.compile(dynamic=False)
+    return module
 
 
 def count_attention(module: nn.Module) -> int:

@@ -91,7 +91,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
     try:
-        with _quiet():
+        with quiet():
             torch.onnx.export(
                 program,
                 f=path,
@@ -120,7 +120,7 @@ def write_int8(source: Path, path: Path) -> None:
 
     graph = onnx.load(source)
     del graph.graph.value_info[:]  # shapes noted before the exporter turned weights round; they are inferred anew
-    with _quiet():
+    with quiet():
         quantize_dynamic(
             graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
         )
@@ -133,12 +133,17 @@ def write_openvino(source: Path, path: Path) -> None:
         MissingExtra: openvino is not installed.
     """
     openvino = require("openvino", "--openvino", "openvino")
-    with _quiet():
+    with quiet():
         openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=False)
 
 
-def onnx_runner(path: Path, threads: int = 1) -> Callable[[np.ndarray], np.ndarray]:
+def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
+
+    Args:
+        source: the file, or what stands in it.
+        threads: of the session, the caller's included.
+        spin: let them wait for work by spinning, which is faster where nothing else wants the cores.
 
     Raises:
         MissingExtra: onnxruntime is not installed.
@@ -146,14 +151,27 @@ def onnx_runner(path: Path, threads: int = 1) -> Callable[[np.ndarray], np.ndarr
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    if not spin:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    model = source if isinstance(source, bytes) else str(source)
+    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return lambda image: session.run([OUTPUT], {INPUT: image})[0]
 
 
-def openvino_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32."""
+def openvino_runner(source: Path | bytes, threads: int = 0) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32.
+
+    Args:
+        source: a file, OpenVINO's or ONNX; or what stands in an ONNX file.
+        threads: how many it may use; 0: as OpenVINO sees fit.
+
+    Raises:
+        MissingExtra: openvino is not installed.
+    """
     openvino = require("openvino", "--openvino", "openvino")
-    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
+    compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
 
 
@@ -188,7 +206,7 @@ def _failed(tool: str, error: Exception) -> ModelError:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the exporters' notes about their own internals from the user, who can do nothing about them."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,10 +1,11 @@
-"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints; whole or sharded."""
+"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints; whole or divided."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class LiveTeacher(Uncached):
         micro_batch: int = 0,
         shard: Place | None = None,
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
+        remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
         """Freeze a copy of `model` on `device`.
 
@@ -55,18 +57,22 @@ class LiveTeacher(Uncached):
             shard: spreads it over the ranks instead; then only rank 0's `model` must hold weights, and all ranks must
                 answer for equally many batches.
             pipeline: cuts it into stages instead; again all ranks must answer for equally many batches.
+            remake: makes what runs out of the frozen model on its device: an exported graph, a quantized or compiled
+                network. Not with `shard` or `pipeline`.
         """
         frozen = hollow(model) if shard is not None else copy.deepcopy(model)
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
         self.mib = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
-        """Of the whole teacher."""
+        """Of the whole teacher, before it is remade."""
         if shard is not None:
             shard(frozen, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
         self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
         if pipeline is not None:
             self.model = pipeline(frozen)
+        if remake is not None:
+            self.model = remake(self.model)
         self.micro_batch = micro_batch
 
     def _forward(self, image: Tensor) -> list[Outputs]:

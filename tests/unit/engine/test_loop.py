@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -261,6 +262,25 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
         assert replace(state, seconds=0.0) == replace(last, seconds=0.0)
         assert same(weights(resumed.run), weights(whole.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
+    """Evaluated with averaged weights, at another batch size than it is trained, which no graph may remember."""
+    overrides = ("teacher.compile=on", "student.compile=on", "optimizer.ema=0.9", "run.every.checkpoint=3")
+    whole = make(*overrides, folder=tmp_path / "whole")
+    last = train(whole.run)
+    killed = make(*overrides, folder=tmp_path / "killed", watcher=StopAfter(5))
+    with pytest.raises(Stop):
+        train(killed.run)
+    killed.sink.close()
+    resumed = make(*overrides, folder=tmp_path / "killed")
+    assert replace(train(resumed.run), seconds=0.0) == replace(last, seconds=0.0)
+    assert same(weights(resumed.run), weights(whole.run))
+    assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
+    for made in (whole, resumed):
+        made.sink.close()
 
 
 def read_rows(folder) -> list[dict]:

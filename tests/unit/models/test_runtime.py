@@ -1,0 +1,170 @@
+"""The frozen forward outside plain torch says what plain torch says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import tempfile
+
+import pytest
+import torch
+
+from kd.errors import BackendError, MissingExtra, ModelError
+from kd.models.classifier import Classifier, compile_forward
+from kd.models.load import Spec, load
+from kd.models.quantize import packaged, quantize, require_fp8
+from kd.models.runtime import Exported, exported
+from kd.models.teacher import LiveTeacher
+from kd.types import Batch
+
+CLASSES = ("apple", "fig", "pear")
+ARGS = {"patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 2}
+CPU = torch.device("cpu")
+ROUNDING = 2e-5
+"""Of a logit: sums of a thousand float32 products in another order."""
+
+
+def model(size: int = 16, **args) -> Classifier:
+    torch.manual_seed(0)
+    return load(Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size, False)
+
+
+def batch(count: int = 7, size: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(count)
+    image = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    return Batch.of(image, torch.zeros(count, dtype=torch.int64))
+
+
+def live(runtime: str, size: int = 16, int8: bool = False, micro_batch: int = 0, **args) -> LiveTeacher:
+    given = model(size, **args)
+    return LiveTeacher(given, CPU, micro_batch=micro_batch, remake=lambda frozen: Exported(frozen, size, runtime, int8))
+
+
+def has(runtime: str) -> str:
+    pytest.importorskip(runtime, reason=f"{runtime} is not installed: pip install 'kd[openvino]'")
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("runtime", "size", "args"),
+    [
+        ("onnxruntime", 16, {}),
+        ("onnxruntime", 20, {"img_size": 16}),  # OpenVINO 2026.4 cannot compile the resize's products on a CPU
+        ("openvino", 16, {}),
+    ],
+)
+def test_a_graph_says_what_torch_says(runtime, size, args):
+    outside = live(has(runtime), size, **args)
+    inside = LiveTeacher(model(size, **args), CPU)
+    for count in (1, 7):
+        given = batch(count, size)
+        torch.testing.assert_close(outside(given).logits, inside(given).logits, rtol=0, atol=ROUNDING)
+    assert outside(given).features is None
+    assert outside.images == 15
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_its_answers_are_ordinary_float32_tensors(runtime):
+    teacher = live(has(runtime), micro_batch=3)
+    first = teacher(batch()).logits
+    kept = first.clone()
+    assert first.dtype == torch.float32
+    assert not first.is_inference()
+    weight = torch.ones(3, requires_grad=True)
+    (first * weight).sum().backward()  # autograd saves the logits for this
+    torch.testing.assert_close(weight.grad, first.sum(0))
+    teacher(batch(5))
+    assert torch.equal(first, kept)  # the runtime does not write into what it gave away
+
+
+def test_it_has_as_many_threads_as_torch():
+    teacher, before = live("onnxruntime"), torch.get_num_threads()
+    one = teacher(batch()).logits
+    try:
+        torch.set_num_threads(2 if before == 1 else 1)
+        other = teacher(batch()).logits
+        assert teacher.model._threads == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(other, one, rtol=0, atol=ROUNDING)
+
+
+def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    teacher = live("onnxruntime", int8=True)
+    teacher(batch())
+    assert list(tmp_path.iterdir()) == []
+    assert not list(teacher.model.parameters())
+    with pytest.raises(ModelError, match="cannot express"):
+        exported(Classifier(Asks(), 3, 0), 16)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Asks(torch.nn.Module):
+    """A network that looks at its input's values: no tracer can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
+
+
+def test_int8_is_near_and_smaller_and_not_the_same():
+    exact, coarse = LiveTeacher(model(), CPU)(batch()).logits, live("onnxruntime", int8=True)(batch()).logits
+    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()  # 8 bits a product, two blocks deep
+    assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(exported(model().eval(), 16))
+
+
+# ----------------------------------------------------------------------------------------------- torch, quantized
+
+
+def test_torch_quantizes_to_int8():
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'kd[quantize]'")
+    exact = LiveTeacher(model(), CPU)(batch()).logits
+    coarse = LiveTeacher(model(), CPU, remake=lambda frozen: quantize(frozen, "int8"))(batch()).logits
+    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()
+    assert not coarse.is_inference()
+
+
+def test_float8_names_the_device_that_lacks_it():
+    with pytest.raises(
+        BackendError, match=r"^teacher\.precision: is fp8, which the device 'cpu' does not have\. .*8\.9"
+    ):
+        require_fp8(CPU)
+    with pytest.raises(BackendError, match="the device 'cpu'"):
+        quantize(model(), "fp8")
+
+
+def test_torchao_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(
+        MissingExtra, match=r"^teacher\.precision: .*torchao, which is not installed\. pip install 'kd\["
+    ):
+        packaged()
+
+
+# ------------------------------------------------------------------------------------------------------- compiled
+
+
+def test_compiling_is_in_place_and_a_copy_is_plain():
+    given = model()
+    names = list(given.state_dict())
+    assert compile_forward(given) is given
+    assert list(given.state_dict()) == names
+    assert given._compiled_call_impl is not None
+    assert copy.deepcopy(given)._compiled_call_impl is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_it_says_what_torch_says_at_every_size():
+    given = model()
+    compiled = LiveTeacher(given, CPU, remake=compile_forward)
+    plain = LiveTeacher(given, CPU)
+    for count in (7, 3, 7):
+        torch.testing.assert_close(compiled(batch(count)).logits, plain(batch(count)).logits, rtol=0, atol=ROUNDING)
+    assert not compiled(batch()).logits.is_inference()
