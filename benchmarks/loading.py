@@ -20,7 +20,7 @@ from typing import Any
 from _record import write
 from kd import build, config
 from kd.data.views import Views
-from kd.loading import sample, stored, views
+from kd.start.loading import sample, stored, views
 
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:

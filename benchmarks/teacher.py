@@ -14,11 +14,11 @@ import time
 import torch
 
 from _record import write
-from kd.kernels import Kernel
 from kd.models.classifier import set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.teaching import installed, remade
+from kd.start.kernels import Kernel
+from kd.start.teacher import installed, remade
 from kd.types import Batch
 
 CLASSES = [str(i) for i in range(101)]

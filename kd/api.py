@@ -23,7 +23,6 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
-from kd.gate import population
 from kd.models.classifier import Plain
 from kd.models.ensemble import Ensemble
 from kd.models.teacher import LiveTeacher
@@ -31,6 +30,7 @@ from kd.optim.ema import EMA
 from kd.optim.schedule import Schedule
 from kd.parts import build as build_part
 from kd.report.console import Console
+from kd.start.sifter import population
 from kd.types import Dims, State
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from kd import parts
-from kd.cached import cached
-from kd.choose import choose_batch, choose_student, provisional
 from kd.config import Config
 from kd.contracts import Backend, Sink, Source, Teacher, Watcher
 from kd.data.loader import evaluation_plan
@@ -21,10 +19,6 @@ from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Length, Run
 from kd.errors import ConfigError, DataError
-from kd.gate import sifter
-from kd.kernels import Kernel, images_of
-from kd.loading import loaders
-from kd.loading import views as views_of
 from kd.models.classifier import Classifier
 from kd.models.ensemble import TeacherModel, first
 from kd.models.load import Spec, load
@@ -34,9 +28,15 @@ from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.teaching import Taught, asked_of_teacher, choose_teacher, found_of_teacher, refusals
+from kd.start.cache import cached
+from kd.start.kernels import Kernel, images_of
+from kd.start.loading import loaders
+from kd.start.loading import views as views_of
+from kd.start.sifter import sifter
+from kd.start.student import choose_batch, choose_student, provisional
+from kd.start.teacher import Taught, asked_of_teacher, choose_teacher, found_of_teacher, refusals
+from kd.start.workers import choose_workers
 from kd.types import Dims
-from kd.workers import choose_workers
 
 LOGIT_LOSSES = "Losses of logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
 

@@ -14,8 +14,7 @@ FILES = sorted((ROOT / "kd").rglob("*.py"))
 VALUES = {"errors", "types", "seeds", "pixels", "host", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "backends"}
 BELOW_BUILD = VALUES | {"parts", "schema", "config", "models", "data", "optim", "report", "engine", "artifacts"}
-CHOICES = {"kernels", "loading", "choose", "teaching", "workers", "cached", "gate"}
-JOBS = BELOW_BUILD | CHOICES | {"build", "jobs"}
+JOBS = BELOW_BUILD | {"start", "build", "jobs"}
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
@@ -29,11 +28,8 @@ MAY_IMPORT = {
     "config": {"errors", "parts", "schema", "contradictions"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),
-    "kernels": BELOW_BUILD,
-    "loading": BELOW_BUILD,
-    **dict.fromkeys(("choose", "teaching", "workers", "cached"), BELOW_BUILD | {"kernels", "loading"}),
-    "gate": BELOW_BUILD | {"kernels", "workers"},
-    "build": BELOW_BUILD | CHOICES,
+    "start": BELOW_BUILD,
+    "build": BELOW_BUILD | {"start"},
     "jobs": JOBS,
     "api": JOBS,
     "cli": JOBS | {"api", "serve"},

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kd import build
 from kd.config import Config
 from kd.contracts import Backend
-from kd.loading import stored
+from kd.start.loading import stored
 
 
 @contextmanager

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from kd import build
-from kd.cached import cached
-from kd.choose import provisional
 from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
@@ -19,13 +17,15 @@ from kd.errors import ConfigError, ModelError
 from kd.host import cores
 from kd.jobs._world import prepared, world
 from kd.jobs.teach import obtain_teacher
-from kd.kernels import Kernel
-from kd.loading import loaders
-from kd.loading import views as views_of
 from kd.models.cache import CachedTeacher
-from kd.teaching import choose_teacher
+from kd.start.cache import cached
+from kd.start.kernels import Kernel
+from kd.start.loading import loaders
+from kd.start.loading import views as views_of
+from kd.start.student import provisional
+from kd.start.teacher import choose_teacher
+from kd.start.workers import unmeasured
 from kd.types import Plan
-from kd.workers import unmeasured
 
 SAMPLE = 256
 """Records of each view that a verification computes again."""

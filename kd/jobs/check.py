@@ -12,11 +12,11 @@ from kd import build
 from kd.config import Config
 from kd.data.store import slot_bytes
 from kd.jobs._teachers import each, together
-from kd.loading import augmentation, kept
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
+from kd.start.loading import augmentation, kept
 from kd.types import Dims
 
 

@@ -19,13 +19,14 @@ import pytest
 import torch
 from PIL import Image
 
-from kd import build, config, loading
+from kd import build, config
 from kd.data.loader import LocalLoader
 from kd.data.store import HEADER, PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.transforms import Evaluate, Train, random_box
 from kd.data.views import Mixing, Views
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
+from kd.start import loading
 from kd.types import Plan
 
 

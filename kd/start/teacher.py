@@ -17,12 +17,23 @@ from kd.config import Config
 from kd.contracts import Backend, Source, Teacher
 from kd.data.transforms import Evaluate
 from kd.errors import ConfigError, DataError, KdError, MissingExtra
-from kd.kernels import QUANTIZED, Effort, Kernel, Table, challenge, demanded, images_of, in_stages, options, trial_batch
 from kd.models.classifier import compile_forward, set_attention
 from kd.models.ensemble import Ensemble, TeacherModel
 from kd.models.quantize import quantize
 from kd.models.runtime import RUNTIMES, Exported
 from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.start.kernels import (
+    QUANTIZED,
+    Effort,
+    Kernel,
+    Table,
+    challenge,
+    demanded,
+    images_of,
+    in_stages,
+    options,
+    trial_batch,
+)
 from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

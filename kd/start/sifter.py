@@ -15,9 +15,9 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.engine.scoring import looking, shrunk
 from kd.errors import ConfigError
-from kd.kernels import trial_batch
+from kd.start.kernels import trial_batch
+from kd.start.workers import loading_ms, share_asked
 from kd.types import Costs, Population
-from kd.workers import loading_ms, share_asked
 
 
 class Divided(Protocol):

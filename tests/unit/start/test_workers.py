@@ -13,7 +13,7 @@ from kd.data.transforms import Train
 from kd.data.views import Views
 from kd.datasets import imagefolder
 from kd.report.console import Console
-from kd.workers import Pace, ahead, clear_winner, loading_ms, pairs, share_asked, unmeasured
+from kd.start.workers import Pace, ahead, clear_winner, loading_ms, pairs, share_asked, unmeasured
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.errors import DataError
 from kd.host import cores
-from kd.kernels import CPU_TRIAL, Table, trial_batch
-from kd.loading import sample
+from kd.start.kernels import CPU_TRIAL, Table, trial_batch
+from kd.start.loading import sample
 from kd.types import Batch, Outputs, Plan
 
 SAMPLE, SAMPLE_SECONDS = 16, 1.0

@@ -12,11 +12,11 @@ import torch
 
 from kd.config import Config
 from kd.contracts import Backend, Source, Teacher
-from kd.kernels import Kernel
-from kd.loading import kept
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
 from kd.models.ensemble import TeacherModel
 from kd.models.load import digest
+from kd.start.kernels import Kernel
+from kd.start.loading import kept
 
 
 def cached(

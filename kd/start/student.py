@@ -14,8 +14,8 @@ from kd.engine.criterion import Distillation
 from kd.engine.fit_batch import largest
 from kd.engine.probe import fastest
 from kd.errors import ConfigError
-from kd.kernels import Effort, Kernel, Table, challenge, demanded, in_stages, options, trial_batch
 from kd.models.classifier import compile_forward, set_attention
+from kd.start.kernels import Effort, Kernel, Table, challenge, demanded, in_stages, options, trial_batch
 from kd.types import Batch
 
 DEVICE_TRIAL = 64

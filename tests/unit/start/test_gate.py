@@ -7,10 +7,10 @@ import torch
 
 from kd import build, config
 from kd.artifacts.memory import Memory
-from kd.gate import gated
 from kd.report.console import Console
 from kd.sifters import history, random, relative
 from kd.sifters.none import Everything
+from kd.start.sifter import gated
 from kd.types import Costs, Population
 
 

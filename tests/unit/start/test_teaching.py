@@ -18,11 +18,11 @@ from kd.artifacts.memory import Memory
 from kd.engine.loop import train
 from kd.engine.probe import attempt, fastest, milliseconds
 from kd.errors import ConfigError, ModelError
-from kd.kernels import Effort, Kernel, challenge, demanded, images_of, worth_trying
 from kd.models.classifier import Classifier
 from kd.models.ensemble import Ensemble
 from kd.report.console import Console
-from kd.teaching import asked_of_teacher, choose_teacher, refusals, validation_images
+from kd.start.kernels import Effort, Kernel, challenge, demanded, images_of, worth_trying
+from kd.start.teacher import asked_of_teacher, choose_teacher, refusals, validation_images
 
 LONG = ("run.steps=1000000000", "student.compile=off")
 """So many steps that everything is worth trying; built, never trained."""
