@@ -30,6 +30,7 @@ from kd.optim.ema import EMA
 from kd.optim.schedule import Schedule
 from kd.parts import build as build_part
 from kd.report.console import Console
+from kd.start.batch import arithmetic, fixed_batch
 from kd.start.sifter import population
 from kd.types import Dims, State
 
@@ -157,10 +158,10 @@ def _run(
     workers: int,
     console: Console,
 ) -> tuple[Run, Memory]:
-    batch_size, seed = build.fixed_batch(settings), settings.run.seed
+    batch_size, seed = fixed_batch(settings), settings.run.seed
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
-    split = build.arithmetic(settings, world.world_size, num_images)
+    split = arithmetic(settings, world.world_size, num_images)
     given = [Plain(teacher)] if isinstance(teacher, nn.Module) else [Plain(one) for one in teacher]
     live = LiveTeacher(given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given)), world.device)
     model = Plain(student)

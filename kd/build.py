@@ -28,12 +28,13 @@ from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
+from kd.start.batch import Arithmetic, arithmetic, choose_batch, provisional
 from kd.start.cache import cached
 from kd.start.kernels import Kernel, images_of
 from kd.start.loading import loaders
 from kd.start.loading import views as views_of
 from kd.start.sifter import sifter
-from kd.start.student import choose_batch, choose_student, provisional
+from kd.start.student import choose_student
 from kd.start.teacher import Taught, asked_of_teacher, choose_teacher, found_of_teacher, refusals
 from kd.start.workers import choose_workers
 from kd.types import Dims
@@ -55,20 +56,6 @@ class Data:
         """A hash of both listings and the class order."""
         text = "\n".join([self.train.fingerprint, self.val.fingerprint, *self.train.classes])
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How the global batch is divided."""
-
-    batch_size: int
-    world_size: int
-    micro_batch: int
-    accumulate: int
-    eval_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 
 def backend(config: Config) -> Backend:
@@ -98,45 +85,6 @@ def data(config: Config) -> Data:
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
     return Data(train, val)
-
-
-def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
-    """Divide the global batch over ranks and micro-batches.
-
-    Raises:
-        ConfigError: it does not divide, or there are fewer images than a batch.
-    """
-    section, batch_size = config.data, fixed_batch(config)
-    share, rest = divmod(batch_size, world_size)
-    micro = section.micro_batch or share
-    if rest or not share or share % micro:
-        near = max(1, round(batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
-        raise ConfigError(
-            "data.batch_size",
-            f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
-            "batch_size = ranks x micros x micro_batch, all whole",
-            f"Set data.batch_size={near}, or change data.micro_batch",
-        )
-    if num_images < batch_size:
-        raise ConfigError(
-            "data.batch_size",
-            f"is {batch_size}, but the training split has {num_images} images",
-            "At most the size of the training split",
-            f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
-        )
-    return Arithmetic(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
-
-
-def fixed_batch(config: Config) -> int:
-    """Return the global batch size.
-
-    Raises:
-        ConfigError: it is `auto`, and nobody has searched.
-    """
-    if isinstance(config.data.batch_size, str):
-        remedy = "Set a number here"
-        raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
-    return config.data.batch_size
 
 
 def criterion(config: Config, dims: Dims) -> Criterion:

@@ -18,11 +18,11 @@ from kd.host import cores
 from kd.jobs._world import prepared, world
 from kd.jobs.teach import obtain_teacher
 from kd.models.cache import CachedTeacher
+from kd.start.batch import arithmetic, provisional
 from kd.start.cache import cached
 from kd.start.kernels import Kernel
 from kd.start.loading import loaders
 from kd.start.loading import views as views_of
-from kd.start.student import provisional
 from kd.start.teacher import choose_teacher
 from kd.start.workers import unmeasured
 from kd.types import Plan
@@ -100,9 +100,7 @@ def _parts(settings: Config, backend: Backend) -> _Parts:
     teacher = obtain_teacher(settings, data, backend)
     assert teacher is not None
     choices: dict[str, str] = {}
-    split = build.arithmetic(
-        provisional(settings, len(data.train), backend, choices), backend.world_size, len(data.train)
-    )
+    split = arithmetic(provisional(settings, len(data.train), backend, choices), backend.world_size, len(data.train))
     asked = settings.teacher.cache.views * len(data.train) // backend.world_size
     live, taught = choose_teacher(settings, teacher, data.val, split.micro_batch, backend, choices, asked)
     if taught.told and backend.rank == 0:

@@ -17,6 +17,7 @@ from kd.jobs.train import labels_alone
 from kd.models.ensemble import TeacherModel
 from kd.report.console import Console
 from kd.schema import Cache
+from kd.start.batch import fixed_batch
 
 
 def compile_only(settings: Config) -> str:
@@ -64,5 +65,5 @@ def _runs(settings: Config, data: build.Data, backend: Backend) -> list[tuple[st
         teacher = together(settings, models)
     found.append((settings.run.name, settings, teacher))
     if settings.run.baseline:
-        found.append((f"{settings.run.name} (labels only)", labels_alone(settings, build.fixed_batch(settings)), None))
+        found.append((f"{settings.run.name} (labels only)", labels_alone(settings, fixed_batch(settings)), None))
     return found

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,22 +19,10 @@ from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import free_mib
+from kd.start.batch import Arithmetic
 
 SAMPLE = 16
 """Training images that are decoded to see how large a store becomes."""
-
-
-class Divided(Protocol):
-    """How the global batch is divided: `kd.build.Arithmetic`."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def accumulate(self) -> int: ...
-    @property
-    def eval_batch(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
 
 
 def augmentation(config: Config) -> Train:
@@ -67,7 +55,7 @@ def views(config: Config, train: Source, val: Source) -> tuple[Views, Views]:
 
 
 def loaders(
-    both: tuple[Views, Views], backend: Backend, split: Divided, workers: int
+    both: tuple[Views, Views], backend: Backend, split: Arithmetic, workers: int
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build the training and the validation loader, each with so many workers on this rank."""
     place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}

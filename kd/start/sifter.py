@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 
@@ -15,24 +14,16 @@ from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
 from kd.engine.scoring import looking, shrunk
 from kd.errors import ConfigError
+from kd.start.batch import Arithmetic
 from kd.start.kernels import trial_batch
 from kd.start.workers import loading_ms, share_asked
 from kd.types import Costs, Population
 
 
-class Divided(Protocol):
-    """How the global batch is divided: `kd.build.Arithmetic`."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-
-
 def sifter(
     config: Config,
     source: Source,
-    split: Divided,
+    split: Arithmetic,
     backend: Backend,
     loader: LocalLoader,
     distillation: Distillation,
@@ -83,7 +74,7 @@ def population(
     num_images: int,
     labels: Callable[[], torch.Tensor],
     backend: Backend,
-    split: Divided,
+    split: Arithmetic,
     seed: int,
 ) -> Population:
     """Return what a sifter must know of the images and of how they are divided."""
