@@ -11,6 +11,7 @@ it, else float32, the same for both.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -26,6 +27,11 @@ import yaml
 from _record import write
 
 STUDENT = "vit_tiny_patch16_224"
+RUNTIMES = {
+    "kd live, openvino": ("teacher.runtime=openvino",),
+    "kd live, int8": ("teacher.runtime=onnxruntime", "teacher.precision=int8"),
+}
+"""How else a live teacher may run: exact, through an extra; and rounded to int8, which changes what it says a little."""
 TEACHERS = {"S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 
 
@@ -137,12 +143,22 @@ def main() -> None:
         for name in teachers:
             note(turn, name, "timm", run_timm(given, teachers[name], num_classes, data, work))
             note(turn, name, "kd live", run_kd(given, settings[name], f"live-{name}-{turn}", work))
+            for kind in runtimes():
+                own = f"{kind.split()[-1]}-{name}-{turn}"
+                note(turn, name, kind, run_kd(given, settings[name], own, work, *RUNTIMES[kind]))
             note(turn, name, "kd cached", run_kd(given, settings[name], f"cached-{name}-{turn}", work, *cached))
         alone = {**settings[given.teachers[0]], "losses": [{"kind": "ce"}], "teacher": {}}
         note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
     report(rows, list(teachers))
     argv = ["python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER", f"--rounds {given.rounds}"]
     write("timm_distillation", " ".join([*argv, f"--steps {given.steps} --batch {given.batch}"]), rows)
+
+
+def runtimes() -> list[str]:
+    """Return which other runtimes a float32 run can have here."""
+    if bf16_pays():
+        return []
+    return [kind for kind in RUNTIMES if "openvino" not in kind or importlib.util.find_spec("openvino")]
 
 
 def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
@@ -155,11 +171,14 @@ def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
 
     print(f"precision {'bf16' if bf16_pays() else 'float32'}; labels only {median('-', 'kd labels only'):.2f} images/s")
     for name in teachers:
-        timm, live, cached = (median(name, which) for which in ("timm", "kd live", "kd cached"))
-        print(
-            f"ViT-{name} -> ViT-Ti: timm {timm:.2f}, kd live {live:.2f} ({live / timm:.2f}x), kd cached {cached:.2f} "
-            f"({cached / timm:.2f}x; {cached / median('-', 'kd labels only'):.2f} of labels only) images/s"
-        )
+        timm = median(name, "timm")
+        told = [f"ViT-{name} -> ViT-Ti: timm {timm:.2f}"]
+        told += [
+            f"{which} {median(name, which):.2f} ({median(name, which) / timm:.2f}x)"
+            for which in ("kd live", *runtimes(), "kd cached")
+        ]
+        share = median(name, "kd cached") / median("-", "kd labels only")
+        print(", ".join(told), f"images/s; cached {share:.2f} of labels only")
 
 
 if __name__ == "__main__":
