@@ -31,7 +31,7 @@ RUNTIMES = {
     "kd live, openvino": ("teacher.runtime=openvino",),
     "kd live, int8": ("teacher.runtime=onnxruntime", "teacher.precision=int8"),
 }
-"""How else a live teacher may run: exact, through an extra; and rounded to int8, which changes what it says a little."""
+"""How else a live teacher may run: exact, through an extra; and in int8, which changes what it says a little."""
 TEACHERS = {"S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 
 

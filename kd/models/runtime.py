@@ -25,7 +25,7 @@ class Exported(nn.Module):
     """A classifier as a graph: uint8 [B, 3, S, S] on the CPU in, logits [B, C] out; no features, no gradients.
 
     It holds no torch weights. The graph stays in memory, and with it nothing is left on the disk: a session has a fixed
-    number of threads and is made anew when torch's changes, as the probe of a run may do.
+    number of threads and another one is made when torch's changes, as the probes of a run do, in turns of two.
     """
 
     def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
@@ -44,15 +44,15 @@ class Exported(nn.Module):
         """
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, int8)
-        self._threads = 0
-        self._run: Callable[[np.ndarray], np.ndarray] | None = None
+        self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify uint8 images [B, 3, S, S]; return float32 logits [B, C]."""
         threads = torch.get_num_threads()
-        if self._run is None or threads != self._threads:
-            self._threads, self._run = threads, self._start(threads)
-        return Outputs(torch.from_numpy(self._run(image.contiguous().numpy())))
+        if threads not in self._sessions:
+            latest = dict(list(self._sessions.items())[-1:])
+            self._sessions = {**latest, threads: self._start(threads)}
+        return Outputs(torch.from_numpy(self._sessions[threads](image.contiguous().numpy())))
 
     def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
         if self.runtime == "openvino":
