@@ -195,6 +195,8 @@ class Population:
     """Return every image's class, int64 [num_images]; asked for only where a sifter needs it."""
     reduce_sum: Callable[[Tensor], Tensor]
     """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
+    views: int = 0
+    """How many views an image has; 0: a fresh one every epoch."""
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> Population:

@@ -52,11 +52,18 @@ def generator(population: Population, purpose: str, epoch: int) -> torch.Generat
 def everything(population: Population, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size.
 
-    What is cut differs from epoch to epoch, so that no image is left out for good.
+    What is cut differs from epoch to epoch, so that no image is left out for good. Where an image has several views it
+    differs from view to view and is the same whenever a view comes back: after one epoch of a view a cache of the
+    teacher's logits has all that this view will ever ask for.
     """
-    visited = population.num_images // population.batch_size * population.batch_size
-    ids = torch.randperm(population.num_images, generator=generator(population, "order", epoch))[:visited]
-    return Plan(ids=ids, weights=torch.ones(visited))
+    count, views = population.num_images, population.views
+    visited = count // population.batch_size * population.batch_size
+    ids = torch.randperm(count, generator=generator(population, "order", epoch))
+    if views > 1 and visited < count:
+        order = torch.randperm(count, generator=generator(population, "cut", 0))
+        spared = torch.arange(count - visited) + epoch % views * (count - visited)
+        ids = ids[torch.isin(ids, order[spared % count], invert=True)]
+    return Plan(ids=ids[:visited], weights=torch.ones(visited))
 
 
 def shuffled(population: Population, epoch: int, ids: Tensor, weights: Tensor) -> Plan:

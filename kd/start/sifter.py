@@ -35,7 +35,8 @@ def sifter(
     def labels() -> torch.Tensor:
         return torch.tensor([source.label(id) for id in range(len(source))])
 
-    section, crowd = config.sifter, population(len(source), labels, backend, split, config.run.seed)
+    section, views = config.sifter, config.data.views or config.teacher.cache.views
+    crowd = population(len(source), labels, backend, split, config.run.seed, views)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
     require_size(distillation, getattr(section.options, "score_size", 0), config, backend)
     if choices.get("sifter") == "none":
@@ -76,6 +77,7 @@ def population(
     backend: Backend,
     split: Arithmetic,
     seed: int,
+    views: int = 0,
 ) -> Population:
     """Return what a sifter must know of the images and of how they are divided."""
     return Population(
@@ -87,6 +89,7 @@ def population(
         seed=seed,
         labels=labels,
         reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+        views=views,
     )
 
 

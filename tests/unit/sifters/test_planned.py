@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -45,6 +47,19 @@ def test_a_sifted_epoch_has_exactly_the_images_asked_for(kind, keep):
     assert abs(len(plan.ids) / IMAGES - keep) <= 0.5 * BATCH / IMAGES + 1e-9
     assert len(plan.ids) % BATCH == 0
     assert len(plan.ids.unique()) == len(plan.ids)
+
+
+@pytest.mark.parametrize("views", [2, 3, 30])
+def test_what_fills_no_batch_is_left_out_by_view(views):
+    """410 images in batches of 20: ten are left out, the same ones whenever a view comes back."""
+    crowd = Population(410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views)
+    plans = [none.Everything(crowd).plan(epoch, 0.0).ids for epoch in range(2 * views)]
+    seen = [set(ids.tolist()) for ids in plans]
+    assert all(len(ids) == len(found) == 400 for ids, found in zip(plans, seen, strict=True))
+    assert seen[:views] == seen[views:]
+    assert not torch.equal(plans[0], plans[views])  # in another order
+    assert set.union(*seen[:2]) == set(range(410))
+    assert all(one != other for one, other in itertools.pairwise(seen))
 
 
 def test_whole_epochs_at_the_start_and_at_the_end():
