@@ -1,0 +1,138 @@
+"""How much of the machine a distillation step uses: its arithmetic against the measured rate of matrix products.
+
+Run: python benchmarks/mfu.py [--teacher vit_base_patch16_224] [--batch 16] [--rounds 5] [--precision bf16]
+
+On ready tensors, on the GPU where there is one, else on the CPU; kernels in turns. The arithmetic (two for a multiply
+and an add) is counted by torch's FlopCounterMode in unfused attention and is the same for each kernel. The rate is the
+best of square products of that precision. `cached`: the student's step alone, its target at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from _record import write
+from kd.engine.criterion import Criterion, Distillation
+from kd.losses.kl import KL
+from kd.models.classifier import set_attention
+from kd.models.load import Spec, load
+from kd.models.teacher import LiveTeacher
+from kd.types import Batch, Outputs
+
+CLASSES = [str(i) for i in range(101)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the arithmetic a second of square matrix products, the best of three sizes, each the median of five."""
+    rates = []
+    for size in (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 4096):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        times = []
+        for _ in range(6):
+            wait(device)
+            start = time.perf_counter()
+            a @ b
+            wait(device)
+            times.append(time.perf_counter() - start)
+        rates.append(2 * size**3 / statistics.median(times[1:]))
+    return max(rates)
+
+
+class Step:
+    """Teacher and student of one attention kernel."""
+
+    def __init__(self, given: argparse.Namespace, fused: bool, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = device, DTYPES[given.precision]
+        big = load(Spec("teacher", given.teacher, {}, CLASSES), 224, False)
+        small = load(Spec("student", given.student, {}, CLASSES), 224, False)
+        self.teacher = LiveTeacher(big, device, self.dtype)
+        self.module = Distillation(copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))])).to(device)
+        for model in (self.teacher.model, self.module):
+            set_attention(model, fused)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+        image = torch.randint(256, (given.batch, 3, 224, 224), dtype=torch.uint8, device=device)
+        self.batch = Batch.of(image, torch.zeros(given.batch, dtype=torch.int64, device=device))
+        self.target = self.teacher(self.batch)
+
+    def ask(self) -> Outputs:
+        """Run the teacher's forward."""
+        return self.teacher(self.batch)
+
+    def learn(self, target: Outputs) -> None:
+        """Make the student's step."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss = self.module(self.batch, target)[1]["loss"].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def works(self) -> dict[str, Callable[[], object]]:
+        """Return what is timed, by name."""
+        return {
+            "teacher": self.ask,
+            "cached": lambda: self.learn(self.target),
+            "live": lambda: self.learn(self.ask()),
+        }
+
+
+def counted(work: Callable[[], object]) -> int:
+    """Return the arithmetic of a piece of work."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def main() -> None:
+    """Measure and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", default="vit_base_patch16_224")
+    parser.add_argument("--student", default="vit_tiny_patch16_224")
+    parser.add_argument("--batch", type=int, default=0, help="0: 256 on a GPU, 16 on a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    given.batch = given.batch or (256 if device.type == "cuda" else 16)
+    steps = {kernel: Step(given, kernel == "fused", device) for kernel in ("unfused", "fused")}
+    flops = {name: counted(work) for name, work in steps["unfused"].works().items()}
+    rate = matrix_rate(device, DTYPES[given.precision])
+    times: dict[tuple[str, str], list[float]] = {}
+    for turn in range(given.rounds + 1):
+        for kernel, step in steps.items():
+            for name, work in step.works().items():
+                wait(device)
+                start = time.perf_counter()
+                work()
+                wait(device)
+                if turn:
+                    times.setdefault((kernel, name), []).append(time.perf_counter() - start)
+    print(f"{device}, {given.precision}, batch {given.batch}: matrix products {rate / 1e9:.0f} GFLOP/s")
+    rows = []
+    for (kernel, name), samples in times.items():
+        seconds = statistics.median(samples)
+        used = flops[name] / seconds / rate
+        print(f"{kernel:8s} {name:8s} {given.batch / seconds:9.1f} images/s, {100 * used:5.1f} % of the matrix rate")
+        fixed = {"kernel": kernel, "work": name, "gflop": round(flops[name] / 1e9, 2), "gflops": round(rate / 1e9, 1)}
+        rows += [{**fixed, "round": i, "ms": round(1000 * sample, 2)} for i, sample in enumerate(samples)]
+    write("mfu", " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]), rows)
+
+
+if __name__ == "__main__":
+    main()
