@@ -82,7 +82,8 @@ def main() -> None:
         + ", ".join(f"{which} {value:.2f}" for which, value in median.items())
         + f"; disk / none {median['disk'] / median['none']:.2f}; {room / 1024:.0f} KiB an image kept"
     )
-    write("loading", " ".join(["python benchmarks/loading.py", *sys.argv[1:]]), rows)
+    argv = ["FOLDER" if given.data and word == str(given.data) else word for word in sys.argv[1:]]
+    write("loading", " ".join(["python benchmarks/loading.py", *argv]), rows)
 
 
 if __name__ == "__main__":
