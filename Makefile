@@ -14,7 +14,7 @@ run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile
 	@$(MAKE) --no-print-directory lint
 
 lint: $(VENV)/.dev
