@@ -40,7 +40,7 @@ class Exported(nn.Module):
         Raises:
             MissingExtra: a package is not installed.
             ModelError: the network cannot be expressed as a graph. A runtime may still refuse the graph when it first
-                runs, in an error of its own (OpenVINO does where the graph resizes).
+                runs, in an error of its own.
         """
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, int8)
