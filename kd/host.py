@@ -7,9 +7,9 @@ import os
 import resource
 from pathlib import Path
 
-_LIMITS = (  # limit and use of a container: cgroup v2, v1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
+    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -25,10 +25,10 @@ def free_mib() -> float:
     The least of what the machine has free and what the container's and this process's own limits leave.
     """
     left = [_available()]
-    for limit, used in _LIMITS:
-        most = _number(limit)
+    for limit, used, droppable in _CONTAINERS:
+        folder, most = Path(limit).parent, _number(limit)
         if most is not None:
-            left.append(most - (_number(used) or 0.0))
+            left.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
     address, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address != resource.RLIM_INFINITY:
         left.append(address - _address_space())
@@ -36,11 +36,9 @@ def free_mib() -> float:
 
 
 def _available() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
+    available = _line("/proc/meminfo", "MemAvailable:") * 1024
+    if available:
+        return available
     try:  # other systems: half of what there is
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
     except (ValueError, OSError):
@@ -52,7 +50,16 @@ def _address_space() -> float:
     return 0.0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _number(path: str) -> float | None:
+def _line(path: str | Path, name: str) -> float:
+    """Return the number behind a name in a file of such lines; 0.0 where there is none."""
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+        return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 0.0
+
+
+def _number(path: str | Path) -> float | None:
     """Return the first number of a file, or None: not there, or `max`."""
     try:
         value = float(Path(path).read_text(encoding="ascii").split()[0])

@@ -13,11 +13,11 @@ from kd import build
 from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
-from kd.errors import ConfigError, ModelError
+from kd.errors import ConfigError, ModelError, RunError
 from kd.host import cores
 from kd.jobs._world import prepared, world
 from kd.jobs.teach import obtain_teacher
-from kd.models.cache import CachedTeacher
+from kd.models.cache import CachedTeacher, Store
 from kd.start.batch import arithmetic, provisional
 from kd.start.cache import cached
 from kd.start.kernels import Kernel
@@ -70,6 +70,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     Raises:
         ConfigError: no teacher, or no views to cache.
         ModelError: a verified record is not what the teacher says.
+        RunError: the cache cannot be written.
     """
     views = build.views(settings)
     if not settings.teacher.cache.views or not settings.teacher.model:
@@ -78,6 +79,8 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     build.needs(settings)
     with world(settings) as backend:
         parts = _parts(settings, backend)
+        if not verify:
+            _require_writable(parts.cache.store)
         start = time.perf_counter()
         difference = _verify(parts, views) if verify else _fill(parts, views)
         store = parts.cache.store
@@ -127,9 +130,21 @@ def _fill(parts: _Parts, views: int) -> float:
         for batch in parts.backend.put(parts.cache.attach(parts.loader.epoch(plan, view))):
             parts.cache(batch)
             parts.backend.end_step()
+            _require_writable(parts.cache.store)
         parts.cache.settle()
+        _require_writable(parts.cache.store)
         parts.backend.barrier()
     return 0.0
+
+
+def _require_writable(store: Store) -> None:
+    where = "teacher.cache.path"
+    if not store.writable:
+        wrong = f"'{store.folder}' is being written by another run, or may not be written"
+        raise RunError(where, wrong, "One writer at a time", "Wait until that run ends, or train: a run reads it")
+    if store.stopped:
+        remedy = "Free space and run the same command again: it goes on"
+        raise RunError(where, f"'{store.folder}' takes no more ({store.stopped})", "", remedy)
 
 
 def _verify(parts: _Parts, views: int) -> float:

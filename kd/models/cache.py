@@ -13,6 +13,8 @@ import json
 import math
 import mmap
 import os
+import sys
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,10 +26,13 @@ import torch
 from torch import Tensor
 
 from kd.contracts import Teacher
-from kd.errors import ModelError
+from kd.errors import ModelError, RunError
 from kd.types import Answer, Batch, Outputs
 
 FORMAT = 1
+MANIFEST = "manifest.json"
+BEGINNING = 10.0
+"""Seconds that a reader waits for the manifest of a cache whose writer has only just begun it."""
 DENSE_CLASSES = 1024
 """Up to here every logit is kept."""
 TOPK = 64
@@ -74,6 +79,8 @@ class Store:
 
     def __init__(self, folder: Path, codec: Codec, num_images: int, writable: bool) -> None:
         self.folder, self.codec, self.num_images, self.writable = folder, codec, num_images, writable
+        self.stopped = ""
+        """Why nothing is written any more."""
         self._views: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -86,14 +93,26 @@ class Store:
         return records, sums == records["checksum"]
 
     def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        """Write records, one write each: a reader sees the old one, the new one, or a torn one that it refuses."""
+        """Write records, one write each: a reader sees the old one, the new one, or a torn one that it refuses.
+
+        Where the disk is full, say so once and write no more (`stopped`); what is written stays good.
+        """
+        if self.stopped:
+            return
         records = np.zeros(len(ids), self.codec.record)
         for name, part in zip(self.codec.record.names or (), parts, strict=False):
             records[name] = part
         records["checksum"] = checksums(records, view, ids)
-        file = self._opened(view)
-        for id, record in zip(ids, records, strict=True):
-            os.pwrite(file, record.tobytes(), id * self.codec.record.itemsize)
+        try:
+            file = self._opened(view)
+            for id, record in zip(ids, records, strict=True):
+                os.pwrite(file, record.tobytes(), id * self.codec.record.itemsize)
+        except OSError as error:
+            self.stopped = error.strerror or str(error)
+            told = (
+                f"'{self.folder}' takes no more ({self.stopped}). It is used as it is, the teacher answers for the rest"
+            )
+            print(f"teacher.cache: {told}.", file=sys.stderr, flush=True)
 
     def missing(self, view: int) -> np.ndarray:
         """Return the ids that have no whole record, ascending."""
@@ -118,9 +137,17 @@ class Store:
         return self._views[view][0]
 
     def _mapped(self, view: int) -> np.ndarray | None:
-        if view not in self._views and not self._path(view).exists():
-            return None
-        self._opened(view)
+        """Return the records of a view; None where there are none, or its writer has not made the file long enough."""
+        if view not in self._views:
+            size = self.num_images * self.codec.record.itemsize
+            try:
+                if self._path(view).stat().st_size < size and not self.writable:
+                    return None
+                self._opened(view)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise _unusable(self._path(view), error) from error
         return self._views[view][1]
 
 
@@ -215,15 +242,10 @@ def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images:
 
     Raises:
         ModelError: the cache was made from something else; the field is named.
+        RunError: the folder cannot be read or written, or its manifest is damaged.
     """
     identity = {"format": FORMAT, **identity}
-    file = folder / "manifest.json"
-    if not file.is_file() and writable:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".manifest.{os.getpid()}"
-        draft.write_text(json.dumps(identity, indent=2) + "\n")
-        os.replace(draft, file)
-    found = json.loads(file.read_text())
+    found = _manifest(folder, identity, writable)
     for name in identity | found:
         if found.get(name) != identity.get(name):
             raise ModelError(
@@ -236,23 +258,63 @@ def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images:
     return Store(folder, codec, num_images, writable)
 
 
+def _manifest(folder: Path, identity: dict[str, Any], writable: bool) -> dict[str, Any]:
+    """Return what a cache was made from; write it where there is none yet."""
+    file, patience = folder / MANIFEST, time.monotonic() + BEGINNING
+    try:
+        if not file.is_file() and writable:
+            draft = folder / f".manifest.{os.getpid()}"
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(identity, indent=2) + "\n")
+            os.replace(draft, file)
+        while not file.is_file() and time.monotonic() < patience:
+            time.sleep(0.05)
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        remedy = f"Remove the folder '{folder}': it is filled again, as training goes or by kd-cache"
+        raise RunError("teacher.cache.path", f"'{file}' is damaged ({error})", "", remedy) from error
+
+
 def owned(folder: Path) -> bool:
-    """Make this process the one writer of a cache until it ends; return whether it is."""
+    """Make this process the one writer of a cache until it ends; return whether it is.
+
+    It is not where another run writes, nor where there is a cache that this user may only read.
+
+    Raises:
+        RunError: there is no cache and none can be begun, or the file system has no locks.
+    """
     if folder in _locks:
         return True
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        if (folder / MANIFEST).is_file():
+            return False
+        raise _unusable(folder, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
-        return False
+        if isinstance(error, BlockingIOError):
+            return False
+        wrong = f"'{folder}' lies on a file system without locks ({error.strerror or error})"
+        raise RunError("teacher.cache.path", wrong, "One writer at a time", "Choose a path on another one") from error
     os.register_at_fork(after_in_child=file.close)  # a data worker that outlives its trainer must not hold the cache
     _locks[folder] = file
     return True
 
 
 _locks: dict[Path, IO[str]] = {}
+
+
+def _unusable(path: Path, error: OSError) -> RunError:
+    wrong = f"'{path}' cannot be used ({error.strerror or error})"
+    return RunError("teacher.cache.path", wrong, "", "Choose a folder that you may write, or free space on its disk")
 
 
 def _short(value: Any) -> str:

@@ -28,6 +28,7 @@ def cached(
 
     Raises:
         ModelError: the cache was made from something else; the field is named.
+        RunError: its folder cannot be used.
     """
     classes = len(source.classes)
     topk = config.teacher.cache.topk if config.teacher.cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
@@ -36,6 +37,9 @@ def cached(
     folder = place(config, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
+    if backend.rank == 0 and not writable:
+        told = f"'{folder}' has another writer, or may not be written: it is read, the teacher answers what is missing"
+        print(f"teacher.cache: {told}.", flush=True)
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):

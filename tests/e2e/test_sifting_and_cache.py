@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -87,6 +88,31 @@ def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path
     verified = command("cache", *argv, "--verify")
     assert verified.code == 0, verified
     assert "72 records, 0 are missing" in verified.out
+
+
+def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(written, command, refused, tmp_path):
+    folder = tmp_path / "cache"
+    argv = (*VIEWS, f"teacher.cache.path={folder}")
+    filling = [sys.executable, "-m", "kd.cli.cache", written(), *argv]  # a process of its own: it ends, and its lock
+    subprocess.run(filling, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+    os.truncate(folder / "view_0001.logits", 0)
+    with (folder / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        line = refused("cache", written(), *argv)
+        assert line.startswith(f"teacher.cache.path: '{folder}' is being written by another run, or may not be written")
+        trained = command("train", written(), *argv)
+    assert trained.code == 0, trained
+    assert f"teacher.cache: '{folder}' has another writer, or may not be written: it is read," in trained.out
+    assert re.search(r"teacher_images [1-9]", trained.out)
+    assert (folder / "view_0001.logits").stat().st_size == 0
+
+
+@pytest.mark.parametrize("job", ["cache", "train"])
+def test_a_cache_that_cannot_be_begun_is_one_line(written, refused, tmp_path, job):
+    (tmp_path / "file").write_text("")
+    line = refused(job, written(), *VIEWS, f"teacher.cache.path={tmp_path / 'file' / 'cache'}")
+    assert line.startswith("teacher.cache.path: '")
+    assert "cannot be used (Not a directory). Choose a folder that you may write" in line
 
 
 def test_nothing_to_cache_is_one_line(written, command):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import multiprocessing
 import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from kd.errors import ModelError
-from kd.models.cache import CachedTeacher, Codec, open_store
+from kd.errors import ModelError, RunError
+from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import Plain
 from kd.models.teacher import LiveTeacher
 from kd.types import Batch
@@ -176,3 +184,92 @@ def test_records_are_bytes_in_place(tmp_path, live):
     stored.settle()
     record = np.fromfile(tmp_path / "view_0000.logits", stored.store.codec.record)[7]
     np.testing.assert_array_equal(record["logits"], live(batch([7])).logits[0].numpy())
+
+
+def test_a_reader_of_a_file_that_is_too_short_computes(tmp_path, live):
+    """Its writer has just made it and not yet set its length, or a copy was cut off."""
+    writer = CachedTeacher(live, opened(tmp_path))
+    ask(writer, batch([1, 2]))
+    writer.settle()
+    file = tmp_path / "view_0000.logits"
+    whole = file.read_bytes()
+    os.truncate(file, 30)
+    reader, before = CachedTeacher(live, opened(tmp_path, writable=False)), live.images
+    assert torch.equal(ask(reader, batch([1, 2]))[0], live(batch([1, 2])).logits)
+    file.write_bytes(whole)
+    ask(reader, batch([1, 2]))
+    assert live.images - before == 2 + 2  # the comparison's own, and none for the second asking
+
+
+def test_a_reader_waits_for_the_manifest_of_a_writer_that_has_just_begun(tmp_path):
+    def begin() -> None:
+        time.sleep(0.3)
+        opened(tmp_path)
+
+    writer = threading.Thread(target=begin)
+    writer.start()
+    assert not opened(tmp_path, writable=False).writable
+    writer.join()
+
+
+@pytest.mark.parametrize("text", ["", '{"teacher": "ab', "[1]", "null"])
+def test_a_damaged_manifest_is_one_line_with_its_remedy(tmp_path, text):
+    opened(tmp_path)
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' is damaged \(.*\)\. Remove the folder '"):
+        opened(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' cannot be used \(Not a directory\)\. Choose"):
+        owned(tmp_path / "file" / "cache")
+    with pytest.raises(RunError, match=r"cannot be used \(Not a directory\)"):
+        opened(tmp_path / "file" / "cache")
+    opened(tmp_path / "view").folder.joinpath("view_0000.logits").mkdir()
+    with pytest.raises(RunError, match=r"view_0000\.logits' cannot be used \(Is a directory\)"):
+        opened(tmp_path / "view").missing(0)
+
+
+def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
+    with (tmp_path / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not owned(tmp_path)
+    assert owned(tmp_path)
+    assert owned(tmp_path)
+    unwritable = tmp_path / "unwritable"
+    (unwritable / ".lock").mkdir(parents=True)  # the superuser may write anything, but not this
+    with pytest.raises(RunError, match=r"cannot be used \(Is a directory\)"):
+        owned(unwritable)
+    opened(unwritable)
+    assert not owned(unwritable)
+
+
+def _write_until_full(folder: str, answers) -> None:
+    """Fill a cache that may take no more than ten records: the system's own limit stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    weights = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
+    stored = CachedTeacher(LiveTeacher(Plain(weights), torch.device("cpu")), opened(Path(folder)))
+    stored.store.write(0, [], [np.zeros((0, CLASSES), np.float32)])  # makes the file, at its full length
+    limit = 10 * stored.store.codec.record.itemsize
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    sys.stderr = (Path(folder) / "told").open("w")
+    for ids in (range(0, 8), range(8, 16), range(16, 24)):
+        ask(stored, batch(list(ids)))
+        stored.settle()
+    answers.put((IMAGES - len(stored.store.missing(0)), stored.live.images, stored.store.stopped))
+
+
+def test_a_full_disk_is_said_once_and_the_teacher_goes_on(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    run = context.Process(target=_write_until_full, args=(str(tmp_path), answers))
+    run.start()
+    assert answers.get(timeout=30) == (10, 24, "File too large")
+    run.join(30)
+    lines = (tmp_path / "told").read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("teacher.cache: '")
+    assert lines[0].endswith("takes no more (File too large). It is used as it is, the teacher answers for the rest.")

@@ -1,0 +1,52 @@
+"""What the machine has left, read from files as the kernel writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kd import host
+
+GIB = 2**30
+
+
+def container(folder, version: int, limit: str, used: int, droppable: int) -> None:
+    """Write what a cgroup of that version says of its memory."""
+    limits, uses, name = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    (folder / limits).write_text(f"{limit}\n")
+    (folder / uses).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - droppable}\nslab_reclaimable 7\n{name} {droppable}\n")
+
+
+@pytest.fixture
+def inside(monkeypatch, tmp_path):
+    """Be in a container whose files lie in tmp_path."""
+    found = tuple((str(tmp_path / limit.rsplit("/", 1)[1]), *names) for limit, *names in host._CONTAINERS)
+    monkeypatch.setattr(host, "_CONTAINERS", found)
+    return tmp_path
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_can_be_dropped_are_free(inside, version):
+    container(inside, version, str(3 * GIB // 64), 2 * GIB // 64, GIB // 64)
+    assert host.free_mib() == 2 * 1024 / 64  # of 3 parts 2 are used, and 1 of these can be dropped
+
+
+@pytest.mark.parametrize(("version", "limit"), [(1, str(2**63 - 4096)), (2, "max")])
+def test_without_a_limit_it_is_the_machine_s_own(inside, version, limit):
+    container(inside, version, limit, GIB, 0)
+    machine = host._available() / 2**20
+    assert host.free_mib() == pytest.approx(machine, rel=0.05)
+
+
+def test_a_container_that_is_over_its_limit_has_nothing_left(inside):
+    container(inside, 2, str(GIB), 2 * GIB, 0)
+    assert host.free_mib() == 0.0
+
+
+def test_the_machine_says_something():
+    assert 0 < host._available() < 2**50
+    assert host._line("/proc/meminfo", "NoSuchLine:") == 0.0
+    assert host._line("/no/such/file", "x") == 0.0
