@@ -52,7 +52,7 @@ def main() -> None:
             start = time.perf_counter()
             store.write(0, ids.tolist(), [part.numpy() for part in store.codec.compress(logits)])
             wrote = time.perf_counter()
-            found = next(teacher.attach([batch]))
+            found = next(teacher.lookup([batch]))
             answer = teacher(found)
             read = time.perf_counter()
             assert torch.equal(answer.logits, logits.half().float())

@@ -10,10 +10,10 @@ import torch
 from kd.engine.criterion import Criterion
 from kd.losses.ce import CE
 from kd.losses.kl import KL
-from kd.models.classifier import Plain
+from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.sifters.history import History, Options
-from kd.types import Batch, Outputs, Population
+from kd.types import Batch, Outputs, SiftContext
 from own_modules import blobs, network
 
 
@@ -21,10 +21,10 @@ def main() -> float:
     """Train a student for 30 steps and return the last loss."""
     torch.manual_seed(0)
     images, labels = blobs(512, seed=1).tensors
-    teacher = LiveTeacher(Plain(network(32)), torch.device("cpu"))
+    teacher = LiveTeacher(LogitsModel(network(32)), torch.device("cpu"))
     student = network(4)
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.1, CE(label_smoothing=0.0))])
-    sifter = History(Options(keep=0.5), Population.alone(labels, batch_size=64))
+    sifter = History(Options(keep=0.5), SiftContext.alone(labels, batch_size=64))
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     loss = torch.tensor(0.0)
     for epoch in range(4):

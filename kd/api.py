@@ -16,14 +16,14 @@ from kd import build, config, jobs
 from kd.artifacts.memory import Memory
 from kd.config import Config
 from kd.contracts import Backend, Loader, Sifter
-from kd.data.given import GivenDataset, GivenLoader
 from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
-from kd.models.classifier import Plain
+from kd.models.classifier import LogitsModel
 from kd.models.ensemble import Ensemble
 from kd.models.teacher import LiveTeacher
 from kd.optim.ema import EMA
@@ -162,13 +162,13 @@ def _run(
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
     split = arithmetic(settings, world.world_size, num_images)
-    given = [Plain(teacher)] if isinstance(teacher, nn.Module) else [Plain(one) for one in teacher]
+    given = [LogitsModel(teacher)] if isinstance(teacher, nn.Module) else [LogitsModel(one) for one in teacher]
     live = LiveTeacher(given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given)), world.device)
-    model = Plain(student)
+    model = LogitsModel(student)
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
     distillation = Distillation(model, criterion).to(world.device)
-    crowd = population(num_images, partial(_labels, train), world, split, seed)
+    context = population(num_images, partial(_labels, train), world, split, seed)
     section = settings.optimizer
     own = not isinstance(sifter, (str, Mapping))
     sink = Memory()
@@ -183,7 +183,7 @@ def _run(
         loader=train_loader,
         sifter=sifter
         if own
-        else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", population=crowd),
+        else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", population=context),
         optimizer=build.optimizer(settings, distillation, world),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(model, section.ema) if section.ema else None,
@@ -201,8 +201,8 @@ def _loader(items: Any, batch_size: int, world: Backend, workers: int, seed: int
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError("train", "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        return GivenLoader(items, batch_size), len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
-    dataset = GivenDataset(items, seed)
+        return BatchLoader(items, batch_size), len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
+    dataset = MapDataset(items, seed)
     return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, workers), len(dataset)
 
 
@@ -216,7 +216,7 @@ def _eval_batch(val: Any, batch_size: int, world: Backend) -> int:
     return getattr(val, "batch_size", None) or batch_size
 
 
-def _num_classes(model: Plain, loader: Loader, num_images: int, world: Backend) -> int:
+def _num_classes(model: LogitsModel, loader: Loader, num_images: int, world: Backend) -> int:
     """Ask the student for its number of classes with one batch."""
     size = loader.batch_size  # type: ignore[attr-defined]
     batch = next(iter(world.put(loader.epoch(evaluation_plan(num_images, size), 0))))

@@ -12,12 +12,12 @@ from torch import nn
 
 from kd import parts
 from kd.config import Config
-from kd.contracts import Backend, Sink, Source, Teacher, Watcher
+from kd.contracts import Backend, RunStore, Source, Teacher, Watcher
 from kd.data.loader import evaluation_plan
 from kd.data.views import Mixing
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
-from kd.engine.run import Length, Run
+from kd.engine.run import Run, RunLength
 from kd.errors import ConfigError, DataError
 from kd.models.classifier import Classifier
 from kd.models.ensemble import TeacherModel, first
@@ -28,7 +28,7 @@ from kd.optim.ema import EMA
 from kd.optim.groups import groups
 from kd.optim.schedule import Schedule
 from kd.seeds import seed_from
-from kd.start.batch import Arithmetic, arithmetic, choose_batch, provisional
+from kd.start.batch import BatchSplit, arithmetic, choose_batch, provisional
 from kd.start.cache import cached
 from kd.start.kernels import Kernel, images_of
 from kd.start.loading import loaders
@@ -151,7 +151,7 @@ def teacher_model(
     classes: Any,
     with_features: bool,
     folder: str = "",
-    hollow: bool = False,
+    on_meta: bool = False,
     where: str = "teacher",
 ) -> Classifier:
     """Load one teacher with its weights; its classes must be the data's.
@@ -161,11 +161,11 @@ def teacher_model(
         classes: class names in the data's order.
         with_features: return pooled features too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
-        hollow: build it without weights, on the meta device: another rank has them.
+        on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
     """
     section = config.teacher
-    if hollow:
+    if on_meta:
         spec = Spec(where, folder or section.model, {} if folder else section.args, classes)
         with torch.device("meta"):
             return load(spec, config.data.image_size, with_features)
@@ -194,10 +194,10 @@ def views(config: Config) -> int:
     return own or kept
 
 
-def length(config: Config, split: Arithmetic) -> Length:
+def length(config: Config, split: BatchSplit) -> RunLength:
     """Return how long the run is."""
     section = config.run
-    return Length(
+    return RunLength(
         epochs=section.epochs,
         steps=section.steps,
         batch_size=split.batch_size,
@@ -243,7 +243,7 @@ def answers(
     data: Data,
     teacher: TeacherModel | None,
     asked: bool,
-    split: Arithmetic,
+    split: BatchSplit,
     backend: Backend,
     choices: dict[str, str],
 ) -> tuple[Teacher, Teacher, Taught]:
@@ -262,7 +262,7 @@ def run(
     data: Data,
     backend: Backend,
     teacher: TeacherModel | None,
-    sink: Sink,
+    sink: RunStore,
     watcher: Watcher,
     pinned: Mapping[str, str] = {},
 ) -> tuple[Run, dict[str, Any]]:

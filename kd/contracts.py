@@ -151,13 +151,13 @@ class Teacher(Protocol):
         """How many images its forward has run on, this rank."""
         ...
 
-    def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on, with what is known of their answers, before they go to the device."""
         ...
 
     def __call__(self, batch: Batch) -> Outputs: ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write down what is still on its way; called where the loop waits for the device anyway."""
         ...
 
@@ -194,7 +194,7 @@ class Backend(Protocol):
     """bfloat16, or None for float32."""
     thread_counts: tuple[int, ...]
     """Numbers of CPU threads that are worth trying for a step; empty where the device does the work."""
-    preferred: str
+    fixed_mode: str
     """`precision+attention` that `auto` takes unmeasured, where trying the candidates would mean to compile each; ""
     where `auto` measures."""
 
@@ -296,7 +296,7 @@ class Watcher(Protocol):
         ...
 
 
-class Sink(Protocol):
+class RunStore(Protocol):
     """Where a run leaves what it found; rank 0 writes one folder."""
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:

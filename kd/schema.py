@@ -23,7 +23,7 @@ def chosen(part_folder: str, default: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Every:
+class Intervals:
     """How often things happen, in optimizer steps; each also happens at the last step."""
 
     log: int = ranged(20, low=1)
@@ -48,7 +48,7 @@ class RunSection:
     """Length of the run in passes over the training images."""
     steps: int = ranged(0, low=0)
     """Length of the run in optimizer steps instead; the schedule decays over them. 0: `epochs` decides."""
-    every: Every = field(default_factory=Every)
+    every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""

@@ -50,7 +50,7 @@ class Batch:
     """Which view of the images this is: `epoch mod views`, or the epoch itself."""
     unreadable: tuple[int, ...] = ()
     """Ids whose image could not be decoded; they carry weight 0."""
-    answer: Answer | None = None
+    teacher_outputs: TeacherOutputs | None = None
     """What the teacher has said of these images already (a cache's records, a scoring pass); None: nothing."""
 
     @classmethod
@@ -69,27 +69,27 @@ class Batch:
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with `move` applied to each tensor."""
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
-        if self.answer is not None:
-            moved["answer"] = self.answer.map(move)
+        if self.teacher_outputs is not None:
+            moved["teacher_outputs"] = self.teacher_outputs.map(move)
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
         """Return some rows of the batch, in the order of `rows`, int64 [K] on the CPU."""
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
-        if self.answer is None or not self.answer.missing:
+        if self.teacher_outputs is None or not self.teacher_outputs.missing:
             return taken
-        ids = dict(self.answer.missing)
+        ids = dict(self.teacher_outputs.missing)
         missing = tuple((new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids)
-        assert taken.answer is not None
-        return replace(taken, answer=replace(taken.answer, missing=missing))
+        assert taken.teacher_outputs is not None
+        return replace(taken, teacher_outputs=replace(taken.teacher_outputs, missing=missing))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
         """Return batches of one view as one; the answer is kept where all have one."""
         joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
-        answers = [batch.answer for batch in batches if batch.answer is not None]
-        joined["answer"] = Answer.cat(answers) if len(answers) == len(batches) else None
+        answers = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
+        joined["teacher_outputs"] = TeacherOutputs.cat(answers) if len(answers) == len(batches) else None
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
         return replace(batches[0], **joined)
 
@@ -113,20 +113,20 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TeacherOutputs:
     """The teacher's outputs for a batch, as far as they are known before its forward."""
 
     outputs: Outputs
     missing: tuple[tuple[int, int], ...] = ()
     """(row, id) of the images that the teacher has yet to see; their rows in `outputs` are 0."""
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> Answer:
+    def map(self, move: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         """Return the answer with `move` applied to each tensor."""
         features = move(self.outputs.features) if self.outputs.features is not None else None
         return replace(self, outputs=Outputs(move(self.outputs.logits), features))
 
     @classmethod
-    def cat(cls, answers: Sequence[Answer]) -> Answer:
+    def cat(cls, answers: Sequence[TeacherOutputs]) -> TeacherOutputs:
         """Return the answers of several batches as that of one; features only where all have them."""
         missing, start = [], 0
         for answer in answers:
@@ -181,7 +181,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Population:
+class SiftContext:
     """What a sifter sifts, and how it is divided."""
 
     num_images: int
@@ -199,7 +199,7 @@ class Population:
     """How many views an image has; 0: a fresh one every epoch."""
 
     @classmethod
-    def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> Population:
+    def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
         """Return the images of a loop in one process, without micro-batches.
 
         Args:

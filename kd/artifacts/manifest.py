@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
-def surroundings() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Return versions, machine and command of this process."""
     return {
         "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),

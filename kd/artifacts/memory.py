@@ -10,7 +10,7 @@ from kd.types import State
 
 
 class Memory:
-    """Keep the metrics of a run in memory. See `kd.contracts.Sink`."""
+    """Keep the metrics of a run in memory. See `kd.contracts.RunStore`."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

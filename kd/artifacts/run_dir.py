@@ -22,7 +22,7 @@ from kd.types import State
 
 
 class RunDir:
-    """The folder of one run. See `kd.contracts.Sink`."""
+    """The folder of one run. See `kd.contracts.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
         self.path, self.rank, self.keep = path, rank, keep

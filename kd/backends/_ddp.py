@@ -35,7 +35,7 @@ class DDPBackend:
     init = ""
     """Name of the torch.distributed backend."""
     thread_counts: tuple[int, ...] = ()
-    preferred = ""
+    fixed_mode = ""
     """Nothing: these devices run eagerly, so `auto` measures."""
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:

@@ -27,7 +27,7 @@ class Neuron(DDPBackend):
 
     kind = "neuron"
     init = "neuron"
-    preferred = "bf16+unfused"
+    fixed_mode = "bf16+unfused"
     """Each candidate would be compiled, for minutes."""
 
     def optimizer(

@@ -109,7 +109,7 @@ class Scene:
             layer: its colours, everywhere.
             mask: where it is.
             height: how high it stands, in radii; rounds the edge and moves the shadow.
-            relief: how strongly the light models it; negative for a hollow.
+            relief: how strongly the light models it; negative for a on_meta.
             shadow: how dark its shadow is, 0 to 1.
         """
         box = mask.getbbox()

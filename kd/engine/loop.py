@@ -67,7 +67,7 @@ def train(run: Run) -> State:
 def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batch]]:
     """Return the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
-    sent = run.backend.put(run.teacher.attach(loaded))
+    sent = run.backend.put(run.teacher.lookup(loaded))
     return grouped(run.sifter.stream(sent, Scoring(run), start), run.length.accumulate)
 
 
@@ -184,7 +184,7 @@ class Meter:
         state = replace(state, seconds=state.seconds + seconds)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
         values |= self.run.backend.counters()
-        self.run.teacher.settle()
+        self.run.teacher.flush()
         images = self.run.teacher.images
         values["teacher_images"], self.taught = float(images - self.taught), images
         self.run.sink.log("train", state, values)

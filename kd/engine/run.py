@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from kd.contracts import Backend, Loader, Sifter, Sink, Teacher, Watcher
+from kd.contracts import Backend, Loader, RunStore, Sifter, Teacher, Watcher
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.types import State
@@ -33,7 +33,7 @@ class Average(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class RunLength:
     """How long the run is and how often things happen, in optimizer steps; 0 means each epoch."""
 
     epochs: int
@@ -74,7 +74,7 @@ class Run:
     """One training run."""
 
     seed: int
-    length: Length
+    length: RunLength
     max_norm: float
     backend: Backend
     module: nn.Module
@@ -87,5 +87,5 @@ class Run:
     schedule: Schedule
     average: Average | None
     evaluator: Evaluator
-    sink: Sink
+    sink: RunStore
     watcher: Watcher

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kd.engine.criterion import Distillation
 from kd.engine.run import Run
-from kd.types import Answer, Batch
+from kd.types import Batch, TeacherOutputs
 
 
 class Scoring:
@@ -33,9 +33,9 @@ class Scoring:
         scored, values = [], []
         for batch in batches:
             if by == "loss":
-                batch = replace(batch, answer=Answer(self.run.teacher(batch)))
-            with backend.autocast(), looking(distillation.student, size):
-                value_M = score(distillation, shrunk(batch, size), by)
+                batch = replace(batch, teacher_outputs=TeacherOutputs(self.run.teacher(batch)))
+            with backend.autocast(), at_size(distillation.student, size):
+                value_M = score(distillation, resized(batch, size), by)
             scored.append(batch)
             values.append(value_M.float())
         distillation.train()
@@ -53,13 +53,13 @@ class Scoring:
 def score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
     """Return the distillation loss [M], unweighted, or the entropy of the student's prediction, nats."""
     if by == "loss":
-        assert batch.answer is not None
-        return distillation(batch, batch.answer.outputs)[1]["per_image"]
+        assert batch.teacher_outputs is not None
+        return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
     log_prob_MC = distillation.student(batch.image).logits.float().log_softmax(-1)
     return -(log_prob_MC.exp() * log_prob_MC).sum(-1)  # UNIX, arXiv:2012.09413
 
 
-def shrunk(batch: Batch, size: int) -> Batch:
+def resized(batch: Batch, size: int) -> Batch:
     """Return the batch with its images at `size` x `size`, float32; 0: as they are."""
     if not size:
         return batch
@@ -68,7 +68,7 @@ def shrunk(batch: Batch, size: int) -> Batch:
 
 
 @contextmanager
-def looking(student: nn.Module, size: int) -> Iterator[None]:
+def at_size(student: nn.Module, size: int) -> Iterator[None]:
     """Let the student take images of `size` as they are, instead of resizing them to its own input size."""
     own: Any = getattr(student, "input_size", 0)
     if size and own:

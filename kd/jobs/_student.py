@@ -22,7 +22,7 @@ from kd.jobs._sifting import report as sifting_report
 from kd.jobs._teachers import each
 from kd.models.ensemble import Ensemble, TeacherModel
 from kd.models.load import digest
-from kd.models.teacher import LiveTeacher, count_parameters, is_hollow
+from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, percent
 from kd.report.trackers import Trackers
 
@@ -61,9 +61,9 @@ def distil(
             "backend": backend.kind,
             "classes": list(data.train.classes),
             "data": data.fingerprint,
-            "surroundings": manifest.surroundings(),
+            "environment": manifest.environment(),
         }
-        if teacher is None or not is_hollow(teacher):  # where another rank holds the weights, that one compares them
+        if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
             facts["teacher"] = digest(teacher.network) if teacher is not None else None
         require_same("data", known, facts)
         require_same("teacher", known, facts)

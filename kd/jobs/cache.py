@@ -127,11 +127,11 @@ def _fill(parts: _Parts, views: int) -> float:
         if parts.backend.rank == 0:
             print(f"cache: view {view}: {len(ids)} of {parts.cache.store.num_images} images to compute", flush=True)
         plan = _padded(ids, parts.batch_size)
-        for batch in parts.backend.put(parts.cache.attach(parts.loader.epoch(plan, view))):
+        for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(plan, view))):
             parts.cache(batch)
             parts.backend.end_step()
             _require_writable(parts.cache.store)
-        parts.cache.settle()
+        parts.cache.flush()
         _require_writable(parts.cache.store)
         parts.backend.barrier()
     return 0.0
@@ -158,11 +158,11 @@ def _verify(parts: _Parts, views: int) -> float:
         gaps = set(parts.cache.store.missing(view).tolist())
         whole = [id for id in range(parts.cache.store.num_images) if id not in gaps]
         chosen = sorted(random.Random(view).sample(whole, min(SAMPLE, len(whole))))
-        for batch in parts.backend.put(parts.cache.attach(parts.loader.epoch(_padded(chosen, parts.batch_size), view))):
-            assert batch.answer is not None
+        for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(_padded(chosen, parts.batch_size), view))):
+            assert batch.teacher_outputs is not None
             kept = batch.weight > 0
-            stored_BC = batch.answer.outputs.logits.float()[kept]
-            said_BC = parts.live(replace(batch, answer=None)).logits[kept]
+            stored_BC = batch.teacher_outputs.outputs.logits.float()[kept]
+            said_BC = parts.live(replace(batch, teacher_outputs=None)).logits[kept]
             if not len(said_BC):
                 continue
             difference = (said_BC - stored_BC).abs().max().item()

@@ -16,7 +16,7 @@ from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
-from kd.start.batch import Arithmetic, arithmetic
+from kd.start.batch import BatchSplit, arithmetic
 from kd.start.loading import augmentation, kept
 from kd.types import Dims
 
@@ -65,7 +65,7 @@ def check(settings: Config, path: str = "given") -> str:
     return "\n".join(lines)
 
 
-def _length(settings: Config, split: Arithmetic | None, num_images: int) -> list[str]:
+def _length(settings: Config, split: BatchSplit | None, num_images: int) -> list[str]:
     if split is None:
         whole = f"{settings.run.steps} steps" if settings.run.steps else f"{settings.run.epochs} epochs"
         return ["batch     auto: as many images as fit into memory, found when the run starts", f"length    {whole}"]

@@ -99,12 +99,12 @@ def _facts(settings: Config, student: Classifier, provenance: dict[str, Any], ma
             "network_size": student.input_size or size,
         },
         "parity": made.parity,
-        "surroundings": _surroundings(),
+        "environment": _environment(),
     }
 
 
-def _surroundings() -> dict[str, Any]:
-    found = manifest.surroundings()
+def _environment() -> dict[str, Any]:
+    found = manifest.environment()
     found.pop("command")  # it holds paths of whoever exported, and this file is published
     found["packages"] |= manifest.versions("onnx", "onnxscript", "onnxruntime", "openvino")
     return found
@@ -124,7 +124,7 @@ def best_student(folder: RunDir, settings: Config, classes: Sequence[str]) -> tu
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
-        "kd": manifest.surroundings()["packages"]["kd"],
+        "kd": manifest.environment()["packages"]["kd"],
         "step": state.step,
         "metrics": rows[-1] if rows else {},
         "run": settings.run.name,

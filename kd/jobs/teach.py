@@ -19,7 +19,7 @@ from kd.jobs._world import prepared, world
 from kd.jobs.export import export_run
 from kd.models.ensemble import TeacherModel
 from kd.parts import default_options
-from kd.schema import Every, LossSection, OptimizerSection, RunSection, SifterSection, StudentSection
+from kd.schema import Intervals, LossSection, OptimizerSection, RunSection, SifterSection, StudentSection
 
 
 def teach(settings: Config) -> list[Path]:
@@ -44,13 +44,13 @@ def obtain_teacher(settings: Config, data: build.Data, backend: Backend) -> Teac
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     features = "features" in build.needs(settings)
-    hollow = section.shard and backend.rank != 0 and settings.student.init != "teacher"
+    on_meta = section.shard and backend.rank != 0 and settings.student.init != "teacher"
     models = []
     for where, alone in each(settings):
         folder = ""
         if section.fit.epochs and not alone.teacher.checkpoint:
             folder = str(fit_teacher(alone, data, backend))
-        models.append(build.teacher_model(alone, data.train.classes, features, folder, hollow, where))
+        models.append(build.teacher_model(alone, data.train.classes, features, folder, on_meta, where))
     return together(settings, models)
 
 
@@ -94,7 +94,7 @@ def teacher_run(settings: Config) -> Config:
             seed=settings.run.seed,
             epochs=fit.epochs,
             steps=fit.steps,
-            every=Every(log=settings.run.every.log, evaluate=fit.evaluate),
+            every=Intervals(log=settings.run.every.log, evaluate=fit.evaluate),
             keep=1,
         ),
         # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kd.contracts import Teacher
 from kd.errors import ModelError, RunError
-from kd.types import Answer, Batch, Outputs
+from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -186,7 +186,7 @@ class CachedTeacher:
         """How many images the live teacher's forward has run on."""
         return self.live.images
 
-    def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Look each batch up while it is still on the host, where its ids can be read without waiting."""
         for batch in batches:
             ids = batch.ids.tolist()
@@ -197,11 +197,11 @@ class CachedTeacher:
             missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
             if not whole.all():
                 logits[torch.from_numpy(~whole)] = 0
-            yield replace(batch, answer=Answer(Outputs(logits), missing))
+            yield replace(batch, teacher_outputs=TeacherOutputs(Outputs(logits), missing))
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C]."""
-        answer = batch.answer
+        answer = batch.teacher_outputs
         if answer is None:
             return self.live(batch)
         if not answer.missing:
@@ -209,17 +209,17 @@ class CachedTeacher:
         places = torch.tensor([row for row, _ in answer.missing])
         rows = places.to(batch.image.device, non_blocking=True)
         whole = len(rows) == len(batch.ids) or self.fixed_shape
-        bare = replace(batch, answer=None)
+        bare = replace(batch, teacher_outputs=None)
         said = self.live(bare if whole else bare.take(places)).logits
         parts = self.store.codec.compress(said.index_select(0, rows) if whole and len(rows) < len(said) else said)
         if self.store.writable:
             self._waiting.append((batch.view, [id for _, id in answer.missing], parts))
             if len(self._waiting) >= WAITING:
-                self.settle()
+                self.flush()
         logits = answer.outputs.logits.float()
         return Outputs(logits.index_copy(0, rows, self.store.codec.expand(parts).float()))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write the records that are still on the device."""
         for view, ids, parts in self._waiting:
             self.store.write(view, ids, [part.cpu().numpy() for part in parts])

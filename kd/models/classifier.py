@@ -72,7 +72,7 @@ class Classifier(nn.Module):
         return pixels.to(next(self.network.parameters()).dtype)
 
     @property
-    def sight(self) -> list[float]:
+    def input_spec(self) -> list[float]:
         """What the pixels go through before the network, as plain numbers: input size, scale and shift a channel."""
         return [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
 
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         return int(width) if width else 0
 
 
-class Plain(nn.Module):
+class LogitsModel(nn.Module):
     """Wrap any module that maps images, as they come, to logits [B, C]: no normalization, no resizing, no features."""
 
     def __init__(self, network: nn.Module) -> None:

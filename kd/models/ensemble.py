@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kd.models.classifier import Classifier, Plain
+from kd.models.classifier import Classifier, LogitsModel
 from kd.types import Outputs
 
 
@@ -24,7 +24,7 @@ class Ensemble(nn.Module):
 
     num_features = 0
 
-    def __init__(self, members: Sequence[Classifier | Plain], weights: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[Classifier | LogitsModel], weights: Sequence[float]) -> None:
         """Join K classifiers of the same classes.
 
         Args:
@@ -41,10 +41,10 @@ class Ensemble(nn.Module):
         return nn.ModuleList([member.network for member in self.members])  # type: ignore[arg-type]
 
     @property
-    def sight(self) -> list[float]:
+    def input_spec(self) -> list[float]:
         """What each network's pixels go through, and its share, as plain numbers."""
         both = zip(self.members, self.shares, strict=True)
-        return [number for member, share in both for number in (*member.sight, share)]  # type: ignore[misc]
+        return [number for member, share in both for number in (*member.input_spec, share)]  # type: ignore[misc]
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify uint8 images [B, 3, H, W]; the logits are log-probabilities, float32."""

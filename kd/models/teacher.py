@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.models.classifier import Plain
+from kd.models.classifier import LogitsModel
 from kd.models.ensemble import TeacherModel
 from kd.types import Batch, Outputs
 
@@ -23,11 +23,11 @@ class Uncached:
 
     images = 0
 
-    def attach(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on: nothing is known before the forward."""
         yield from batches
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing is on its way."""
 
 
@@ -39,7 +39,7 @@ class LiveTeacher(Uncached):
 
     def __init__(
         self,
-        model: TeacherModel | Plain,
+        model: TeacherModel | LogitsModel,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         micro_batch: int = 0,
@@ -60,7 +60,7 @@ class LiveTeacher(Uncached):
             remake: makes what runs out of the frozen model on its device: an exported graph, a quantized or compiled
                 network. Not with `shard` or `pipeline`.
         """
-        frozen = hollow(model) if shard is not None else copy.deepcopy(model)
+        frozen = on_meta(model) if shard is not None else copy.deepcopy(model)
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
@@ -83,8 +83,8 @@ class LiveTeacher(Uncached):
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features [B, D], ordinary tensors that autograd may save."""
-        if batch.answer is not None and not batch.answer.missing:  # a scoring pass has asked already
-            return batch.answer.outputs
+        if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # a scoring pass has asked already
+            return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
         parts = self._forward(batch.image)
         logits = torch.cat([part.logits for part in parts]).float().clone()
@@ -102,7 +102,7 @@ class NoTeacher(Uncached):
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
 
 
-def hollow(model: TeacherModel | Plain) -> TeacherModel | Plain:
+def on_meta(model: TeacherModel | LogitsModel) -> TeacherModel | LogitsModel:
     """Return a copy of a model on the meta device, without ever holding its tensors twice."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
@@ -113,7 +113,7 @@ def _like(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def is_hollow(model: nn.Module) -> bool:
+def is_on_meta(model: nn.Module) -> bool:
     """Return whether a model's weights lie elsewhere."""
     return any(parameter.is_meta for parameter in model.parameters())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kd.contracts import Score
 from kd.seeds import seed_from
-from kd.types import Batch, Costs, Plan, Population
+from kd.types import Batch, Costs, Plan, SiftContext
 
 
 class Planned:
@@ -18,7 +18,7 @@ class Planned:
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
 
-    def __init__(self, population: Population) -> None:
+    def __init__(self, population: SiftContext) -> None:
         self.population = population
 
     def cost(self, costs: Costs) -> float:
@@ -44,12 +44,12 @@ class Planned:
         """Nothing to load."""
 
 
-def generator(population: Population, purpose: str, epoch: int) -> torch.Generator:
+def generator(population: SiftContext, purpose: str, epoch: int) -> torch.Generator:
     """Return a generator that is a function of (seed, purpose, epoch)."""
     return torch.Generator().manual_seed(seed_from(population.seed, purpose, epoch))
 
 
-def everything(population: Population, epoch: int) -> Plan:
+def everything(population: SiftContext, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size.
 
     What is cut differs from epoch to epoch, so that no image is left out for good. Where an image has several views it
@@ -66,13 +66,13 @@ def everything(population: Population, epoch: int) -> Plan:
     return Plan(ids=ids[:visited], weights=torch.ones(visited))
 
 
-def shuffled(population: Population, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
+def shuffled(population: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
     """Return a plan of chosen images in a random order that is a function of (seed, epoch)."""
     order = torch.randperm(len(ids), generator=generator(population, "order", epoch))
     return Plan(ids=ids[order], weights=weights[order])
 
 
-def count_kept(population: Population, keep: float) -> int:
+def count_kept(population: SiftContext, keep: float) -> int:
     """Return the multiple of the global batch size that is nearest to the share `keep` of all images; at least one."""
     batches = population.num_images // population.batch_size
     wanted = round(keep * population.num_images / population.batch_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kd.errors import ConfigError
 from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, Population
+from kd.types import Plan, SiftContext
 
 NEVER = -1
 CONFIRMATIONS = 3
@@ -56,7 +56,7 @@ class History(Planned):
     images; it is booked to the first.
     """
 
-    def __init__(self, options: Options, population: Population) -> None:
+    def __init__(self, options: Options, population: SiftContext) -> None:
         super().__init__(population)
         self.options, self.keep = options, options.keep
         count = population.num_images
@@ -189,7 +189,7 @@ class History(Planned):
 _TABLE = ("loss", "mean", "seen", "observed", "visits", "fresh")
 
 
-def build(options: Options, population: Population) -> History:
+def build(options: Options, population: SiftContext) -> History:
     """Build the history sifter.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kd.sifters._plan import Planned, everything
-from kd.types import Plan, Population
+from kd.types import Plan, SiftContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,6 @@ class Everything(Planned):
         return everything(self.population, epoch)
 
 
-def build(options: Options, population: Population) -> Everything:
+def build(options: Options, population: SiftContext) -> Everything:
     """Build the sifter that sifts nothing."""
     return Everything(population)

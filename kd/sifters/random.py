@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, Population
+from kd.types import Plan, SiftContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Random(Planned):
     With distillation a strong baseline: arXiv:2403.07854 finds it no worse than cleverer pruning.
     """
 
-    def __init__(self, options: Options, population: Population) -> None:
+    def __init__(self, options: Options, population: SiftContext) -> None:
         super().__init__(population)
         self.options, self.keep = options, options.keep
 
@@ -41,6 +41,6 @@ class Random(Planned):
         return shuffled(self.population, epoch, ids, torch.ones(count))
 
 
-def build(options: Options, population: Population) -> Random:
+def build(options: Options, population: SiftContext) -> Random:
     """Build the random baseline."""
     return Random(options, population)

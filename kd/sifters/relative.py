@@ -16,7 +16,7 @@ from torch import Tensor
 from kd.contracts import Score
 from kd.sifters._plan import everything
 from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
-from kd.types import Batch, Costs, Plan, Population
+from kd.types import Batch, Costs, Plan, SiftContext
 
 NOTHING = -1
 
@@ -52,7 +52,7 @@ class Relative:
     A resumed epoch begins at the oldest candidates of which images were still waiting, with the draws that were made.
     """
 
-    def __init__(self, options: Options, population: Population) -> None:
+    def __init__(self, options: Options, population: SiftContext) -> None:
         self.options, self.population = options, population
         self.window = LossWindow(options.loss_history_length)
         self.epoch = NOTHING
@@ -173,6 +173,6 @@ class Relative:
         self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
 
 
-def build(options: Options, population: Population) -> Relative:
+def build(options: Options, population: SiftContext) -> Relative:
     """Build the relative sifter."""
     return Relative(options, population)

@@ -20,7 +20,7 @@ DEVICE_TRIAL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class BatchSplit:
     """How the global batch is divided."""
 
     batch_size: int
@@ -33,7 +33,7 @@ class Arithmetic:
         return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 
-def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
+def arithmetic(config: Config, world_size: int, num_images: int) -> BatchSplit:
     """Divide the global batch over ranks and micro-batches.
 
     Raises:
@@ -57,7 +57,7 @@ def arithmetic(config: Config, world_size: int, num_images: int) -> Arithmetic:
             "At most the size of the training split",
             f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
         )
-    return Arithmetic(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
+    return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 
 def fixed_batch(config: Config) -> int:
@@ -80,7 +80,7 @@ def provisional(config: Config, num_images: int, backend: Backend, choices: Mapp
     """
     if config.data.batch_size != "auto":
         return config
-    if "batch_size" not in choices and backend.preferred:
+    if "batch_size" not in choices and backend.fixed_mode:
         wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
         raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
     share = max(1, min(DEVICE_TRIAL, num_images // backend.world_size))

@@ -46,14 +46,14 @@ def cached(
             store = open_store(folder, made_from, codec, len(source), writable)
         backend.barrier()
     assert store is not None
-    return CachedTeacher(live, store, fixed_shape=bool(backend.preferred) or kernel.compiled)
+    return CachedTeacher(live, store, fixed_shape=bool(backend.fixed_mode) or kernel.compiled)
 
 
 def identity(config: Config, source: Source, teacher: TeacherModel, precision: str, codec: Codec) -> dict[str, Any]:
     """Return all that a record depends on, by name."""
     return {
         "teacher": digest(teacher.network),
-        "input": teacher.sight,
+        "input": teacher.input_spec,
         "precision": precision,
         "transform": {"image_size": config.data.image_size, **asdict(config.data.augment), **_shrunk(config)},
         "data": source.fingerprint,

@@ -192,14 +192,14 @@ def in_stages(
 
 
 def options(
-    precision: str, attention: str, pinned: str | None, preferred: str, module: nn.Module
+    precision: str, attention: str, pinned: str | None, fixed_mode: str, module: nn.Module
 ) -> tuple[list[str], list[str]]:
     """List the precisions and the attention kernels to try; one of each where nothing is left to choose."""
     if pinned:
         precision, attention = Kernel.parse(pinned).precision, Kernel.parse(pinned).how
     if attention == "auto" and not count_attention(module):
         attention = "unfused"  # no layer of this model has the other kernel
-    settled = preferred.split("+") if preferred else []
+    settled = fixed_mode.split("+") if fixed_mode else []
     precisions = (settled[:1] or ["fp32", "bf16"]) if precision == "auto" else [precision]
     attentions = (settled[1:] or ["unfused", "fused"]) if attention == "auto" else [attention]
     return precisions, attentions

@@ -19,7 +19,7 @@ from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import free_mib
-from kd.start.batch import Arithmetic
+from kd.start.batch import BatchSplit
 
 SAMPLE = 16
 """Training images that are decoded to see how large a store becomes."""
@@ -55,7 +55,7 @@ def views(config: Config, train: Source, val: Source) -> tuple[Views, Views]:
 
 
 def loaders(
-    both: tuple[Views, Views], backend: Backend, split: Arithmetic, workers: int
+    both: tuple[Views, Views], backend: Backend, split: BatchSplit, workers: int
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build the training and the validation loader, each with so many workers on this rank."""
     place = {"rank": backend.rank, "world_size": backend.world_size, "workers": workers}

@@ -12,18 +12,18 @@ from kd.contracts import Backend, Dataset, Sifter, Source, Teacher
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
 from kd.engine.probe import fastest
-from kd.engine.scoring import looking, shrunk
+from kd.engine.scoring import at_size, resized
 from kd.errors import ConfigError
-from kd.start.batch import Arithmetic
+from kd.start.batch import BatchSplit
 from kd.start.kernels import trial_batch
 from kd.start.workers import loading_ms, share_asked
-from kd.types import Costs, Population
+from kd.types import Costs, SiftContext
 
 
 def sifter(
     config: Config,
     source: Source,
-    split: Arithmetic,
+    split: BatchSplit,
     backend: Backend,
     loader: LocalLoader,
     distillation: Distillation,
@@ -36,15 +36,15 @@ def sifter(
         return torch.tensor([source.label(id) for id in range(len(source))])
 
     section, views = config.sifter, config.data.views or config.teacher.cache.views
-    crowd = population(len(source), labels, backend, split, config.run.seed, views)
-    made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=crowd)
+    context = population(len(source), labels, backend, split, config.run.seed, views)
+    made = parts.build("sifters", section.kind, section.options, "sifter.kind", population=context)
     require_size(distillation, getattr(section.options, "score_size", 0), config, backend)
     if choices.get("sifter") == "none":
-        return everything(crowd), ""
+        return everything(context), ""
     if section.kind == "none" or section.gate == "off" or "sifter" in choices:
         return made, ""
     costs = measure(config, split.micro_batch, distillation, teacher, loader.dataset, loader.workers, backend)
-    return gated(config, made, crowd, costs, choices)
+    return gated(config, made, context, costs, choices)
 
 
 def require_size(distillation: Distillation, size: int, config: Config, backend: Backend) -> None:
@@ -57,8 +57,8 @@ def require_size(distillation: Distillation, size: int, config: Config, backend:
         return
     training = distillation.training
     try:
-        with torch.no_grad(), backend.autocast(), looking(distillation.student, size):
-            distillation.student.eval()(shrunk(trial_batch(config, 1, backend), size).image)
+        with torch.no_grad(), backend.autocast(), at_size(distillation.student, size):
+            distillation.student.eval()(resized(trial_batch(config, 1, backend), size).image)
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
@@ -75,12 +75,12 @@ def population(
     num_images: int,
     labels: Callable[[], torch.Tensor],
     backend: Backend,
-    split: Arithmetic,
+    split: BatchSplit,
     seed: int,
     views: int = 0,
-) -> Population:
+) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
-    return Population(
+    return SiftContext(
         num_images=num_images,
         batch_size=split.batch_size,
         micro_batch=split.micro_batch,
@@ -96,7 +96,7 @@ def population(
 def gated(
     config: Config,
     sifter: Sifter,
-    population: Population,
+    population: SiftContext,
     costs: Costs,
     choices: dict[str, str],
 ) -> tuple[Sifter, str]:
@@ -124,7 +124,7 @@ def gated(
     return everything(population), f"{loses}; everything is visited. sifter.gate=off sifts all the same"
 
 
-def everything(population: Population) -> Sifter:
+def everything(population: SiftContext) -> Sifter:
     """Return the sifter that sifts nothing."""
     return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", population=population)
 
@@ -146,8 +146,8 @@ def measure(
 
     def forward() -> torch.Tensor:
         distillation.eval()
-        with torch.no_grad(), backend.autocast(), looking(distillation.student, size):
-            loss = distillation(shrunk(batch, size), answers)[1]["loss"]
+        with torch.no_grad(), backend.autocast(), at_size(distillation.student, size):
+            loss = distillation(resized(batch, size), answers)[1]["loss"]
         backend.end_step()
         return loss
 

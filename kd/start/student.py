@@ -61,14 +61,14 @@ def choose_student(
         return lambda: step(name)
 
     pinned, asked = choices.get("student"), (config.backend.precision, config.student.attention)
-    stages = options(*asked, pinned, backend.preferred, distillation)
+    stages = options(*asked, pinned, backend.fixed_mode, distillation)
     name, table = in_stages(*stages, work, backend)
     table |= choose_threads(lambda: step(name), backend, choices)
     told = ""
     if Kernel.parse(pinned).compiled if pinned else config.student.compile == "on":
         name = f"{name}+compiled"
         demanded(work(name), "student.compile", f"'{name}' is asked for")
-    elif not pinned and config.student.compile == "auto" and not backend.preferred:
+    elif not pinned and config.student.compile == "auto" and not backend.fixed_mode:
         effort = Effort(images, len(batch.label), table.get(name, 0.0))
         name, more, told = challenge(name, [f"{name}+compiled"], work, effort, backend)
         table |= more

@@ -93,7 +93,7 @@ def choose_teacher(
     if asked:
         name = asked
     else:
-        stages = options(config.teacher.precision, config.teacher.attention, None, backend.preferred, model)
+        stages = options(config.teacher.precision, config.teacher.attention, None, backend.fixed_mode, model)
         name, table = in_stages(*stages, work, backend)
         if config.teacher.compile == "on":
             name += "+compiled"
@@ -124,7 +124,7 @@ def asked_for(config: Config) -> str:
 def rivals(config: Config, best: str, model: TeacherModel, backend: Backend) -> list[str]:
     """Return the names of what may race against the best kernel of plain torch."""
     section = config.teacher
-    if section.shard or section.pipeline or backend.preferred:
+    if section.shard or section.pipeline or backend.fixed_mode:
         return []
     names = []
     exact = section.precision in ("auto", "fp32") and not getattr(model, "with_features", False)
@@ -193,7 +193,7 @@ def compared(
     config: Config, live: LiveTeacher, forge: Forge, pictures: Source, backend: Backend
 ) -> tuple[dict[str, float], str]:
     """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
-    if config.teacher.shard or config.teacher.pipeline or backend.preferred:
+    if config.teacher.shard or config.teacher.pipeline or backend.fixed_mode:
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
     batch = Batch.of(validation_images(config, pictures), torch.zeros(0, dtype=torch.int64)).to(backend.device)
     reference_BC, said_BC = forge(PLAIN[1])(batch).logits, live(batch).logits

@@ -92,7 +92,7 @@ def choose_workers(
         return int(choices["workers"]), f"workers: {choices['workers']} (as this run began)", {}
     on_cpu = backend.device.type == "cpu"
     table: Table = {}
-    if backend.preferred or (on_cpu and share == 1):
+    if backend.fixed_mode or (on_cpu and share == 1):
         workers = unmeasured(backend.device.type, share)
         told = "one core a rank: it loads between steps" if on_cpu else "not measured: each trial would be compiled"
     else:
@@ -116,7 +116,7 @@ def choose_workers(
 def _share(backend: Backend) -> int:
     """Return this rank's cores; what follows holds collectives, so that all ranks go by rank 0's number."""
     share = torch.tensor([float(max(1, cores() // backend.local_world_size))], device=backend.device)
-    if backend.world_size > 1 and not backend.preferred:  # nothing is raced where each trial would be compiled
+    if backend.world_size > 1 and not backend.fixed_mode:  # nothing is raced where each trial would be compiled
         backend.broadcast_([share])
     return int(share.item())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from kd import parts
 from kd.models.load import Spec, load
-from kd.models.teacher import LiveTeacher, hollow, is_hollow
+from kd.models.teacher import LiveTeacher, is_on_meta, on_meta
 from kd.types import Batch
 
 CLASSES = ("a", "b", "c")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         torch.manual_seed(0)
         whole = load(Spec("teacher", model, args, CLASSES), 32, features)
         _unsettle(whole)
-        given = whole if backend.rank == 0 else hollow(whole)  # the others have no weights to begin with
+        given = whole if backend.rank == 0 else on_meta(whole)  # the others have no weights to begin with
         sharded = LiveTeacher(given, backend.device, dtype, micro, backend.shard)
         plain = LiveTeacher(whole, backend.device, dtype, micro)
         before = backend.counters()["teacher_mib"]
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
                 equal &= torch.equal(ours.features, expected.features)
         facts[name] = {
             "equal": equal,
-            "hollow": is_hollow(given),
+            "on_meta": is_on_meta(given),
             "mib": before,
             "mib_after": backend.counters()["teacher_mib"],
             "whole_mib": plain.mib,

@@ -19,7 +19,7 @@ def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
     for rank in facts:
         for name, case in rank.items():
             assert case["equal"], name
-            assert case["hollow"] == (rank is not facts[0]), name
+            assert case["on_meta"] == (rank is not facts[0]), name
     for name in facts[0]:
         shares = [rank[name]["mib"] / rank[name]["whole_mib"] for rank in facts]
         buffers = facts[0][name]["buffers_mib"] / facts[0][name]["whole_mib"]  # these lie whole on each rank

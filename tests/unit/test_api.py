@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import kd
 from kd.errors import ConfigError, KdError
 from kd.sifters.none import Everything
-from kd.types import Population
+from kd.types import SiftContext
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
@@ -40,7 +40,7 @@ def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs
     kept = [p for p in student.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    sifter, steps = Everything(Population.alone(label, 16)), epochs * (len(train) // 16)
+    sifter, steps = Everything(SiftContext.alone(label, 16)), epochs * (len(train) // 16)
     order = torch.cat([sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)])
     for step in range(steps):
         ids = order[16 * step : 16 * step + 16]
@@ -181,7 +181,7 @@ def test_a_dataloader_cannot_be_sifted_by_id():
             network(16, 1),
             network(4, 2),
             DataLoader(data(70, 3), batch_size=16),
-            sifter=Remembering(Population.alone(torch.zeros(64), 16)),
+            sifter=Remembering(SiftContext.alone(torch.zeros(64), 16)),
         )
 
 

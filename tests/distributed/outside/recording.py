@@ -13,7 +13,7 @@ from torch import Tensor
 from kd.sifters.history import History
 from kd.sifters.history import Options as HistoryOptions
 from kd.sifters.none import Everything
-from kd.types import Population
+from kd.types import SiftContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RecordedHistory(Recorder, History):
     """`history`, recorded."""
 
 
-def build(options: Options, population: Population) -> Everything | History:
+def build(options: Options, population: SiftContext) -> Everything | History:
     if options.history:
         return RecordedHistory(HistoryOptions(keep=0.5, anneal=0.0), population)
     return RecordedEverything(population)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd.artifacts.manifest import surroundings
+from kd.artifacts.manifest import environment
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.types import State
@@ -104,8 +104,8 @@ def test_facts_are_added(opened):
     assert opened.manifest() == {"a": 3, "b": [2]}
 
 
-def test_surroundings_tell_what_a_number_depends_on():
-    found = surroundings()
+def test_the_environment_tells_what_a_number_depends_on():
+    found = environment()
     assert found["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert found["machine"]["cores"] == os.cpu_count()
     json.dumps(found)

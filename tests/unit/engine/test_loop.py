@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kd.engine.criterion import Criterion
 from kd.engine.loop import advance, due, grouped, train
-from kd.engine.run import Length
+from kd.engine.run import RunLength
 from kd.errors import NonFiniteLoss
 from kd.losses import ce, kl
 from kd.types import Batch, Dims, Outputs, State
@@ -193,7 +193,7 @@ def test_due_each_n_steps():
 
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
-    by_epoch = Length(2, 0, 8, 1, 0, 1, 0, 0)
+    by_epoch = RunLength(2, 0, 8, 1, 0, 1, 0, 0)
     state, found = State(), []
     while not by_epoch.finished(state):
         found.append(by_epoch.progress(state, 4))
@@ -206,7 +206,7 @@ def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
 
 def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
     """Fewer steps an epoch: progress is a share of the epochs, not of steps that never come."""
-    length = Length(4, 0, 8, 1, 0, 1, 0, 0)
+    length = RunLength(4, 0, 8, 1, 0, 1, 0, 0)
     state, last = State(), 0.0
     for steps_in_epoch in (4, 2, 1, 3):
         for _ in range(steps_in_epoch):
@@ -219,7 +219,7 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
 
 @pytest.mark.parametrize(("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)])
 def test_views(views, expected):
-    assert [Length(1, 0, 1, 1, views, 1, 0, 0).view(epoch) for epoch in range(5)] == expected
+    assert [RunLength(1, 0, 1, 1, views, 1, 0, 0).view(epoch) for epoch in range(5)] == expected
 
 
 def test_unfinished_groups_are_dropped():

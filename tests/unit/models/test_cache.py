@@ -21,7 +21,7 @@ from torch import nn
 
 from kd.errors import ModelError, RunError
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
-from kd.models.classifier import Plain
+from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.types import Batch
 
@@ -31,7 +31,7 @@ IMAGES, CLASSES = 40, 5
 @pytest.fixture
 def live() -> LiveTeacher:
     torch.manual_seed(0)
-    return LiveTeacher(Plain(nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))), torch.device("cpu"))
+    return LiveTeacher(LogitsModel(nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))), torch.device("cpu"))
 
 
 def image(id: int, view: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def opened(folder, dtype: str = "fp32", topk: int = 0, writable: bool = True, **
 
 
 def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
-    return [teacher(found).logits for found in teacher.attach(batches)]
+    return [teacher(found).logits for found in teacher.lookup(batches)]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -61,7 +61,7 @@ def test_it_answers_as_the_live_teacher_and_asks_it_once(tmp_path, live, dtype):
         expected = [logits.half().float() for logits in expected]
     before = live.images
     first = ask(stored, *asked)
-    stored.settle()
+    stored.flush()
     assert live.images - before == 16
     again = ask(stored, *asked)
     afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *asked)
@@ -74,12 +74,12 @@ def test_it_answers_as_the_live_teacher_and_asks_it_once(tmp_path, live, dtype):
 def test_only_what_is_missing_is_computed(tmp_path, live, fixed_shape):
     stored = CachedTeacher(live, opened(tmp_path), fixed_shape)
     ask(stored, batch([1, 3, 5, 7]))
-    stored.settle()
+    stored.flush()
     before = live.images
     mixed = batch([0, 1, 2, 3])
     torch.testing.assert_close(ask(stored, mixed)[0], live(mixed).logits)
     assert live.images - before == (4 if fixed_shape else 2) + 4
-    stored.settle()
+    stored.flush()
     assert stored.store.missing(0).tolist() == [4, 6, *range(8, IMAGES)]
 
 
@@ -87,7 +87,7 @@ def test_views_are_kept_apart(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path))
     for view in (0, 1):
         ask(stored, batch([2, 3], view))
-    stored.settle()
+    stored.flush()
     before = live.images
     for view in (0, 1):
         assert torch.equal(ask(stored, batch([3, 2], view))[0], live(batch([3, 2], view)).logits)
@@ -99,7 +99,7 @@ def test_padding_is_neither_asked_nor_written(tmp_path, live):
     padded.weight[2:] = 0
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, padded)
-    stored.settle()
+    stored.flush()
     assert stored.store.missing(0).tolist() == [id for id in range(IMAGES) if id not in (4, 5)]
 
 
@@ -107,7 +107,7 @@ def test_padding_is_neither_asked_nor_written(tmp_path, live):
 def test_a_torn_record_is_computed_again(tmp_path, live, damage):
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, batch(list(range(10))))
-    stored.settle()
+    stored.flush()
     size = stored.store.codec.record.itemsize
     file = tmp_path / "view_0000.logits"
     raw = bytearray(file.read_bytes())
@@ -126,7 +126,7 @@ def test_a_torn_record_is_computed_again(tmp_path, live, damage):
     before = live.images
     assert torch.equal(ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0])
     assert live.images - before == 2
-    afresh.settle()
+    afresh.flush()
     assert 4 not in afresh.store.missing(0)
 
 
@@ -146,7 +146,7 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
 def test_top_k_through_the_files(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path, "fp32", topk=2))
     first = ask(stored, batch([0, 1, 2]))[0]
-    stored.settle()
+    stored.flush()
     before = live.images
     assert torch.equal(ask(stored, batch([0, 1, 2]))[0], first)
     assert live.images == before
@@ -174,14 +174,14 @@ def test_a_reader_computes_and_does_not_write(tmp_path, live):
     opened(tmp_path)
     reader = CachedTeacher(live, opened(tmp_path, writable=False))
     assert torch.equal(ask(reader, batch([1, 2]))[0], live(batch([1, 2])).logits)
-    reader.settle()
+    reader.flush()
     assert not list(tmp_path.glob("*.logits"))
 
 
 def test_records_are_bytes_in_place(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, batch([7]))
-    stored.settle()
+    stored.flush()
     record = np.fromfile(tmp_path / "view_0000.logits", stored.store.codec.record)[7]
     np.testing.assert_array_equal(record["logits"], live(batch([7])).logits[0].numpy())
 
@@ -190,7 +190,7 @@ def test_a_reader_of_a_file_that_is_too_short_computes(tmp_path, live):
     """Its writer has just made it and not yet set its length, or a copy was cut off."""
     writer = CachedTeacher(live, opened(tmp_path))
     ask(writer, batch([1, 2]))
-    writer.settle()
+    writer.flush()
     file = tmp_path / "view_0000.logits"
     whole = file.read_bytes()
     os.truncate(file, 30)
@@ -251,14 +251,14 @@ def _write_until_full(folder: str, answers) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
-    stored = CachedTeacher(LiveTeacher(Plain(weights), torch.device("cpu")), opened(Path(folder)))
+    stored = CachedTeacher(LiveTeacher(LogitsModel(weights), torch.device("cpu")), opened(Path(folder)))
     stored.store.write(0, [], [np.zeros((0, CLASSES), np.float32)])  # makes the file, at its full length
     limit = 10 * stored.store.codec.record.itemsize
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     sys.stderr = (Path(folder) / "told").open("w")
     for ids in (range(0, 8), range(8, 16), range(16, 24)):
         ask(stored, batch(list(ids)))
-        stored.settle()
+        stored.flush()
     answers.put((IMAGES - len(stored.store.missing(0)), stored.live.images, stored.store.stopped))
 
 

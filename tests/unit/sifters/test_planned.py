@@ -10,14 +10,14 @@ import torch
 from kd.errors import ConfigError
 from kd.sifters import history, none, random
 from kd.sifters._plan import count_kept
-from kd.types import Population
+from kd.types import SiftContext
 
 IMAGES, BATCH = 400, 20
 LABELS = torch.arange(IMAGES) % 4
 
 
-def population(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> Population:
-    return Population(IMAGES, BATCH, BATCH // world_size, rank, world_size, seed, lambda: LABELS, reduce_sum)
+def population(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> SiftContext:
+    return SiftContext(IMAGES, BATCH, BATCH // world_size, rank, world_size, seed, lambda: LABELS, reduce_sum)
 
 
 def losses(seed: int = 0) -> torch.Tensor:
@@ -52,8 +52,8 @@ def test_a_sifted_epoch_has_exactly_the_images_asked_for(kind, keep):
 @pytest.mark.parametrize("views", [2, 3, 30])
 def test_what_fills_no_batch_is_left_out_by_view(views):
     """410 images in batches of 20: ten are left out, the same ones whenever a view comes back."""
-    crowd = Population(410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views)
-    plans = [none.Everything(crowd).plan(epoch, 0.0).ids for epoch in range(2 * views)]
+    context = SiftContext(410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views)
+    plans = [none.Everything(context).plan(epoch, 0.0).ids for epoch in range(2 * views)]
     seen = [set(ids.tolist()) for ids in plans]
     assert all(len(ids) == len(found) == 400 for ids, found in zip(plans, seen, strict=True))
     assert seen[:views] == seen[views:]

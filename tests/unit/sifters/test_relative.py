@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kd.sifters import relative
-from kd.types import Answer, Batch, Outputs, Plan, Population
+from kd.types import Batch, Outputs, Plan, SiftContext, TeacherOutputs
 
 IMAGES, MICRO = 120, 6
 LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
@@ -16,8 +16,8 @@ LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
 
 def population(
     rank: int = 0, world_size: int = 1, images: int = IMAGES, seed: int = 0, micro: int = MICRO
-) -> Population:
-    return Population(images, 2 * micro, micro, rank, world_size, seed, lambda: torch.zeros(images), lambda t: t)
+) -> SiftContext:
+    return SiftContext(images, 2 * micro, micro, rank, world_size, seed, lambda: torch.zeros(images), lambda t: t)
 
 
 class Scores:
@@ -29,13 +29,16 @@ class Scores:
     def __call__(self, batches, by, size=0):
         batch = 2 * len(batches[0].ids)
         ids = self.plan.ids[(self.at - 1) * batch : self.at * batch]
-        scored = [Batch(**fields(batch), answer=Answer(Outputs(batch.ids[:, None].float()))) for batch in batches]
+        scored = [
+            Batch(**fields(batch), teacher_outputs=TeacherOutputs(Outputs(batch.ids[:, None].float())))
+            for batch in batches
+        ]
         return self.losses[ids], scored
 
     def cut(self) -> None:
         pass
 
-    def loaded(self, place: Population, first: int) -> Iterator[Batch]:
+    def loaded(self, place: SiftContext, first: int) -> Iterator[Batch]:
         """Yield this rank's chunks; `at` counts the candidate steps that were begun."""
         micro = place.micro_batch
         for step in range(first, len(self.plan.ids) // (2 * micro)):
@@ -95,8 +98,8 @@ def test_two_ranks_keep_what_one_keeps():
 
 def test_the_teacher_is_not_asked_twice():
     for batch in epoch(made(0.5)):
-        assert batch.answer is not None
-        assert torch.equal(batch.answer.outputs.logits[:, 0], batch.ids.float())
+        assert batch.teacher_outputs is not None
+        assert torch.equal(batch.teacher_outputs.outputs.logits[:, 0], batch.ids.float())
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.7, 3.0])
@@ -126,4 +129,4 @@ def test_the_delay_sees_everything_once_or_in_each_epoch():
     long = made(1.0, delay=15)
     assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]
     batches = epoch(made(1.0, delay=4))
-    assert [batch.answer is None for batch in batches] == [True] * 8 + [False] * 6
+    assert [batch.teacher_outputs is None for batch in batches] == [True] * 8 + [False] * 6

@@ -11,11 +11,11 @@ from kd.report.console import Console
 from kd.sifters import history, random, relative
 from kd.sifters.none import Everything
 from kd.start.sifter import gated
-from kd.types import Costs, Population
+from kd.types import Costs, SiftContext
 
 
-def population() -> Population:
-    return Population.alone(torch.zeros(64, dtype=torch.int64), 16)
+def population() -> SiftContext:
+    return SiftContext.alone(torch.zeros(64, dtype=torch.int64), 16)
 
 
 def costs(teacher: float, load: float = 0.0, overlapped: bool = False) -> Costs:

@@ -276,10 +276,10 @@ def test_without_a_compiler(written, tmp_path):
         "    except KdError as error:\n"
         "        print(error.exit_code, error)\n"
     )
-    surroundings = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", script, written(), *LONG],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **surroundings},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=True,

@@ -15,7 +15,7 @@ from kd.seeds import seed_from
 from kd.types import Batch, Plan, Sample
 
 
-class GivenDataset:
+class MapDataset:
     """A map-style dataset of (image, label) pairs. See `kd.contracts.Dataset`.
 
     Its transforms draw from Python's, NumPy's and torch's global generators: they are seeded from (seed, view, id)
@@ -54,7 +54,7 @@ class GivenDataset:
         return Sample(image, int(label), int(label), 1.0)
 
 
-class GivenLoader:
+class BatchLoader:
     """A DataLoader of (images, labels) batches, taken as it comes. See `kd.contracts.Loader`.
 
     Not handled: ids. The order is the DataLoader's own, so there is nothing for a sifter with a memory to remember,
