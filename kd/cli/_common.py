@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import textwrap
@@ -16,6 +17,9 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
+    log = logging.getLogger("kd")
+    log.handlers, log.propagate = [_Lines()], False
+    log.setLevel(logging.INFO)
     try:
         command()
     except KdError as error:
@@ -33,6 +37,15 @@ def guarded(command: Callable[[], None]) -> int:
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     return EXIT_OK
+
+
+class _Lines(logging.Handler):
+    """Print messages alone, a line each: warnings to stderr, the rest to stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(record.getMessage(), file=stream, flush=True)
 
 
 class KeysHelp(argparse.Action):

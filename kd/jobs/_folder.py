@@ -1,18 +1,27 @@
-"""A run folder and the configuration it was started with."""
+"""A run folder: the configuration it was started with, its best student."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kd import config
+from kd.artifacts import export as artifact
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.errors import KdError, RunError
+from kd.host import environment
+from kd.models.classifier import Classifier, digest
+from kd.models.load import export_files
+from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 # Where the data lies is one of them: its content is compared by its fingerprint.
@@ -32,11 +41,17 @@ FREE = (
 )
 
 
-def enter(folder: RunDir, settings: Config) -> None:
-    """Open a run folder for this configuration, or say what differs."""
+@contextmanager
+def open_run(path: Path, settings: Config, rank: int) -> Iterator[RunDir]:
+    """Open a run folder for this configuration and close it again, or say what differs from the stored one."""
+    folder = RunDir(path, rank, settings.run.keep)
     stored = folder.stored_config()
     differences = different_keys(_parse(folder, stored), settings) if stored is not None else []
     folder.open(config.dump(settings), differences)
+    try:
+        yield folder
+    finally:
+        folder.close()
 
 
 def opened_run(path: Path) -> tuple[RunDir, Config]:
@@ -61,7 +76,7 @@ def _parse(folder: RunDir, text: str) -> Config:
     """
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))
-        return config.load(content if isinstance(content, dict) else {})
+        return config.load(content if isinstance(content, dict) else {}, here=False)
     except (YAMLError, OmegaConfBaseException, KdError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
@@ -97,3 +112,34 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
             "A run goes on with what it began with",
             "Choose another run.name, or restore what was there",
         )
+
+
+def export_run(folder: RunDir, settings: Config, target: Path, classes: Sequence[str]) -> None:
+    """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
+    student, provenance = best_student(folder, settings, classes)
+    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    artifact.export(target, content, weights, provenance)
+
+
+def best_student(folder: RunDir, settings: Config, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from."""
+    state, tensors, _ = folder.best()
+    section = replace(settings.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
+    student = build_student(section, settings.run.seed, classes, settings.data.image_size)
+    load_student(student, tensors)
+    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
+    provenance = {
+        "kd": environment()["packages"]["kd"],
+        "step": state.step,
+        "metrics": rows[-1] if rows else {},
+        "run": settings.run.name,
+        "digest": digest(student.network),
+        "eval_crop": settings.data.eval_crop,
+    }
+    return student, provenance
+
+
+def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the student's weights of a checkpoint, averaged ones first."""
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
+    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

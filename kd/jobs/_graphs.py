@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.artifacts import manifest
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.errors import ConfigError, RunError
+from kd.host import processor
 from kd.jobs import _parity
-from kd.jobs._world import prepared, world
 from kd.models import onnx
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
 from kd.report.card import Card, render
 from kd.report.console import percent
+from kd.setup.build import distributed
+from kd.setup.data import open_data
 
 if TYPE_CHECKING:
     from kd.jobs.export import Options
@@ -58,13 +59,13 @@ def write(
         return Made()
     student.eval()
     runners = _write(folder, student, settings.data.image_size, options)
-    with world(settings) as backend:
-        data = prepared(settings, backend, fill=False)
+    with distributed(settings.backend) as backend:
+        data = open_data(settings.data, settings.run.folder, backend, fill=False)
         if list(data.val.classes) != list(classes) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        images = _parity.validation_images(settings, data, options.images)
+        images = _parity.validation_images(data, options.images)
         eager, rows = _parity.compare(student, runners, images)
     made = Made(eager_ms=eager.cpu_ms)
     for name, row in rows.items():
@@ -136,7 +137,7 @@ def card(
             baseline=max(baseline, key=lambda row: row["accuracy"]) if baseline else {},
             graphs=made.parity,
             eager_ms=made.eager_ms,
-            processor=manifest.processor(),
+            processor=processor(),
             size=settings.data.image_size,
             crop=settings.data.eval_crop,
             license=options.license,

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kd import build
 from kd.artifacts.files import write_text
-from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.jobs._folder import enter
-from kd.jobs._student import Result, distil
-from kd.jobs._world import prepared, world
+from kd.config.schema import LossSection, SifterSection, TeacherSection
+from kd.jobs._distill import Result, distill
+from kd.jobs._folder import open_run
 from kd.jobs.check import check
 from kd.jobs.teach import obtain_teacher
 from kd.parts import default_options
 from kd.report.console import percent, table
-from kd.schema import LossSection, SifterSection, TeacherSection
+from kd.setup.build import distributed
+from kd.setup.data import open_data
 
 
 def train(settings: Config) -> Result:
@@ -25,44 +24,37 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    check(settings)  # nothing that can be known now may be found out after the teacher was fitted
-    with world(settings) as backend:
-        data = prepared(settings, backend)
-        folder = RunDir(Path(settings.run.folder) / settings.run.name, backend.rank, settings.run.keep)
-        enter(folder, settings)
-        try:
+    check(settings)  # what can be known now must not be found out after the teacher was fitted
+    name, path = settings.run.name, Path(settings.run.folder) / settings.run.name
+    with distributed(settings.backend) as backend:
+        data = open_data(settings.data, settings.run.folder, backend)
+        with open_run(path, settings, backend.rank) as folder:
             teacher = obtain_teacher(settings, data, backend)
-            result = distil(settings, data, backend, teacher, folder, settings.run.name)
+            result = distill(settings, data, backend, teacher, folder, name)
             if settings.run.baseline:
-                alone = labels_alone(settings, result.batch_size)
-                inner = RunDir(folder.path / "labels_only", backend.rank, settings.run.keep)
-                enter(inner, alone)
-                try:
-                    baseline = distil(alone, data, backend, None, inner, f"{settings.run.name} (labels only)")
-                finally:
-                    inner.close()
+                alone = labels_only(settings, result.batch_size)
+                with open_run(path / "labels_only", alone, backend.rank) as inner:
+                    baseline = distill(alone, data, backend, None, inner, f"{name} (labels only)")
                 result = replace(result, baseline=baseline)
-            result = replace(result, report=report(settings, result))
+            result = replace(result, report=report(name, settings.run.seed, result))
             if backend.rank == 0:
-                write_text(folder.path / "report.md", result.report)
-        finally:
-            folder.close()
+                write_text(path / "report.md", result.report)
     return result
 
 
-def labels_alone(settings: Config, batch_size: int) -> Config:
+def labels_only(settings: Config, batch_size: int) -> Config:
     """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
     return replace(
         settings,
-        data=replace(settings.data, batch_size=batch_size, views=build.views(settings)),
+        data=replace(settings.data, batch_size=batch_size, views=settings.data.views or settings.teacher.cache.views),
         run=replace(settings.run, baseline=False),
-        teacher=TeacherSection(),
+        teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
 
 
-def report(settings: Config, result: Result) -> str:
+def report(name: str, seed: int, result: Result) -> str:
     """Return the table of a run as Markdown, and what to type next."""
     if not result.metrics:
         return ""
@@ -75,13 +67,13 @@ def report(settings: Config, result: Result) -> str:
     if result.baseline is not None:
         alone = result.baseline
         rows.append(_row("student, labels only", alone.metrics, alone.parameters, alone.images_per_second))
-    lines = [f"# {settings.run.name}", "", table(rows), ""]
+    lines = [f"# {name}", "", table(rows), ""]
     if "agreement" in result.metrics:
         lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
     if result.sifting:
         lines += [result.sifting]
     lines += [
-        f"Best of the evaluations on the validation split; seed {settings.run.seed}; run folder `{result.folder}`.",
+        f"Best of the evaluations on the validation split; seed {seed}; run folder `{result.folder}`.",
         "",
         f"Next: `kd-export {result.folder}` writes a folder that timm loads.",
         "",
