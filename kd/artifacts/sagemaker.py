@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd.artifacts.files import atomic_folder
+from kd.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
 HEAVY = ("model.safetensors", "model.pt2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import textwrap
@@ -16,6 +17,8 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
+    warnings = logging.StreamHandler()  # to stderr, the message alone
+    logging.getLogger("kd").addHandler(warnings)
     try:
         command()
     except KdError as error:
@@ -32,6 +35,8 @@ def guarded(command: Callable[[], None]) -> int:
         traceback.print_exc()
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
+    finally:
+        logging.getLogger("kd").removeHandler(warnings)
     return EXIT_OK
 
 

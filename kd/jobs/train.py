@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kd import build
-from kd.artifacts.files import write_text
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.jobs._folder import enter
@@ -17,6 +16,7 @@ from kd.jobs.teach import obtain_teacher
 from kd.parts import default_options
 from kd.report.console import percent, table
 from kd.schema import LossSection, SifterSection, TeacherSection
+from kd.storage import write_text
 
 
 def train(settings: Config) -> Result:

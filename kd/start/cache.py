@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from kd.models.ensemble import TeacherModel
 from kd.models.load import digest
 from kd.start.kernels import Kernel
 from kd.start.loading import kept
+from kd.storage import hashed_folder
 
 
 def cached(
@@ -69,8 +68,8 @@ def place(config: Config, made_from: dict[str, Any]) -> Path:
     """Return the folder of a cache: the one named, or one that only runs with the same identity come to."""
     if config.teacher.cache.path:
         return Path(config.teacher.cache.path)
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(config.run.folder) / "caches" / f"{Path(config.teacher.model).name.replace(':', '_')}-{key}"
+    name = Path(config.teacher.model).name.replace(":", "_")
+    return hashed_folder(Path(config.run.folder) / "caches", name, made_from)
 
 
 def _shrunk(config: Config) -> dict[str, Any]:

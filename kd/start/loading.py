@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +18,7 @@ from kd.data.views import Mixing, Views
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import free_mib
 from kd.start.batch import BatchSplit
+from kd.storage import hashed_folder
 
 SAMPLE = 16
 """Training images that are decoded to see how large a store becomes."""
@@ -107,14 +106,13 @@ def stored(
 
 def _slots(config: Config, made_from: dict[str, Any], pixels: int) -> Slots:
     if config.data.store == "ram":
-        return open_ram(made_from["images"], pixels, made_from["split"])
+        return open_ram(pixels, made_from["split"])
     return open_disk(place(config, made_from), made_from, pixels)
 
 
 def place(config: Config, made_from: dict[str, Any]) -> Path:
     """Return the folder of a split's pixels, to which only runs with the same identity come."""
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(config.run.folder) / "stores" / f"{made_from['split']}-{key}"
+    return hashed_folder(Path(config.run.folder) / "stores", made_from["split"], made_from)
 
 
 def _fitting(config: Config, whole: float, there: float, left: float, ranks: int) -> str:
