@@ -1,7 +1,4 @@
 """What sifting costs and saves: every sifter, the baselines, three seeds, on food_mini and on CIFAR-10.
-from kd.setup.data import open_sources
-from kd.jobs.train import train
-from kd.setup.data import open_sources
 
 Run: python tools/sift_study.py food_mini            (no data needed; writes benchmarks/sifting_food_mini_*.csv and .md)
      python tools/sift_study.py cifar10 --root FOLDER  (FOLDER/train/<class>/*.jpg and FOLDER/test/<class>/*.jpg)
@@ -103,6 +100,7 @@ def one(task: tuple[dict[str, Any], str, int, list[str]]) -> dict[str, Any]:
     import torch
 
     from kd import config
+    from kd.jobs.train import train
 
     torch.set_num_threads(1)
     label = name.replace(" ", "_").replace(",", "")
@@ -135,6 +133,7 @@ def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     from kd import config
     from kd.jobs.cache import cache
     from kd.jobs.teach import teach
+    from kd.setup.data import open_sources
 
     first = config.load(settings)
     folder = teach(first)

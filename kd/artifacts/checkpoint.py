@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kd.artifacts.files import atomic_folder, save_tensors, write_json
 from kd.errors import RunError
+from kd.storage import atomic_folder, write_json
 from kd.types import State
 
 FORMAT = 1
@@ -48,6 +49,18 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
         return State(**content["state"]), tensors, content["info"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _broken(folder, f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, inside of `atomic_folder`.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # safetensors hides the OSError in its text
+        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
 
 
 def _broken(folder: Path, wrong: str) -> RunError:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kd.artifacts.files import atomic_folder, save_tensors, write_json
+from kd.artifacts.checkpoint import save_tensors
 from kd.errors import RunError
+from kd.storage import atomic_folder, write_json
 
 MANIFEST = "manifest.json"
 

@@ -5,9 +5,7 @@ Rank 0 writes; every rank reads (several machines need a shared file system for 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,8 +14,8 @@ from typing import IO, Any
 from torch import Tensor
 
 from kd.artifacts import checkpoint
-from kd.artifacts.files import disk_error, write_json, write_text
 from kd.errors import RunError
+from kd.storage import disk_error, lock, write_json, write_text
 from kd.types import State
 
 
@@ -58,7 +56,11 @@ class RunDir:
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = lock(self.path / ".lock", "run.name")
+            if self._lock is None:
+                holder = (self.path / ".lock").read_text().strip() or "unknown"
+                remedy = "Wait for it, or choose another run.name"
+                raise RunError("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
             for leftover in self.checkpoints.glob(".*.tmp"):  # of a process that was killed while writing
                 shutil.rmtree(leftover, ignore_errors=True)
         except OSError as error:
@@ -157,20 +159,3 @@ class RunDir:
         if self.rank == 0 and file.is_file():
             rows = [line for line in file.read_text().splitlines() if line.endswith("}")]
             write_text(file, "".join(f"{line}\n" for line in rows if json.loads(line)["step"] <= step))
-
-    def _take_lock(self) -> None:
-        file = (self.path / ".lock").open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
-            remedy = "Wait for it, or choose another run.name"
-            raise RunError("run.name", f"process {holder} is writing '{self.path}'", "", remedy) from error
-        # A forked data worker that outlives a killed trainer by seconds must not hold the run against its restart.
-        os.register_at_fork(after_in_child=file.close)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        self._lock = file

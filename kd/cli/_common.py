@@ -17,8 +17,8 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
-    log = logging.getLogger("kd")
-    log.handlers, log.propagate = [_Lines()], False
+    log, lines = logging.getLogger("kd"), _Lines()
+    log.addHandler(lines)
     log.setLevel(logging.INFO)
     try:
         command()
@@ -36,6 +36,8 @@ def guarded(command: Callable[[], None]) -> int:
         traceback.print_exc()
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
+    finally:
+        log.removeHandler(lines)
     return EXIT_OK
 
 

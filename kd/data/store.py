@@ -1,23 +1,16 @@
 """Decode once: a Source that keeps decoded pixels, on a disk or in memory, in front of one that decodes.
 
-One sparse file a split, one slot of a fixed length an image: a header, then uint8 RGB. Whoever decodes an image first
-writes its slot: any worker of any rank of any run. All would write the same bytes, so nobody waits for anybody. A slot
-that was never written, or torn by a crash, fails its checksum and its image is decoded (again).
-
-Reads are of mapped pages, which all workers share; writes are calls, so that a full disk is an error and no signal.
+One file a split, one record an image (`kd.storage.Records`): width, height, then uint8 RGB. The first process that
+decodes an image writes its record: any worker of any rank of any run. All would write the same bytes, so no process
+waits for another. An image without a whole record is decoded (again).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import struct
-import sys
-import uuid
-import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +22,12 @@ from PIL import Image, features
 from kd.contracts import Source
 from kd.errors import DataError, RunError
 from kd.pixels import centre_crop
+from kd.storage import Records, Stop, disk_error, open_folder, record_bytes
 
-FORMAT = 1
-HEADER = struct.Struct("<III")
-"""Width, height, checksum."""
+FORMAT = 2
+SIDES = struct.Struct("<II")
+"""Width and height."""
+WHERE = "data.store"
 PIXELS = "pixels"
 """Name of the file in a store's folder."""
 LONGEST = 4.0
@@ -94,81 +89,35 @@ class Cropped:
 
 
 class Slots:
-    """A file of one slot an image, read as mapped pages by every process that inherits it."""
+    """A file of one record an image, for this process and those that it forks."""
 
-    def __init__(self, file: int, count: int, pixels: int, name: str, path: Path | None = None) -> None:
-        """Take over an open file and make it long enough, with holes that take no room.
-
-        Args:
-            file: descriptor, open for reading and writing; closed with this object.
-            count: how many slots.
-            pixels: room of a slot.
-            name: what a person would call it, for messages.
-            path: where it can be opened again; None where it has no name.
-
-        Raises:
-            RunError: the file system cannot hold a file of that length.
-        """
-        self.count, self.room, self.name, self.path = count, 3 * pixels, name, path
-        self.stride = slot_bytes(pixels)
-        self._file = file
-        self._close = weakref.finalize(self, os.close, file)
-        length = count * self.stride
-        try:
-            if os.fstat(file).st_size < length:
-                os.ftruncate(file, length)
-            self._pixels = memoryview(mmap.mmap(file, length, access=mmap.ACCESS_READ))
-        except (OSError, ValueError, OverflowError) as error:
-            remedy = "Choose a run.folder on another file system, or set data.store=none"
-            wrong = f"{name} cannot become a file of {length / 2**30:.0f} GiB, most of it holes ({error})"
-            raise RunError("data.store", wrong, "", remedy) from error
-        self._stopped = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the workers: one of them says it, all of them stop
+    def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
+        """Take over an open file for images of at most `pixels`; `path`: where another process can open it again."""
+        self.pixels, self.path = pixels, path
+        stop = Stop(f"{WHERE}: {name}", "What it holds is used, the other images are decoded each time.")
+        self.records = Records(file, SIDES.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> Image.Image | None:
-        """Return the image of a slot as RGB, or None where the slot is not whole."""
-        start = id * self.stride
-        width, height, checksum = HEADER.unpack_from(self._pixels, start)
-        length = 3 * width * height
-        if not 0 < length <= self.room:
+        """Return an image as RGB, or None if its record is not whole."""
+        content = self.records.read(id)
+        if content is None:
             return None
-        start += HEADER.size
-        pixels = self._pixels[start : start + length]
-        if _checksum(id, width, height, pixels) != checksum:
-            return None
-        return Image.frombytes("RGB", (width, height), pixels)  # type: ignore[arg-type]
+        return Image.frombytes("RGB", SIDES.unpack_from(content), memoryview(content)[SIDES.size :])  # type: ignore[arg-type]
 
     def write(self, id: int, image: Image.Image) -> None:
-        """Write a slot, in one call. Where the disk is full, say so once and keep no more; what is kept stays good."""
-        pixels = image.tobytes()
-        if self._stopped[0] or len(pixels) > self.room:
-            return
-        record = HEADER.pack(*image.size, _checksum(id, *image.size, pixels)) + pixels
-        try:
-            reason = "it is full" if os.pwrite(self._file, record, id * self.stride) < len(record) else ""
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if reason and not self._stopped[0]:
-            self._stopped[0] = 1
-            told = (
-                f"{self.name} takes no more ({reason}). What it holds is used, the other images are decoded each time"
-            )
-            print(f"data.store: {told}.", file=sys.stderr, flush=True)
+        """Keep an image, if it has at most `pixels` pixels and the disk is not full."""
+        self.records.write(id, SIDES.pack(*image.size) + image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # workers that are started anew, as on macOS, inherit no memory
             wrong = "is ram, but worker processes do not inherit memory on this system"
-            raise DataError("data.store", wrong, "none, disk", "Set data.store=disk or data.workers=0")
-        return _reopened, (self.path, self.count, self.room // 3)
+            raise DataError(WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0")
+        return _opened, (self.path, self.pixels)
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return what so many pixels take in a slot: whole pages, so that no two slots share one."""
-    return -(-(HEADER.size + 3 * pixels) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _checksum(id: int, width: int, height: int, pixels: bytes | memoryview) -> int:
-    """Return the CRC-32 of a slot's content, seeded with its place: an image in another's slot is not whole."""
-    return zlib.crc32(pixels, zlib.crc32(b"%d:%d:%d" % (id, width, height)))
+    """Return how many bytes so many pixels take in the file: whole pages, so that no two images share one."""
+    return record_bytes(SIDES.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
@@ -185,7 +134,7 @@ class Stored:
         Args:
             source: decodes.
             keep: what is kept of a decoded image.
-            slots: where; None: nowhere, the pixels are the same.
+            slots: where they are kept; None: nowhere, the pixels are the same.
         """
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
@@ -235,54 +184,32 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open the slots of a folder, or begin them. Any number of processes may do so at the same time.
-
-    Args:
-        folder: named by a hash of `made_from`, so that only runs with the same come to it.
-        made_from: see `identity`.
-        pixels: room of a slot.
+    """Open the images of at most `pixels` in a folder that was made from an `identity`, or begin them.
 
     Raises:
-        RunError: the folder cannot be written, or its manifest is damaged.
+        RunError: the folder cannot be used, or its manifest is damaged.
     """
-    file, text = folder / "manifest.json", json.dumps(made_from, indent=2) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            draft = folder / f".manifest.{uuid.uuid4().hex}"
-            with draft.open("w", encoding="utf-8") as writing:
-                writing.write(text)
-                writing.flush()
-                os.fsync(writing.fileno())
-            os.replace(draft, file)
-        found = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        wrong = f"cannot write '{folder}' ({error.strerror or error})"
-        raise RunError("data.store", wrong, "", "Choose a run.folder that you may write, with room") from error
-    if found != text:
-        wrong = f"'{file}' is damaged: it does not say what its folder is named after"
-        raise RunError("data.store", wrong, "", f"Remove the folder '{folder}'; it is filled again as training goes")
-    return _reopened(folder / PIXELS, made_from["images"], pixels)
+    open_folder(folder, made_from, WHERE)
+    return _opened(folder / PIXELS, pixels)
 
 
-def open_ram(count: int, pixels: int, name: str) -> Slots:
-    """Make slots in memory, for this process and the workers that it will fork; they take room as they are filled.
+def open_ram(pixels: int, name: str) -> Slots:
+    """Keep images in memory, for this process and the workers that it will fork; they take memory as they are kept.
 
-    A file without a name rather than one in /dev/shm, which containers keep at 64 MB and which ends in SIGBUS.
+    This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
 
     Raises:
         RunError: this system has no such files.
     """
     make = getattr(os, "memfd_create", None)
     if make is None:
-        raise RunError("data.store", "is ram, which needs Linux", "none, disk", "Set data.store=disk")
-    return Slots(make(f"kd-{name}"), count, pixels, f"the store of {name} images in memory")
+        raise RunError(WHERE, "is ram, which needs Linux", "none, disk", "Set data.store=disk")
+    return Slots(make(f"kd-{name}"), pixels, f"the store of {name} images in memory")
 
 
-def _reopened(path: Path, count: int, pixels: int) -> Slots:
+def _opened(path: Path, pixels: int) -> Slots:
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        wrong = f"cannot write '{path}' ({error.strerror or error})"
-        raise RunError("data.store", wrong, "", "Choose a run.folder that you may write") from error
-    return Slots(file, count, pixels, f"'{path}'", path)
+        raise disk_error(error, path, WHERE) from error
+    return Slots(file, pixels, f"'{path}'", path)

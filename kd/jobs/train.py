@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kd.artifacts.files import write_text
 from kd.config import Config
 from kd.config.schema import LossSection, SifterSection, TeacherSection
 from kd.jobs._distill import Result, distill
@@ -16,6 +15,7 @@ from kd.parts import default_options
 from kd.report.console import percent, table
 from kd.setup.build import distributed
 from kd.setup.data import open_data
+from kd.storage import write_text
 
 
 def train(settings: Config) -> Result:

@@ -1,21 +1,15 @@
-"""The teacher is run once: its logits, kept on the disk, are a Teacher too.
+"""The teacher is run once: its logits, kept on a disk, are a Teacher too.
 
-Raw logits, so that loss and temperature can change later. One file a view, one record an image: the logits, then a
-checksum. A record that was torn by a crash, or never written, fails its checksum and is computed (again).
+Raw logits are kept, so that loss and temperature can change later. There is one file a view and one record an image
+(`kd.storage.Records`). Logits without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
-import mmap
 import os
-import sys
-import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +20,11 @@ import torch
 from torch import Tensor
 
 from kd.contracts import Teacher
-from kd.errors import ModelError, RunError
+from kd.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-BEGINNING = 10.0
-"""Seconds that a reader waits for the manifest of a cache whose writer has only just begun it."""
+FORMAT = 2
+WHERE = "teacher.cache.path"
 DENSE_CLASSES = 1024
 """Up to here every logit is kept."""
 TOPK = 64
@@ -53,7 +45,7 @@ class Codec:
         fields: list[Any] = [("logits", self.dtype, (topk or num_classes,))]
         if topk:
             fields += [("classes", np.dtype(np.uint32), (topk,)), ("rest", np.dtype(np.float32))]
-        self.record = np.dtype([*fields, ("checksum", np.dtype(np.uint32))])
+        self.record = np.dtype(fields)
 
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
         """Return what a record keeps, on the device of the logits."""
@@ -79,40 +71,43 @@ class Store:
 
     def __init__(self, folder: Path, codec: Codec, num_images: int, writable: bool) -> None:
         self.folder, self.codec, self.num_images, self.writable = folder, codec, num_images, writable
-        self.stopped = ""
-        """Why nothing is written any more."""
-        self._views: dict[int, tuple[int, np.ndarray]] = {}
+        self._stop = Stop(f"teacher.cache: '{folder}'", "It is used as it is, the teacher answers for the rest.")
+        self._views: dict[int, Records] = {}
+
+    @property
+    def stopped(self) -> str:
+        """Why nothing is written any more; empty before that."""
+        return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [B] and which of them are whole, bool [B]."""
-        found = self._mapped(view)
-        if found is None:
+        """Return records [B] and which of them are whole, bool [B].
+
+        Raises:
+            RunError: the view's file cannot be opened.
+        """
+        try:
+            records = self._opened(view)
+        except FileNotFoundError:
             return np.zeros(len(ids), self.codec.record), np.zeros(len(ids), bool)
-        records = found[np.asarray(ids)]
-        sums = checksums(records, view, ids)
-        return records, sums == records["checksum"]
+        except OSError as error:
+            raise disk_error(error, self._path(view), WHERE) from error
+        size = self.codec.record.itemsize
+        found = [records.read(id) for id in ids]
+        whole = np.array([content is not None and len(content) == size for content in found], bool)
+        content = bytearray().join(part if part and len(part) == size else bytes(size) for part in found)
+        return np.frombuffer(content, self.codec.record), whole
 
     def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        """Write records, one write each: a reader sees the old one, the new one, or a torn one that it refuses.
-
-        Where the disk is full, say so once and write no more (`stopped`); what is written stays good.
-        """
-        if self.stopped:
-            return
-        records = np.zeros(len(ids), self.codec.record)
-        for name, part in zip(self.codec.record.names or (), parts, strict=False):
-            records[name] = part
-        records["checksum"] = checksums(records, view, ids)
+        """Write records. If the disk is full, warn once and write no more (`stopped`); what is written stays good."""
+        content = np.zeros(len(ids), self.codec.record)
+        for name, part in zip(self.codec.record.names or (), parts, strict=True):
+            content[name] = part
         try:
-            file = self._opened(view)
-            for id, record in zip(ids, records, strict=True):
-                os.pwrite(file, record.tobytes(), id * self.codec.record.itemsize)
+            records = self._opened(view, os.O_CREAT)
         except OSError as error:
-            self.stopped = error.strerror or str(error)
-            told = (
-                f"'{self.folder}' takes no more ({self.stopped}). It is used as it is, the teacher answers for the rest"
-            )
-            print(f"teacher.cache: {told}.", file=sys.stderr, flush=True)
+            return self._stop.set(error.strerror or str(error))
+        for id, record in zip(ids, content, strict=True):
+            records.write(id, record.tobytes())
 
     def missing(self, view: int) -> np.ndarray:
         """Return the ids that have no whole record, ascending."""
@@ -125,41 +120,11 @@ class Store:
     def _path(self, view: int) -> Path:
         return self.folder / f"view_{view:04d}.logits"
 
-    def _opened(self, view: int) -> int:
-        """Return the descriptor of a view's file, which is made at full length (sparse) where it is new."""
+    def _opened(self, view: int, flags: int = 0) -> Records:
         if view not in self._views:
-            file = os.open(self._path(view), (os.O_RDWR | os.O_CREAT) if self.writable else os.O_RDONLY, 0o644)
-            size = self.num_images * self.codec.record.itemsize
-            if self.writable and os.fstat(file).st_size < size:
-                os.ftruncate(file, size)
-            mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-            self._views[view] = file, np.frombuffer(mapped, self.codec.record)
-        return self._views[view][0]
-
-    def _mapped(self, view: int) -> np.ndarray | None:
-        """Return the records of a view; None where there are none, or its writer has not made the file long enough."""
-        if view not in self._views:
-            size = self.num_images * self.codec.record.itemsize
-            try:
-                if self._path(view).stat().st_size < size and not self.writable:
-                    return None
-                self._opened(view)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise _unusable(self._path(view), error) from error
-        return self._views[view][1]
-
-
-def checksums(records: np.ndarray, view: int, ids: Sequence[int]) -> np.ndarray:
-    """Return the CRC-32 of each record's content, seeded with its place: a record in another's place is not whole.
-
-    A record of zeros, as in a hole of a sparse file, never passes.
-    """
-    size = records.dtype.itemsize
-    rows = np.ascontiguousarray(records).view(np.uint8).reshape(len(ids), size)[:, : size - 4]
-    seeds = (zlib.crc32(b"%d:%d" % (view, id)) for id in ids)
-    return np.fromiter((zlib.crc32(row, seed) or 1 for row, seed in zip(rows, seeds, strict=True)), np.uint32, len(ids))
+            file = os.open(self._path(view), flags | (os.O_RDWR if self.writable else os.O_RDONLY), 0o644)
+            self._views[view] = Records(file, self.codec.record.itemsize, self._stop, str(view))
+        return self._views[view]
 
 
 class CachedTeacher:
@@ -191,8 +156,7 @@ class CachedTeacher:
         for batch in batches:
             ids = batch.ids.tolist()
             records, whole = self.store.read(batch.view, ids)
-            names = [name for name in records.dtype.names or () if name != "checksum"]
-            logits = self.store.codec.expand([_tensor(records[name]) for name in names])
+            logits = self.store.codec.expand([_tensor(records[name]) for name in records.dtype.names or ()])
             wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
             missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
             if not whole.all():
@@ -231,92 +195,34 @@ def _tensor(part: np.ndarray) -> Tensor:
 
 
 def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images: int, writable: bool) -> Store:
-    """Open a cache, or begin one; what it was made from must be what this run would make it from.
-
-    Args:
-        folder: of the cache.
-        identity: what the logits depend on, by name; JSON values.
-        codec: how logits become records.
-        num_images: of the training split.
-        writable: begin it where it does not exist, and write records.
+    """Open a cache, or begin it if `writable`. `identity`: what its logits depend on, by name; JSON values.
 
     Raises:
-        ModelError: the cache was made from something else; the field is named.
-        RunError: the folder cannot be read or written, or its manifest is damaged.
+        RunError: the cache was made from something else (the field is named), cannot be used, or is damaged.
     """
-    identity = {"format": FORMAT, **identity}
-    found = _manifest(folder, identity, writable)
-    for name in identity | found:
-        if found.get(name) != identity.get(name):
-            raise ModelError(
-                "teacher.cache.path",
-                f"'{folder}' was made with another {name} ({_short(found.get(name))}; "
-                f"this run has {_short(identity.get(name))})",
-                "A cache answers for the teacher, transform, data and seed it was made from",
-                "Choose another teacher.cache.path, or leave it empty: each gets its own folder then",
-            )
+    open_folder(folder, {"format": FORMAT, **identity}, WHERE, writable)
     return Store(folder, codec, num_images, writable)
-
-
-def _manifest(folder: Path, identity: dict[str, Any], writable: bool) -> dict[str, Any]:
-    """Return what a cache was made from; write it where there is none yet."""
-    file, patience = folder / MANIFEST, time.monotonic() + BEGINNING
-    try:
-        if not file.is_file() and writable:
-            draft = folder / f".manifest.{os.getpid()}"
-            folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(identity, indent=2) + "\n")
-            os.replace(draft, file)
-        while not file.is_file() and time.monotonic() < patience:
-            time.sleep(0.05)
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        remedy = f"Remove the folder '{folder}': it is filled again, as training goes or by kd-cache"
-        raise RunError("teacher.cache.path", f"'{file}' is damaged ({error})", "", remedy) from error
 
 
 def owned(folder: Path) -> bool:
     """Make this process the one writer of a cache until it ends; return whether it is.
 
-    It is not where another run writes, nor where there is a cache that this user may only read.
+    It is not if another run writes there, nor if there is a cache that this user may only read.
 
     Raises:
         RunError: there is no cache and none can be begun, or the file system has no locks.
     """
-    if folder in _locks:
-        return True
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
-    except OSError as error:
-        if (folder / MANIFEST).is_file():
-            return False
-        raise _unusable(folder, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if isinstance(error, BlockingIOError):
-            return False
-        wrong = f"'{folder}' lies on a file system without locks ({error.strerror or error})"
-        raise RunError("teacher.cache.path", wrong, "One writer at a time", "Choose a path on another one") from error
-    os.register_at_fork(after_in_child=file.close)  # a data worker that outlives its trainer must not hold the cache
-    _locks[folder] = file
-    return True
+    if folder not in _locks:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = lock(folder / ".lock", WHERE)
+        except OSError as error:
+            if (folder / MANIFEST).is_file():
+                return False
+            raise disk_error(error, folder, WHERE) from error
+        if file is not None:
+            _locks[folder] = file
+    return folder in _locks
 
 
 _locks: dict[Path, IO[str]] = {}
-
-
-def _unusable(path: Path, error: OSError) -> RunError:
-    wrong = f"'{path}' cannot be used ({error.strerror or error})"
-    return RunError("teacher.cache.path", wrong, "", "Choose a folder that you may write, or free space on its disk")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

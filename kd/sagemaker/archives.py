@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kd import pixels
-from kd.artifacts.files import atomic_folder
+from kd.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
 REQUIREMENTS = "timm>=1.0.20\nsafetensors>=0.4\npillow>=10\n"

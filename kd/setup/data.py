@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +19,7 @@ from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import cores, free_mib
+from kd.storage import hashed_folder
 
 SAMPLE = 16
 """Training images that are decoded to estimate the size of a store."""
@@ -231,19 +230,12 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
     if not fill:
         return Stored(data.train, rules[0]), Stored(data.val, rules[1])
     made_from = [identity(data.train, "train", asdict(rules[0])), identity(data.val, "val", asdict(rules[1]))]
-    folders = [place(folder, each) for each in made_from]
+    folders = [hashed_folder(folder / "stores", each["split"], each) for each in made_from]
     _require_room(data, rules, folder, folders, backend)
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
-        count, split = each["images"], each["split"]
-        slots.append(open_ram(count, rule.most, split) if ram else open_disk(path, each, rule.most))
+        slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
     return Stored(data.train, rules[0], slots[0]), Stored(data.val, rules[1], slots[1])
-
-
-def place(folder: Path, made_from: dict[str, Any]) -> Path:
-    """Return the folder of a split's pixels, to which only runs with the same identity come."""
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    return folder / "stores" / f"{made_from['split']}-{key}"
 
 
 def _require_room(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +28,7 @@ from kd.setup.data import Data, evenly_spaced, keep_rules
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
 from kd.setup.session import Session
 from kd.setup.trial import Table, Work, noise, trial_images
+from kd.storage import hashed_folder
 from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -265,7 +264,11 @@ def open_cache(
     }
     if data.kept is not None:  # a store changes the pixels
         made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
-    folder = Path(cache.path) if cache.path else cache_folder(run_folder, section.model, made_from)
+    folder = (
+        Path(cache.path)
+        if cache.path
+        else hashed_folder(Path(run_folder) / "caches", Path(section.model).name.replace(":", "_"), made_from)
+    )
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
     if backend.rank == 0 and not writable:
@@ -278,9 +281,3 @@ def open_cache(
         backend.barrier()
     assert store is not None
     return CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
-
-
-def cache_folder(run_folder: str, name: str, made_from: dict[str, Any]) -> Path:
-    """Return the folder that only runs with the same identity come to."""
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(run_folder) / "caches" / f"{Path(name).name.replace(':', '_')}-{key}"

@@ -111,8 +111,8 @@ def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(writt
 def test_a_cache_that_cannot_be_begun_is_one_line(written, refused, tmp_path, job):
     (tmp_path / "file").write_text("")
     line = refused(job, written(), *VIEWS, f"teacher.cache.path={tmp_path / 'file' / 'cache'}")
-    assert line.startswith("teacher.cache.path: '")
-    assert "cannot be used (Not a directory). Choose a folder that you may write" in line
+    assert line.startswith("teacher.cache.path: cannot write '")
+    assert "(Not a directory). Choose a folder that you may write" in line
 
 
 def test_nothing_to_cache_is_one_line(written, command):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
 import random
 import resource
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +21,14 @@ from PIL import Image
 
 from kd import config
 from kd.data.loader import LocalLoader
-from kd.data.store import HEADER, PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
+from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.transforms import Evaluate, Train, random_box
 from kd.data.views import Mixing, Views
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
 from kd.setup.build import build_backend
 from kd.start import loading
+from kd.storage import Records
 from kd.types import Plan
 
 
@@ -62,7 +63,7 @@ class Pictures:
 
 def opened(kind: str, folder: Path, count: int, pixels: int) -> Slots:
     if kind == "ram":
-        return open_ram(count, pixels, "train")
+        return open_ram(pixels, "train")
     return open_disk(folder / "store", {"images": count, "split": "train"}, pixels)
 
 
@@ -238,10 +239,10 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
     expected = [pixels(stored.decode(id)) for id in range(3)]
     assert stored.slots is not None
-    stride, path = stored.slots.stride, tmp_path / "store" / PIXELS
+    stride, path = stored.slots.records.stride, tmp_path / "store" / PIXELS
     content = bytearray(path.read_bytes())
     if damage == "pixel":
-        content[stride + HEADER.size + 100] ^= 1
+        content[stride + Records.HEAD.size + 100] ^= 1
     elif damage == "header":
         content[stride + 8] ^= 1
     elif damage == "cut":  # killed in the middle of a write
@@ -249,7 +250,7 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     elif damage == "other's place":
         content[stride : 2 * stride] = content[:stride]
     else:
-        content[stride : stride + HEADER.size] = HEADER.pack(2**31, 2**31, 7)
+        content[stride : stride + Records.HEAD.size] = Records.HEAD.pack(7, 2**31)
     path.write_bytes(content)
     again = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
     before = source.decoded
@@ -266,17 +267,19 @@ def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
     assert np.array_equal(pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2)), expected)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"images": 4}'])
-def test_a_damaged_manifest_is_an_error(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "wrong"), [("", "is damaged"), ("{", "is damaged"), ('{"images": 4}', "was made with another images")]
+)
+def test_a_damaged_manifest_is_an_error(tmp_path, content, wrong):
     opened("disk", tmp_path, 3, 100)
     (tmp_path / "store" / "manifest.json").write_text(content)
-    with pytest.raises(RunError, match=r"data\.store: '.*manifest\.json' is damaged.* Remove the folder '.*store'"):
+    with pytest.raises(RunError, match=rf"data\.store: '.*' {wrong} .* Remove the folder '.*store'"):
         opened("disk", tmp_path, 3, 100)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(RunError, match=r"data\.store: cannot write '.*store'"):
+    with pytest.raises(RunError, match=r"data\.store: cannot write '.*store.*'"):
         opened("disk", tmp_path, 3, 100)
 
 
@@ -285,9 +288,9 @@ def _write_until_full(folder: str, answers) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 8)
     slots = opened("disk", Path(folder), 8, rule.most)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * slots.stride - 100, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * slots.records.stride - 100, resource.RLIM_INFINITY))
     stored = Stored(source, rule, slots)
-    sys.stderr = (Path(folder) / "told").open("w")
+    logging.getLogger("kd").addHandler(logging.FileHandler(Path(folder) / "told"))
     good = all(
         np.array_equal(pixels(stored.decode(id)), pixels(rule(source.decode(id)))) for _ in range(2) for id in range(8)
     )

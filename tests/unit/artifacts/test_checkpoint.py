@@ -1,0 +1,111 @@
+"""A checkpoint and an export come back bit for bit, or say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kd.artifacts import checkpoint
+from kd.artifacts.export import export
+from kd.errors import RunError
+from kd.types import State
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
+    state = State(step=7, epoch=1, step_in_epoch=3, images=56, seconds=1.25, best=0.5)
+    info = {"optimizer_groups": [{"lr": 0.1, "betas": [0.9, 0.999], "params": [0, 1], "fused": True, "foreach": None}]}
+    checkpoint.write(tmp_path / "a", state, TENSORS, info)
+    found = checkpoint.read(tmp_path / "a")
+    assert (found[0], found[2]) == (state, info)
+    assert found[1].keys() == TENSORS.keys()
+    assert all(torch.equal(found[1][n], t) and found[1][n].dtype == t.dtype for n, t in TENSORS.items())
+
+
+def test_shared_and_strided_tensors_can_be_written(tmp_path):
+    matrix = torch.arange(12.0).view(3, 4)
+    checkpoint.write(tmp_path / "a", State(), {"a": matrix, "b": matrix, "t": matrix.T, "row": matrix[1]}, {})
+    found = checkpoint.read(tmp_path / "a")[1]
+    assert torch.equal(found["t"], matrix.T)
+    assert torch.equal(found["b"], matrix)
+    assert torch.equal(found["row"], matrix[1])
+
+
+@pytest.mark.parametrize("damage", ["cut", "no tensors", "no state", "half a state", "format", "other bits", "a list"])
+def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
+    folder = tmp_path / "step_00000001"
+    checkpoint.write(folder, State(step=1), TENSORS, {})
+    tensors, state = folder / "tensors.safetensors", folder / "state.json"
+    content = json.loads(state.read_text())
+    if damage == "cut":
+        tensors.write_bytes(tensors.read_bytes()[:-1])
+    elif damage == "no tensors":
+        tensors.unlink()
+    elif damage == "no state":
+        state.unlink()
+    elif damage == "half a state":
+        state.write_text(state.read_text()[:40])
+    elif damage == "other bits":
+        tensors.write_bytes(b"\xff" * len(tensors.read_bytes()))
+    else:
+        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 2}))
+    with pytest.raises(RunError, match=r"^run\.folder: checkpoint '.*step_00000001' .* Remove '.*step_00000001'") as e:
+        checkpoint.read(folder)
+    assert "\n" not in str(e.value)
+
+
+# ------------------------------------------------------------------------------------------------------- export
+
+
+def test_an_export_never_replaces_a_folder_that_is_none(tmp_path):
+    """`kd-export RUN --to ~/pictures` must not delete the pictures."""
+    home = tmp_path / "pictures"
+    home.mkdir()
+    (home / "cat.jpg").write_text("a cat")
+    with pytest.raises(RunError, match=r"^export: '.*pictures' exists and is not an exported model\."):
+        export(home, {}, TENSORS, {})
+    assert (home / "cat.jpg").read_text() == "a cat"
+    (home / "cat.jpg").unlink()
+    export(home, {"x": 1}, TENSORS, {})  # an empty folder is welcome
+    export(home, {"x": 2}, TENSORS, {})  # and so is an older export
+    assert everything(home) == ["config.json", "kd.json", "manifest.json", "model.safetensors"]
+    assert json.loads((home / "config.json").read_text()) == {"x": 2}
+
+
+def test_an_export_never_replaces_a_file(tmp_path):
+    (tmp_path / "model").write_text("precious")
+    with pytest.raises(RunError, match=r"^export: "):
+        export(tmp_path / "model", {}, TENSORS, {})
+    assert (tmp_path / "model").read_text() == "precious"
+
+
+# -------------------------------------------------------------------------------------------------- a full disk
+
+
+BIG = {"a": torch.zeros(1_000_000)}
+
+
+def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(small_disk):
+    checkpoint.write(small_disk / "step_1", State(step=1), TENSORS, {})
+    before = everything(small_disk)
+    with pytest.raises(RunError, match=r"^run\.folder: the disk is full at '.*step_2'\. Free space and run the same"):
+        checkpoint.write(small_disk / "step_2", State(step=2), BIG, {})
+    assert everything(small_disk) == before
+    assert checkpoint.read(small_disk / "step_1")[0].step == 1
+
+
+def test_an_export_on_a_full_disk_leaves_nothing(small_disk):
+    with pytest.raises(RunError, match=r"^export: the disk is full"):
+        export(small_disk / "export", {}, BIG, {})
+    assert everything(small_disk) == []

@@ -1,0 +1,180 @@
+"""Files and folders are whole or absent, and a record is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kd.errors import RunError
+from kd.storage import Records, Stop, atomic_folder, hashed_folder, lock, open_folder, write_json, write_text
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_text_replaces_text(tmp_path):
+    write_text(tmp_path / "a" / "b.txt", "old")
+    write_text(tmp_path / "a" / "b.txt", "neu ä")
+    assert (tmp_path / "a" / "b.txt").read_text(encoding="utf-8") == "neu ä"
+    assert everything(tmp_path) == ["a", "a/b.txt"]
+
+
+def test_json_is_sorted_and_ends_in_a_newline(tmp_path):
+    write_json(tmp_path / "a.json", {"b": 1, "a": [2.5, None]})
+    assert (tmp_path / "a.json").read_text().endswith("}\n")
+    assert list(json.loads((tmp_path / "a.json").read_text())) == ["a", "b"]
+
+
+class Trouble(Exception):
+    pass
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_folder_that_fails_leaves_the_old_one(tmp_path, existing, error):
+    path = tmp_path / "folder"
+    if existing:
+        path.mkdir()
+        (path / "old").write_text("old")
+    expected = RunError if isinstance(error, OSError) else type(error)
+
+    def stopped() -> None:
+        with atomic_folder(path) as draft:
+            (draft / "new").write_text("new")
+            raise error
+
+    with pytest.raises(expected):
+        stopped()
+    assert everything(tmp_path) == (["folder", "folder/old"] if existing else [])
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    for name in ("old", "new"):
+        with atomic_folder(tmp_path / "folder") as draft:
+            (draft / name).write_text(name)
+    assert everything(tmp_path) == ["folder", "folder/new"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RunError, match=r"^run\.folder: cannot write '.*' \((Not a directory|File exists)\)\. Choose a folder"
+    ):
+        write_text(tmp_path / "file" / "a.txt", "text")
+    with (
+        pytest.raises(RunError, match="cannot write"),
+        atomic_folder(tmp_path / "file" / "folder"),
+    ):
+        pass
+
+
+def test_a_text_on_a_full_disk_leaves_the_old_one(small_disk):
+    write_text(small_disk / "a.txt", "old")
+    with pytest.raises(RunError, match="the disk is full"):
+        write_text(small_disk / "a.txt", "x" * 1_000_000)
+    assert everything(small_disk) == ["a.txt"]
+    assert (small_disk / "a.txt").read_text() == "old"
+
+
+# ------------------------------------------------------------------------------------------------------ records
+
+
+def records(folder: Path, label: str = "", size: int = 100, align: int = 1) -> Records:
+    file = os.open(folder / "records", os.O_RDWR | os.O_CREAT)
+    return Records(file, size, Stop("here", "The rest is left out."), label, align)
+
+
+@pytest.mark.parametrize("align", [1, 64, 4096])
+def test_a_record_comes_back_and_others_are_not_there(tmp_path, align):
+    written = records(tmp_path, align=align)
+    for id, content in ((0, b"a"), (5, bytes(100)), (2, b"c" * 50)):
+        written.write(id, content)
+    again = records(tmp_path, align=align)
+    assert [again.read(id) for id in range(7)] == [b"a", None, b"c" * 50, None, None, bytes(100), None]
+    again.write(2, b"shorter")
+    assert written.read(2) == b"shorter"
+    written.write(3, bytes(101))  # longer than a record may be
+    assert written.read(3) is None
+
+
+def test_a_record_belongs_to_its_place(tmp_path):
+    written = records(tmp_path, "view 0")
+    written.write(0, b"a" * 100)
+    content = (tmp_path / "records").read_bytes()
+    (tmp_path / "records").write_bytes(content + content)
+    assert written.read(0) == b"a" * 100
+    assert written.read(1) is None
+    assert records(tmp_path, "view 1").read(0) is None
+
+
+def test_a_record_with_one_wrong_bit_is_not_whole(tmp_path):
+    written = records(tmp_path)
+    written.write(0, b"a" * 100)
+    content = (tmp_path / "records").read_bytes()
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        (tmp_path / "records").write_bytes(damaged)
+        assert written.read(0) is None
+    (tmp_path / "records").write_bytes(content)
+    assert written.read(0) == b"a" * 100
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_ends_nothing(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
+    written = records(tmp_path, align=4096)
+    for id in range(3):
+        written.write(id, bytes([id + 1]) * 100)
+    for length, whole in ((2 * 4096 + 50, 2), (4096 + 4, 1), (0, 0)):
+        os.truncate(tmp_path / "records", length)
+        assert [written.read(id) is not None for id in range(3)] == [id < whole for id in range(3)]
+    written.write(2, b"again")
+    assert written.read(2) == b"again"
+
+
+def test_a_full_disk_is_said_once_by_all_processes(small_disk, caplog):
+    """Records that were written stay good. A process forked from this one stops too."""
+    written = records(small_disk, size=50_000)
+    for id in range(10):
+        written.write(id, bytes([id + 1]) * 50_000)
+    kept = [written.read(id) is not None for id in range(10)]
+    assert kept == sorted(kept, reverse=True)
+    assert 1 < sum(kept) < 10
+    assert [record.message for record in caplog.records] == [
+        f"here takes no more ({written.stop.reason}). The rest is left out."
+    ]
+    child = os.fork()
+    if not child:
+        os._exit(0 if written.stop.reason else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --------------------------------------------------------------------------------------------- locks and folders
+
+
+def test_a_lock_has_one_owner_and_ends_with_it(tmp_path):
+    first = lock(tmp_path / ".lock", "run.name")
+    assert first is not None
+    assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    assert lock(tmp_path / ".lock", "run.name") is None
+    first.close()
+    assert lock(tmp_path / ".lock", "run.name") is not None
+
+
+def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):
+    identity = {"data": "abc", "sizes": [1, 2]}
+    folder = hashed_folder(tmp_path, "train", identity)
+    assert folder.parent == tmp_path
+    assert folder == hashed_folder(tmp_path, "train", {"sizes": [1, 2], "data": "abc"})
+    others = [{**identity, "data": "abd"}, {**identity, "sizes": [2, 1]}, {**identity, "more": None}]
+    assert len({folder, *(hashed_folder(tmp_path, "train", other) for other in others)}) == 4
+    for _ in range(2):
+        open_folder(folder, identity, "data.store")
+        open_folder(folder, identity, "data.store", writable=False)
+    with pytest.raises(RunError, match=r"^data\.store: '.*train-.*' was made with another sizes \(\[1, 2\]; this run"):
+        open_folder(folder, {**identity, "sizes": [3]}, "data.store")
