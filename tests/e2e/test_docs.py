@@ -186,7 +186,7 @@ class Session:
             assert answer.code == 0, (argv, answer)
 
     def settings(self, text: str) -> None:
-        """Load a configuration, or a fragment laid over vit_food.yaml; if its first line is a file name, write it, tiny."""
+        """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
