@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kd import config
 from kd.artifacts.run_dir import RunDir
-from kd.config import Config
 from kd.contracts import Backend, Source
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import DataError, ModelError
 from kd.host import environment
-from kd.jobs._folder import flatten, require_same
+from kd.jobs._folder import require_same
 from kd.models.classifier import Ensemble, TeacherModel, digest
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, percent
@@ -27,6 +25,7 @@ from kd.report.sifting import describe, describe_images, extremes, sheet
 from kd.report.trackers import Trackers
 from kd.setup.build import build_run
 from kd.setup.data import Data
+from kd.setup.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,15 @@ class Result:
 
 
 def distill(
-    settings: Config, data: Data, backend: Backend, teacher: TeacherModel | None, folder: RunDir, title: str
+    recipe: Recipe, data: Data, backend: Backend, teacher: TeacherModel | None, folder: RunDir, title: str
 ) -> Result:
     """Train one student in an opened run folder, from where it stands."""
     known = folder.manifest()
-    flat = flatten(config.to_dict(settings))
-    trackers = Trackers(settings.run.trackers if backend.rank == 0 else (), settings.run.name, folder.path, flat)
+    names = recipe.run.trackers if backend.rank == 0 else ()
+    trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
         recorded = known.get("choices", {})
-        built = build_run(settings, data, backend, teacher, folder, console, recorded)
+        built = build_run(recipe, data, backend, teacher, folder, console, recorded)
         run, facts = built.run, built.facts
         facts |= {
             "world_size": backend.world_size,
@@ -80,13 +79,13 @@ def distill(
             rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
             console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
         if teacher is not None:
-            check_teacher(settings.teacher.min_accuracy, run, console)
+            check_teacher(recipe.teacher.min_accuracy, run, console)
         if isinstance(teacher, Ensemble):
-            names = [settings.teacher.model, *(member.model for member in settings.teacher.also)]
-            check_members(names, settings.teacher.min_accuracy, run, teacher, console)
+            names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
+            check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
         state = engine_train(run)
         sifting = sifting_report(run, data.train, folder)
-        console.info(f"{title}: {memory(settings.optimizer.zero, run, facts['choices'])}")
+        console.info(f"{title}: {memory(recipe.optimizer.zero, run, facts['choices'])}")
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.models.load import export_files
+from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
@@ -42,12 +43,12 @@ FREE = (
 
 
 @contextmanager
-def open_run(path: Path, settings: Config, rank: int) -> Iterator[RunDir]:
-    """Open a run folder for this configuration and close it again, or say what differs from the stored one."""
-    folder = RunDir(path, rank, settings.run.keep)
+def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
+    folder = RunDir(recipe.path, rank, recipe.run.keep)
     stored = folder.stored_config()
-    differences = different_keys(_parse(folder, stored), settings) if stored is not None else []
-    folder.open(config.dump(settings), differences)
+    differences = different_keys(resolve(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
+    folder.open(recipe.yaml, differences)
     try:
         yield folder
     finally:
@@ -85,22 +86,10 @@ def _parse(folder: RunDir, text: str) -> Config:
         ) from error
 
 
-def different_keys(stored: Config, settings: Config) -> list[str]:
+def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """List `key (stored -> now)` wherever two configurations compute different things."""
-    old, new = flatten(config.to_dict(stored)), flatten(config.to_dict(settings))
     keys = [k for k in sorted(old.keys() | new.keys()) if not k.startswith(FREE)]
     return [f"{k} ({old.get(k)} -> {new.get(k)})" for k in keys if old.get(k) != new.get(k)]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as {"section.key": value}."""
-    if isinstance(value, dict) and value:
-        pairs = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        pairs = [(f"{prefix}.{i}", item) for i, item in enumerate(value)]
-    else:
-        return {prefix: value}
-    return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -114,27 +103,27 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
         )
 
 
-def export_run(folder: RunDir, settings: Config, target: Path, classes: Sequence[str]) -> None:
+def export_run(folder: RunDir, recipe: Recipe, target: Path, classes: Sequence[str]) -> None:
     """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
-    student, provenance = best_student(folder, settings, classes)
-    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    student, provenance = best_student(folder, recipe, classes)
+    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
     artifact.export(target, content, weights, provenance)
 
 
-def best_student(folder: RunDir, settings: Config, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from."""
     state, tensors, _ = folder.best()
-    section = replace(settings.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(section, settings.run.seed, classes, settings.data.image_size)
+    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
+    student = build_student(section, recipe.seed, classes, recipe.data.image_size)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
         "kd": environment()["packages"]["kd"],
         "step": state.step,
         "metrics": rows[-1] if rows else {},
-        "run": settings.run.name,
+        "run": recipe.name,
         "digest": digest(student.network),
-        "eval_crop": settings.data.eval_crop,
+        "eval_crop": recipe.data.eval_crop,
     }
     return student, provenance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +14,13 @@ from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.teach import obtain_teacher, teacher_recipes
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.data import loaders, open_data, split_batch, views
 from kd.setup.modes import ExecutionMode
-from kd.setup.session import Session
+from kd.setup.recipe import Recipe, Session, resolve
 from kd.setup.teacher import choose_teacher, open_cache
 from kd.types import Plan
 
@@ -76,8 +76,9 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    with distributed(settings.backend) as backend:
-        parts = _parts(settings, backend)
+    recipe = resolve(settings)
+    with distributed(recipe.backend) as backend:
+        parts = _parts(recipe, teacher_recipes(settings), backend)
         if not verify:
             _require_writable(parts.cache.store)
         start = time.perf_counter()
@@ -97,22 +98,22 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     return done
 
 
-def _parts(settings: Config, backend: Backend) -> _Parts:
-    section, seed = settings.data, settings.run.seed
-    data = open_data(section, settings.run.folder, backend)
-    teacher = obtain_teacher(settings, data, backend)
+def _parts(recipe: Recipe, fits: Mapping[str, Recipe], backend: Backend) -> _Parts:
+    section, seed = recipe.data, recipe.seed
+    data = open_data(section, recipe.run.folder, backend)
+    teacher = obtain_teacher(recipe, fits, data, backend)
     assert teacher is not None
     size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
     split = split_batch(section, backend.world_size, len(data.train), size)
-    asked = settings.teacher.cache.views * len(data.train) // backend.world_size
+    asked = recipe.teacher.cache.views * len(data.train) // backend.world_size
     session = Session(backend, data, split)
-    report = choose_teacher(session, settings.teacher, teacher, asked, "")
+    report = choose_teacher(session, recipe.teacher, teacher, asked, "")
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
-    stored = open_cache(settings.teacher, settings.run.folder, seed, report, teacher, session)
+    stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
     loader = loaders(views(data, seed), section.workers, split, backend)[0]
     quantized = ExecutionMode.parse(report.mode).quantized
-    tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE[settings.teacher.cache.dtype]
+    tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE[recipe.teacher.cache.dtype]
     return _Parts(backend, report.live, stored, loader, split.batch_size, tolerance)
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from kd.config import Config
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.data.store import slot_bytes
 from kd.jobs.teach import merge_teachers, split_teachers
@@ -16,15 +15,15 @@ from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
-from kd.setup.build import needed_by
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
+from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion
 from kd.setup.teacher import load_teacher
 from kd.types import Dims
 
 
-def check(settings: Config, path: str = "given") -> str:
-    """Check a configuration and describe the run.
+def check(recipe: Recipe, path: str = "given") -> str:
+    """Check a recipe and describe the run.
 
     Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
@@ -32,33 +31,33 @@ def check(settings: Config, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    section, size, features = settings.data, settings.data.image_size, "pooled" in needed_by(settings.losses)
+    section, size, features = recipe.data, recipe.data.image_size, recipe.features
     train_transform(size, section.augment)
-    check_trackers(settings.run.trackers)
+    check_trackers(recipe.run.trackers)
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
     classes = data.train.classes
-    student = _on_meta(Spec("student", settings.student.model, settings.student.args, classes), size, features)
+    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
-        f"student   {settings.student.model}: {_millions(student)}, init {settings.student.init}",
+        f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
-    if settings.teacher.model:
-        found = [_teacher(where, one, classes, size, features) for where, one in split_teachers(settings.teacher)]
+    if recipe.teacher.model:
+        found = [_teacher(where, one, classes, size, features) for where, one in split_teachers(recipe.teacher)]
         lines += [line for _, line in found]
-        teacher = merge_teachers(settings.teacher, [model for model, _ in found])
+        teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    build_criterion(settings.losses, dims, settings.run.seed)
-    lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in settings.losses))
-    lines += _length(settings.run, split, len(data.train))
+    build_criterion(recipe.losses, dims, recipe.seed)
+    lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
+    lines += _length(recipe.run, split, len(data.train))
     lines += _store(data)
     lines += [
-        f"backend   {settings.backend.kind}, precision {settings.backend.precision}, {world_size} process(es)",
-        f"memory    {_state_mib(settings.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
+        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
+        f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
         "optimizer; activations come on top",
         "time      not measured here: `kd-train` prints images/s and the time left from the first steps on",
     ]

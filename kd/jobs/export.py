@@ -10,13 +10,13 @@ from typing import Any
 
 from kd import config
 from kd.artifacts import export as artifact
-from kd.config import Config
 from kd.errors import RunError
 from kd.host import environment, versions
 from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
 from kd.models.classifier import Classifier
 from kd.models.load import export_files
+from kd.setup.recipe import Recipe, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,36 +63,36 @@ def export(
     """
     options = options or Options()
     folder, settings = opened_run(path)
-    settings = config.load(config.to_dict(settings), overrides) if overrides else settings
+    recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target = target or path / "export"
     artifact.refuse_other(target)  # before minutes of work, not after
-    student, provenance = best_student(folder, settings, classes)
-    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    student, provenance = best_student(folder, recipe, classes)
+    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
-        made = _graphs.write(extras, student, settings, classes, folder.manifest().get("data", ""), options)
-        facts = _facts(settings, student, provenance, made)
+        made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
+        facts = _facts(recipe, student, provenance, made)
         version, metrics = facts["version"], provenance["metrics"]
-        card = _graphs.card(folder, settings, student, version, metrics, made, options, target)
+        card = _graphs.card(folder, recipe, student, version, metrics, made, options, target)
         (extras / "README.md").write_text(card, encoding="utf-8")
         artifact.export(target, content, weights, provenance, extras, facts)
     return Exported(target, made.lines)
 
 
-def _facts(settings: Config, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
-    size = settings.data.image_size
+def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
+    size = recipe.data.image_size
     return {
         "format": 1,
-        "name": settings.run.name,
+        "name": recipe.name,
         "version": provenance["digest"][:12],
         "input": {
             "name": "image",
             "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
             "size": size,
-            "crop": settings.data.eval_crop,
+            "crop": recipe.data.eval_crop,
             "network_size": student.input_size or size,
         },
         "parity": made.parity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kd.artifacts.memory import Memory
@@ -10,12 +11,13 @@ from kd.config.schema import Cache
 from kd.contracts import Backend
 from kd.engine.precompile import precompile
 from kd.jobs.check import check
-from kd.jobs.teach import merge_teachers, split_teachers, teacher_config
+from kd.jobs.teach import merge_teachers, split_teachers, teacher_recipes
 from kd.jobs.train import labels_only
 from kd.models.classifier import TeacherModel
 from kd.report.console import Console
-from kd.setup.build import build_run, distributed, needed_by
+from kd.setup.build import build_run, distributed
 from kd.setup.data import Data, fixed_batch, open_data
+from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import build_student
 from kd.setup.teacher import load_teacher
 
@@ -32,13 +34,14 @@ def compile_only(settings: Config) -> str:
     Raises:
         KdError: what `kd-train` would stop at before step 1.
     """
-    check(settings)
     views = replace(settings.data, views=settings.data.views or settings.teacher.cache.views)
     settings = replace(settings, data=views, teacher=replace(settings.teacher, cache=Cache()))
-    lines = []
-    with distributed(settings.backend) as backend:
-        data = open_data(settings.data, settings.run.folder, backend, fill=False)
-        for title, run, teacher in _runs(settings, data, backend):
+    recipe, lines = resolve(settings), []
+    check(recipe)
+    baseline = [labels_only(settings, fixed_batch(recipe.data))] if recipe.run.baseline else []
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
+        for title, run, teacher in _runs(recipe, teacher_recipes(settings), baseline, data, backend):
             built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
@@ -47,22 +50,23 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(settings: Config, data: Data, backend: Backend) -> list[tuple[str, Config, TeacherModel | None]]:
+def _runs(
+    recipe: Recipe, fits: Mapping[str, Recipe], baseline: list[Recipe], data: Data, backend: Backend
+) -> list[tuple[str, Recipe, TeacherModel | None]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
-    section, found, models = settings.teacher, [], []
+    section, models = recipe.teacher, []
     if section.model:
         if section.shard or section.pipeline:
             backend.check_divided(section.pipeline)
-        features, classes, size = "pooled" in needed_by(settings.losses), data.train.classes, settings.data.image_size
+        classes, size = data.train.classes, recipe.data.image_size
         for where, alone in split_teachers(section):
-            if section.fit.epochs and not alone.checkpoint:
-                plan = teacher_config(settings, alone)
-                found.append((where, plan, None))
-                models.append(build_student(plan.student, settings.run.seed, classes, size, features))
+            if where in fits:
+                models.append(build_student(fits[where].student, recipe.seed, classes, size, recipe.features))
             else:
-                models.append(load_teacher(alone, classes, size, features, where=where))
-    found.append((settings.run.name, settings, merge_teachers(section, models) if models else None))
-    if settings.run.baseline:
-        alone = labels_only(settings, fixed_batch(settings.data))
-        found.append((f"{settings.run.name} (labels only)", alone, None))
-    return found
+                models.append(load_teacher(alone, classes, size, recipe.features, where=where))
+    teacher = merge_teachers(section, models) if models else None
+    return [
+        *((where, fit, None) for where, fit in fits.items()),
+        (recipe.name, recipe, teacher),
+        *((f"{recipe.name} (labels only)", alone, None) for alone in baseline),
+    ]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kd import config
 from kd.config import Config
 from kd.config.schema import (
     Intervals,
@@ -23,11 +22,12 @@ from kd.config.schema import (
 from kd.contracts import Backend
 from kd.errors import ConfigError
 from kd.jobs._distill import distill
-from kd.jobs._folder import FREE, export_run, flatten, open_run
+from kd.jobs._folder import FREE, export_run, open_run
 from kd.models.classifier import Classifier, Ensemble, TeacherModel
 from kd.parts import default_options
-from kd.setup.build import distributed, needed_by
+from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
+from kd.setup.recipe import Recipe, resolve
 from kd.setup.teacher import load_teacher
 
 log = logging.getLogger("kd")
@@ -41,29 +41,40 @@ def teach(settings: Config) -> list[Path]:
     """
     if not settings.teacher.fit.epochs:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
-    with distributed(settings.backend) as backend:
-        data = open_data(settings.data, settings.run.folder, backend)
-        unfitted = [one for _, one in split_teachers(settings.teacher) if not one.checkpoint]
-        return [fit_teacher(teacher_config(settings, one), data, backend) for one in unfitted]
+    recipe = resolve(settings)
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend)
+        return [fit_teacher(one, data, backend) for one in teacher_recipes(settings).values()]
 
 
-def obtain_teacher(settings: Config, data: Data, backend: Backend) -> TeacherModel | None:
-    """Load the teacher, or all of several; fit first where the config says so and there is no checkpoint."""
-    section = settings.teacher
+def obtain_teacher(recipe: Recipe, fits: Mapping[str, Recipe], data: Data, backend: Backend) -> TeacherModel | None:
+    """Load the teacher, or all of several; fit first where there is no checkpoint.
+
+    Args:
+        recipe: of the student.
+        fits: what `teacher_recipes` returned.
+        data: both splits.
+        backend: set up.
+    """
+    section = recipe.teacher
     if not section.model:
         return None
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
-    features = "pooled" in needed_by(settings.losses)
-    on_meta = section.shard and backend.rank != 0 and settings.student.init != "teacher"
-    models = []
+    on_meta = section.shard and backend.rank != 0 and recipe.student.init != "teacher"
+    models, classes, size = [], data.train.classes, recipe.data.image_size
     for where, alone in split_teachers(section):
-        folder = ""
-        if section.fit.epochs and not alone.checkpoint:
-            folder = str(fit_teacher(teacher_config(settings, alone), data, backend))
-        size = settings.data.image_size
-        models.append(load_teacher(alone, data.train.classes, size, features, folder, on_meta, where))
+        folder = str(fit_teacher(fits[where], data, backend)) if where in fits else ""
+        models.append(load_teacher(alone, classes, size, recipe.features, folder, on_meta, where))
     return merge_teachers(section, models)
+
+
+def teacher_recipes(settings: Config) -> dict[str, Recipe]:
+    """Return the fits of the teachers that have no checkpoint, by config path; none where the config fits none."""
+    if not settings.teacher.model or not settings.teacher.fit.epochs:
+        return {}
+    found = split_teachers(settings.teacher)
+    return {where: teacher_recipe(settings, one) for where, one in found if not one.checkpoint}
 
 
 def split_teachers(section: TeacherSection) -> list[tuple[str, TeacherSection]]:
@@ -81,40 +92,39 @@ def merge_teachers(section: TeacherSection, models: Sequence[Classifier]) -> Tea
     return models[0] if len(models) == 1 else Ensemble(models, weights)
 
 
-def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
+def fit_teacher(recipe: Recipe, data: Data, backend: Backend) -> Path:
     """Fit a teacher on the labels and keep its best epoch; one fitted before from the same content is reused.
 
     Args:
-        plan: what `teacher_config` returned.
+        recipe: the teacher as a student of the labels.
         data: both splits.
         backend: set up.
 
     Returns:
         An export folder, named by a hash of everything that the weights depend on.
     """
-    values = [v for k, v in sorted(flatten(config.to_dict(plan)).items()) if not k.startswith(FREE)]
+    values = [value for key, value in sorted(recipe.keys.items()) if not key.startswith(FREE)]
     key = hashlib.sha256((json.dumps(values, default=str) + data.fingerprint).encode()).hexdigest()[:12]
-    name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
-    plan = replace(plan, run=replace(plan.run, name=name))
-    path = Path(plan.run.folder) / name
-    target = path / "export"
+    name = f"{Path(recipe.student.model).name.replace(':', '_')}-{key}"
+    recipe = replace(recipe, name=name, path=recipe.path / name)
+    target = recipe.path / "export"
     if (target / "model.safetensors").is_file():
         if backend.rank == 0:
             log.info("teacher: reusing '%s'", target)
         return target
-    with open_run(path, plan, backend.rank) as folder:
-        distill(plan, data, backend, None, folder, "teacher")
+    with open_run(recipe, backend.rank) as folder:
+        distill(recipe, data, backend, None, folder, "teacher")
         if backend.rank == 0:
-            export_run(folder, plan, target, data.train.classes)
+            export_run(folder, recipe, target, data.train.classes)
         backend.barrier()
     return target
 
 
-def teacher_config(settings: Config, section: TeacherSection) -> Config:
+def teacher_recipe(settings: Config, section: TeacherSection) -> Recipe:
     """Return the run that fits a teacher: the teacher as a student of the labels."""
     fit = section.fit
     ce = default_options("losses", "ce", label_smoothing=fit.label_smoothing)
-    return Config(
+    plan = Config(
         run=RunSection(
             folder=fit.folder,
             seed=settings.run.seed,
@@ -137,3 +147,4 @@ def teacher_config(settings: Config, section: TeacherSection) -> Config:
         optimizer=OptimizerSection(lr=fit.lr, weight_decay=fit.weight_decay, warmup=fit.warmup),
         backend=settings.backend,
     )
+    return resolve(plan)

@@ -10,11 +10,12 @@ from kd.config.schema import LossSection, SifterSection, TeacherSection
 from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
 from kd.jobs.check import check
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.teach import obtain_teacher, teacher_recipes
 from kd.parts import default_options
 from kd.report.console import percent, table
 from kd.setup.build import distributed
 from kd.setup.data import open_data
+from kd.setup.recipe import Recipe, resolve
 from kd.storage import write_text
 
 
@@ -24,34 +25,39 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    check(settings)  # what can be known now must not be found out after the teacher was fitted
-    name, path = settings.run.name, Path(settings.run.folder) / settings.run.name
-    with distributed(settings.backend) as backend:
-        data = open_data(settings.data, settings.run.folder, backend)
-        with open_run(path, settings, backend.rank) as folder:
-            teacher = obtain_teacher(settings, data, backend)
-            result = distill(settings, data, backend, teacher, folder, name)
-            if settings.run.baseline:
+    recipe = resolve(settings)
+    check(recipe)  # what can be known now must not be found out after the teacher was fitted
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend)
+        with open_run(recipe, backend.rank) as folder:
+            teacher = obtain_teacher(recipe, teacher_recipes(settings), data, backend)
+            result = distill(recipe, data, backend, teacher, folder, recipe.name)
+            if recipe.run.baseline:
                 alone = labels_only(settings, result.batch_size)
-                with open_run(path / "labels_only", alone, backend.rank) as inner:
-                    baseline = distill(alone, data, backend, None, inner, f"{name} (labels only)")
+                with open_run(alone, backend.rank) as inner:
+                    baseline = distill(alone, data, backend, None, inner, f"{recipe.name} (labels only)")
                 result = replace(result, baseline=baseline)
-            result = replace(result, report=report(name, settings.run.seed, result))
+            result = replace(result, report=report(recipe.name, recipe.seed, result))
             if backend.rank == 0:
-                write_text(path / "report.md", result.report)
+                write_text(recipe.path / "report.md", result.report)
     return result
 
 
-def labels_only(settings: Config, batch_size: int) -> Config:
-    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
-    return replace(
+def labels_only(settings: Config, batch_size: int) -> Recipe:
+    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only.
+
+    It lies inside the run's own folder.
+    """
+    run, views = settings.run, settings.data.views or settings.teacher.cache.views
+    alone = replace(
         settings,
-        data=replace(settings.data, batch_size=batch_size, views=settings.data.views or settings.teacher.cache.views),
-        run=replace(settings.run, baseline=False),
+        data=replace(settings.data, batch_size=batch_size, views=views),
+        run=replace(run, baseline=False),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
+    return replace(resolve(alone), path=Path(run.folder) / run.name / "labels_only")
 
 
 def report(name: str, seed: int, result: Result) -> str:

@@ -20,7 +20,7 @@ from kd.config.schema import OptimizerSection
 from kd.contracts import Backend, Teacher
 from kd.engine.criterion import Distillation
 from kd.errors import ConfigError
-from kd.setup.session import Session
+from kd.setup.recipe import Session
 from kd.setup.trial import Trial
 
 SHARE = 0.8

@@ -1,4 +1,4 @@
-"""Configuration -> Run: the only place where a run is assembled."""
+"""Recipe -> Run: the only place where a run is assembled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from kd import parts
-from kd.config.schema import BackendSection, Config, LossSection, OptimizerSection, RunSection, StudentSection
-from kd.config.validate import needs
+from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.data.loader import evaluation_plan
 from kd.engine.criterion import Distillation
@@ -25,7 +24,7 @@ from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.data import BatchSplit, Data, loaders, split_batch, views
 from kd.setup.gate import choose_sifter, sift_context
-from kd.setup.session import Choices, Session
+from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student
 from kd.setup.teacher import TeacherReport, choose_teacher, open_cache
 from kd.types import Dims
@@ -142,7 +141,7 @@ class Built:
 
 
 def build_run(
-    config: Config,
+    recipe: Recipe,
     data: Data,
     backend: Backend,
     teacher: TeacherModel | None,
@@ -150,10 +149,10 @@ def build_run(
     logger: Logger,
     recorded: Mapping[str, Any] = {},
 ) -> Built:
-    """Build the run of a configuration.
+    """Build the run of a recipe.
 
     Args:
-        config: the configuration.
+        recipe: what is trained.
         data: both splits.
         backend: set up.
         teacher: the loaded teacher, or None for labels alone.
@@ -161,54 +160,51 @@ def build_run(
         logger: who shows them.
         recorded: choices of an earlier start of this run, so that a resumed run computes the same bits.
     """
-    seed, kept, needed = config.run.seed, config.teacher.cache.views, needed_by(config.losses)
+    seed, kept = recipe.seed, recipe.teacher.cache.views
     chosen = _with_threads(Choices.read(recorded), backend)
-    searching = config.data.batch_size == "auto" and not chosen.batch_size
+    searching = recipe.data.batch_size == "auto" and not chosen.batch_size
     provisional = provisional_batch(len(data.train), backend) if searching else chosen.batch_size
-    split = split_batch(config.data, backend.world_size, len(data.train), provisional)
+    split = split_batch(recipe.data, backend.world_size, len(data.train), provisional)
     session = Session(backend, data, split)
-    distillation = _distillation(config.student, config.losses, seed, data, teacher, "pooled" in needed)
+    distillation = _distillation(recipe.student, recipe.losses, seed, data, teacher, recipe.features)
     distillation.to(backend.device)
 
-    visits = config.run.images(len(data.train), split.batch_size) // backend.world_size
-    asked = (min(visits, kept * len(data.train) // backend.world_size) if kept else visits) * ("teacher" in needed)
-    report = choose_teacher(session, config.teacher, teacher, asked, chosen.teacher)
-    answering: Teacher = report.live if "teacher" in needed else NoTeacher()
-    if teacher is not None and kept and "teacher" in needed:
-        answering = open_cache(config.teacher, config.run.folder, seed, report, teacher, session)
-    student = (session, distillation, config.student, config.backend.precision)
+    visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
+    asked = (min(visits, kept * len(data.train) // backend.world_size) if kept else visits) * (
+        "teacher" in recipe.needs
+    )
+    report = choose_teacher(session, recipe.teacher, teacher, asked, chosen.teacher)
+    answering: Teacher = report.live if "teacher" in recipe.needs else NoTeacher()
+    if teacher is not None and kept and "teacher" in recipe.needs:
+        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
+    student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)
     apply_mode(mode.mode, distillation, backend)
     for name, summary in (("teacher", report.summary), ("student", mode.summary)):
         logger.info(f"{name}: {summary}" if summary else "")
     search = ""
     if searching:
-        found = choose_batch(session, distillation, report.live, config.optimizer)
+        found = choose_batch(session, distillation, report.live, recipe.optimizer)
         chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
-        split = split_batch(config.data, backend.world_size, len(data.train), chosen.batch_size)
+        split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
 
-    loader, val_loader = loaders(views(data, seed), config.data.workers, split, backend)
-    length = run_length(config.run, split, config.data.views or kept)
+    loader, val_loader = loaders(views(data, seed), recipe.data.workers, split, backend)
+    length = run_length(recipe.run, split, recipe.views)
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
-    share = min(1.0, kept / config.run.epochs) if kept and not config.run.steps else 1.0
-    gated = (session, distillation, config.sifter, context, loader, answering, share)
+    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+    gated = (session, distillation, recipe.sifter, context, loader, answering, share)
     sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
     evaluator = Evaluator(backend, val_loader, plan, report.live, teacher is not None, len(data.train.classes))
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
-    run = assemble(config.optimizer, seed, length, backend, *parts)
+    run = assemble(recipe.optimizer, seed, length, backend, *parts)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
     facts = {"choices": chosen.record(), "measured_ms": measured, "batch": str(split), "workers": loader.workers}
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
-
-
-def needed_by(losses: Sequence[LossSection]) -> frozenset[str]:
-    """Return what the losses of a run need, together: "teacher", "hard_labels", names of features."""
-    return frozenset().union(*needs(losses))
 
 
 def _with_threads(chosen: Choices, backend: Backend) -> Choices:

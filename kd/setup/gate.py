@@ -14,7 +14,7 @@ from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
 from kd.errors import ConfigError, DataError
 from kd.setup.data import BatchSplit, evenly_spaced
-from kd.setup.session import Session
+from kd.setup.recipe import Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
 from kd.types import Costs, SiftContext
 

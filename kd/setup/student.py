@@ -18,7 +18,7 @@ from kd.models.classifier import Classifier, compile_forward, set_attention
 from kd.models.load import Spec, load
 from kd.seeds import seed_from
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
-from kd.setup.session import Session
+from kd.setup.recipe import Session
 from kd.setup.trial import Table, Trial, Work, trial_images
 from kd.types import Dims
 

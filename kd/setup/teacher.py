@@ -26,7 +26,7 @@ from kd.models.runtime import Exported, quantize
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.data import Data, evenly_spaced, keep_rules
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
-from kd.setup.session import Session
+from kd.setup.recipe import Session
 from kd.setup.trial import Table, Work, noise, trial_images
 from kd.storage import hashed_folder
 from kd.types import Batch
