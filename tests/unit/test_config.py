@@ -12,8 +12,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from kd import config, parts, schema
-from kd.config import Config, dump, explain, load, to_dict
+from kd import config, parts
+from kd.config import Config, dump, explain, load, schema, to_dict
 from kd.errors import ConfigError, ConfigErrors, KdError
 
 MINIMAL = {

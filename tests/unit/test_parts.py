@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from kd import parts
-from kd.config import field_docs
+from kd.config.load import field_docs
 from kd.errors import PartNotFound
 
 PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]

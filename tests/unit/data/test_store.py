@@ -27,7 +27,7 @@ from kd.data.views import Mixing, Views
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
 from kd.setup.build import build_backend
-from kd.start import loading
+from kd.setup.data import Data, open_store
 from kd.storage import Records
 from kd.types import Plan
 
@@ -337,8 +337,10 @@ def chosen(settings):
 
 
 def stored(chosen, kind: str, source, **keys):
-    chosen = replace(chosen, data=replace(chosen.data, store=kind, **keys))
-    return loading.stored(chosen, source, Pictures([(90, 50)] * 4), build_backend(chosen.backend))
+    """Open a store before such a source; return its training source."""
+    section = replace(chosen.data, store=kind, **keys)
+    data = Data(section, source, Pictures([(90, 50)] * 4))
+    return open_store(data, Path(chosen.run.folder), build_backend(chosen.backend))[0]
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])
@@ -353,18 +355,17 @@ def test_what_does_not_fit_is_refused_with_both_numbers(chosen, tmp_path, kind, 
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 
-def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path):
+def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path, caplog):
     """Of an image of 90 x 50 that shrinks to 16 px and crops of 0.35, 975 pixels are kept: a page; of 4 the crop."""
+    caplog.set_level("INFO", "kd")
     source = Pictures([(90, 50)] * 100)
-    (train, _), told = stored(chosen, "disk", source)
-    assert (
-        told
-        == f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores', 0.0 MiB of it there already"
-    )
+    train = stored(chosen, "disk", source)
+    assert caplog.messages[-1].startswith(f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores'")
+    assert caplog.messages[-1].endswith("0.0 MiB of it there already")
     for id in range(100):
         train.decode(id)
-    again = stored(chosen, "disk", source)[1]
-    assert again.endswith("0.4 MiB of it there already")
+    stored(chosen, "disk", source)
+    assert caplog.messages[-1].endswith("0.4 MiB of it there already")
 
 
 def test_what_pixels_depend_on_names_the_folder(chosen, tmp_path):
