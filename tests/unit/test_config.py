@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from kd import config, parts
 from kd.config import Config, dump, explain, load, schema, to_dict
+from kd.config.load import _out_of_range
 from kd.errors import ConfigError, ConfigErrors, KdError
 
 MINIMAL = {
