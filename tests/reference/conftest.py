@@ -24,8 +24,8 @@ def draw(shape: tuple[int, int]) -> tuple[Outputs, Outputs, Batch]:
     B, C = shape
     generator = torch.Generator().manual_seed(100 * B + C)
     normal = lambda *size: 3 * torch.randn(*size, generator=generator)  # noqa: E731
-    student = Outputs(normal(B, C), normal(B, STUDENT_D))
-    teacher = Outputs(normal(B, C), normal(B, TEACHER_D))
+    student = Outputs(normal(B, C), {"pooled": normal(B, STUDENT_D)})
+    teacher = Outputs(normal(B, C), {"pooled": normal(B, TEACHER_D)})
     label, partner = torch.randint(C, (2, B), generator=generator)
     return student, teacher, batch_of(label, partner, torch.rand(B, generator=generator))
 
