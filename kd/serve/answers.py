@@ -13,14 +13,18 @@ from kd.serve.problems import Problem
 
 JSON, CSV = "application/json", "text/csv"
 DIGITS = 6
+MAX_ENTRIES = 32
+"""Entries of an Accept header."""
 
 
 def negotiate(accept: str) -> str:
     """Return the media type of the answer: the one with the highest quality, JSON where both have it.
 
     Raises:
-        Problem: 406.
+        Problem: 400 (too many entries: each costs time on the event loop), 406.
     """
+    if accept.count(",") >= MAX_ENTRIES:
+        raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
     quality = {JSON: -1.0, CSV: -1.0}
     closeness = {JSON: -1, CSV: -1}
     for item in (accept.strip() or "*/*").split(","):

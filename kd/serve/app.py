@@ -18,16 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.serve import answers, bodies, v2
 from kd.serve.intake import Intake
 from kd.serve.metrics import MEDIA_TYPE
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 from kd.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
+HEALTH = ("/ping", "/v2/health/live", "/v2/health/ready")
+MAX_QUERY = 256
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
@@ -66,7 +69,23 @@ def build(service: Service, ui: bool = True) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
+def health_only(application: Starlette) -> ASGIApp:
+    """Return the application for a server whose connections are all taken: health checks, and 503 for the rest."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HEALTH:
+            await application(scope, receive, send)
+            return
+        problem = busy("Too many connections are open.")
+        problem.headers["connection"] = "close"
+        await problem.response()(scope, receive, send)
+
+    return answer
+
+
 def _top(request: Request, classes: int) -> int:
+    if len(request.url.query) > MAX_QUERY:
+        raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
     text = request.query_params.get("top", str(TOP))
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
         raise Problem(400, "The parameter `top` must be a whole number from 1.")
@@ -87,12 +106,14 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
             request.state.told = problem.detail
         except HTTPException:
             raise
+        except MemoryError:
+            response = no_memory().response()
         except Exception as error:
             response = _bug_response(error, identity)
         status = response.status_code
         seconds = time.perf_counter() - start
         service.metrics.request(route, status, seconds)
-        if status != 499:
+        if status != CLIENT_GONE:
             told = request.state.told
             log.info("%s %s %d %.1fms %s", identity, route, status, 1000 * seconds, told)
         response.headers["x-request-id"] = identity

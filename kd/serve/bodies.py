@@ -14,6 +14,8 @@ RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
 MAX_PART_HEADER = 8192
+SPARE_VALUES = 1000
+"""Values that a JSON body may hold beside its images."""
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
@@ -53,12 +55,19 @@ def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
     return found
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes, max_values: int) -> Any:
     """Parse a JSON document.
 
+    Args:
+        body: the whole document.
+        max_values: how many values it may hold. They are counted before anything is parsed, because a list of empty
+            lists takes 25 bytes of memory for each byte of text.
+
     Raises:
-        Problem: 400.
+        Problem: 400 (not JSON), 413 (too many values).
     """
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
+        raise Problem(413, "The JSON body holds more values than a request needs.")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -66,7 +75,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _from_json(body: bytes, max_images: int) -> list[bytes]:
-    content = parse_json(body)
+    content = parse_json(body, max_images + SPARE_VALUES)
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     texts = content["images"] if "images" in content else [content["image"]]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +19,7 @@ from kd.errors import DataError, KdError, did_you_mean
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
+MAX_PAUSE = 30.0
 ALL_LABELS = 999_999
 
 
@@ -46,23 +50,41 @@ class Endpoint:
             try:
                 self._connection.request("POST", f"{self.path}?top={top}", image, headers)
                 response = self._connection.getresponse()
-                content = json.loads(response.read())
+                body = response.read()
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 remedy = "Start one: kd-serve runs/NAME/export"
                 raise KdError("--endpoint", f"'{self.url}' does not answer ({error})", "", remedy) from error
+            if response.status == 503:  # a proxy's 503 is no JSON
+                time.sleep(pause(response.headers.get("retry-after", "")))
+                continue
+            try:
+                return response.status, json.loads(body)
             except ValueError as error:
-                raise KdError(
-                    "--endpoint", f"what answers at '{self.url}' is not kd-serve", "", "Correct it"
-                ) from error
-            if response.status != 503:
-                return response.status, content
-            time.sleep(float(response.headers.get("retry-after", 1)))
+                wrong = f"what answers at '{self.url}' is not kd-serve"
+                raise KdError("--endpoint", wrong, "", "Correct it") from error
         raise KdError("--endpoint", f"'{self.url}' is busy or not ready", "", "Try again when it has less to do")
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+def pause(retry_after: str) -> float:
+    """Return how long to wait before the next try, seconds, 0 to `MAX_PAUSE`.
+
+    Args:
+        retry_after: the header's value: seconds, or a date (RFC 9110, 10.2.3). Anything else counts as a second.
+    """
+    text = retry_after.strip()
+    if re.fullmatch("[0-9]+", text):
+        return min(MAX_PAUSE, float(text[:9]))
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return 1.0
+    date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
+    return min(MAX_PAUSE, max(0.0, date.timestamp() - time.time()))
 
 
 def evaluate(url: str, folder: Path) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,17 +41,40 @@ def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
     Raises:
         Problem: 400 (no whole image), 413 (too many pixels), 415 (another format), 422 (a shape that makes no sense).
     """
-    if not data:
-        raise Problem(400, "The image is empty (0 bytes).")
-    image = _open(data)
+    return decode(open_all([data], limits)[0], size, crop)
+
+
+def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
+    """Read the headers of image files and check them; no pixel is decoded yet.
+
+    Raises:
+        Problem: 400, 413, 415 or 422.
+    """
+    opened, together = [], 0
+    for data in files:
+        if not data:
+            raise Problem(400, "The image is empty (0 bytes).")
+        image = _open(data)
+        _check(image, data, limits)
+        together += image.width * image.height
+        if together > limits.pixels_together:
+            allowed = f"Allowed are {limits.pixels_together / 1e6:g} million in a request."
+            raise Problem(413, f"The images have more pixels than allowed together. {allowed}")
+        opened.append(image)
+    return opened
+
+
+def decode(image: Image.Image, size: int, crop: float) -> Picture:
+    """Decode an opened image, crop it as evaluation does, and close it.
+
+    Raises:
+        Problem: 400 (the data is damaged or cut short).
+    """
     try:
         with image:
-            _check(image, data, limits)
             image.load()
             told = f"{image.width}x{image.height} {image.mode} {image.format}"
             rgb = to_rgb(image)
-    except Problem:
-        raise
     except MemoryError:
         raise  # the machine's trouble, not the image's
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
@@ -69,6 +93,8 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
 def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
+    except MemoryError:
+        raise
     except Exception as error:  # as above: a damaged header is enough
         known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
         if known:

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy
 from kd.serve.service import Service
 
 DRAINED = 4
@@ -53,7 +53,7 @@ class Intake:
             late = f"The body did not arrive within {self.limits.body_seconds:g} seconds."
             raise Problem(408, late, {"connection": "close"}) from error
         except ClientDisconnect as error:
-            raise Problem(499, "The client hung up.") from error
+            raise Problem(CLIENT_GONE, "The client hung up.") from error
         if self._refusal:
             raise self._refusal
         return b"".join(self._chunks)

@@ -17,6 +17,8 @@ class Limits:
     """Bytes of a request; SageMaker's own limit for real-time endpoints."""
     max_pixels: int = 25_000_000
     """Width x height of an image, read from its header before anything is decoded."""
+    max_request_pixels: int = 0
+    """Width x height of all images of a request together. 0: twice `max_pixels`."""
     max_images: int = 16
     """Images in one request."""
     min_side: int = 4
@@ -29,14 +31,27 @@ class Limits:
     max_buffered: int = 64 * MIB
     """Bytes of all bodies in memory together."""
     max_connections: int = 512
+    spare_connections: int = 256
+    """Connections beyond `max_connections`, for health checks only. The oldest is closed when there are more."""
+    max_header_bytes: int = 16_384
+    max_header_lines: int = 100
+    min_chunk: int = 256
+    """Mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller."""
     header_seconds: float = 10.0
     """From the first moment of a connection, or of a next request on it, to the end of its headers."""
     body_seconds: float = 10.0
     """From the end of the headers to the end of the body."""
     deadline: float = 10.0
     """From the end of the body to the answer, seconds."""
+    write_seconds: float = 10.0
+    """From the moment that a client stops reading its answer until it has read all of it."""
     drain_seconds: float = 25.0
     """From SIGTERM to the end; SageMaker and Kubernetes kill after 30."""
+
+    @property
+    def pixels_together(self) -> int:
+        """How many pixels the images of a request may have together."""
+        return self.max_request_pixels or 2 * self.max_pixels
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 1
+CLIENT_GONE = 499
+"""Counted and never sent: the client hung up. It is not in the standard list of statuses."""
 
 
 class Problem(Exception):
@@ -22,7 +24,7 @@ class Problem(Exception):
     @property
     def body(self) -> bytes:
         """The JSON document."""
-        title = HTTPStatus(self.status).phrase
+        title = "Client Closed Request" if self.status == CLIENT_GONE else HTTPStatus(self.status).phrase
         return json.dumps(
             {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
         ).encode()
@@ -30,6 +32,11 @@ class Problem(Exception):
     def response(self) -> Response:
         """Return the HTTP answer."""
         return Response(self.body, self.status, self.headers, MEDIA_TYPE)
+
+
+def no_memory() -> Problem:
+    """Return the 503 for a request that found too little free memory."""
+    return busy("There is not enough free memory for this request now.")
 
 
 def busy(detail: str) -> Problem:

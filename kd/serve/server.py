@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
 import signal
@@ -50,7 +52,7 @@ def serve(settings: Settings) -> None:
         import uvicorn
 
         from kd.serve import app
-        from kd.serve.connection import Connection, DrainingServer
+        from kd.serve.connection import ACCEPTED_AT_ONCE, Connection, DrainingServer, Shared
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
@@ -64,9 +66,13 @@ def serve(settings: Settings) -> None:
     slots = settings.slots or cores
     service = Service(told, settings.limits, slots, max(1, cores // slots))
     opened = _listen(settings.host, settings.port)
+    application = app.build(service, settings.ui)
+    shared = Shared(settings.limits, app.health_only(application))
     config = uvicorn.Config(
-        app.build(service, settings.ui),
-        http=Connection,
+        application,
+        http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
+        loop="asyncio",
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -75,7 +81,6 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
         timeout_graceful_shutdown=int(settings.limits.drain_seconds),
     )
-    Connection.limits = settings.limits
     server = DrainingServer(config, service)
     failed: list[KdError | Exception] = []
     threading.Thread(target=_load, args=(service, server, failed), name="kd-load", daemon=True).start()
@@ -95,6 +100,8 @@ def serve(settings: Settings) -> None:
 def _load(service, server, failed: list[KdError | Exception]) -> None:
     try:
         service.load()
+        gc.collect()
+        gc.freeze()  # a full collection over all that was imported stops every thread for 0.3 s
         log.info("ready")
     except Exception as error:
         failed.append(error)

@@ -11,16 +11,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kd.serve import bodies
-from kd.serve.images import prepare, warm_up
+from kd.serve.images import decode, open_all, warm_up
 from kd.serve.limits import Limits
 from kd.serve.metrics import Metrics
 from kd.serve.model import Description, Model, load
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 
 Result = TypeVar("Result")
 
@@ -89,11 +90,18 @@ class Service:
             except Problem as problem:
                 # Without what it was raised from: those frames hold the body, in a circle that only the collector ends.
                 return Problem(problem.status, problem.detail, problem.headers)
+            except MemoryError:
+                return no_memory()
 
         self.in_flight += 1
         loop = asyncio.get_running_loop()
         future: Future[Result | Problem] = self._pool.submit(timed)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has ended before this job
+                loop.call_soon_threadsafe(self._left)
+
+        future.add_done_callback(ended)
         answer = asyncio.ensure_future(asyncio.wrap_future(future))
         watch = asyncio.ensure_future(gone())
         try:
@@ -105,7 +113,7 @@ class Service:
                 return result
             future.cancel()  # only if it has not begun; the door counts it until it ends
             if watch.done():
-                raise Problem(499, "The client hung up.")
+                raise Problem(CLIENT_GONE, "The client hung up.")
             raise busy(f"No answer within {self.limits.deadline:g} seconds.")
         finally:
             for task in (watch, answer):
@@ -122,10 +130,11 @@ class Service:
         """
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
+        opened = open_all(files, self.limits)
         rows, told, decoding = [], [], 0.0
-        for file in files:  # one by one: a batch costs as much an image, and holds all of them in memory
+        while opened:  # one by one: a batch costs as much an image, and holds all of them in memory
             before = time.perf_counter()
-            picture = prepare(file, model.size, model.crop, self.limits)
+            picture = decode(opened.pop(0), model.size, model.crop)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
             told.append(picture.told)
