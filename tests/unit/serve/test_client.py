@@ -14,17 +14,16 @@ from kd.serve import client
 
 
 class Busy(BaseHTTPRequestHandler):
-    """A proxy that is busy once: an HTML page, and a date to come back at."""
+    """A proxy that is busy twice, once in JSON and once in HTML, with a date to come back at."""
 
     asked = 0
 
     def do_POST(self) -> None:
         type(self).asked += 1
         self.rfile.read(int(self.headers["content-length"]))
-        first = self.asked == 1
-        body = b"<html>busy</html>" if first else b'{"predictions": []}'
-        self.send_response(503 if first else 200)
-        if first:
+        body = {1: b"{}", 2: b"<html>busy</html>"}.get(self.asked, b'{"predictions": []}')
+        self.send_response(503 if self.asked < 3 else 200)
+        if self.asked < 3:
             self.send_header("retry-after", formatdate(usegmt=True))
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -50,7 +49,7 @@ def test_a_proxy_that_is_busy(busy):
         assert endpoint.classify(b"image") == (200, {"predictions": []})
     finally:
         endpoint.close()
-    assert Busy.asked == 2
+    assert Busy.asked == 3
 
 
 @pytest.mark.parametrize(
