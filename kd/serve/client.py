@@ -1,4 +1,4 @@
-"""Score a running endpoint on labelled folders. The standard library is all it needs."""
+"""Evaluate a running endpoint on labelled folders. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ ALL_LABELS = 999_999
 
 
 class Endpoint:
-    """One connection to an endpoint; not to be shared by threads."""
+    """One connection to an endpoint. Not thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Prepare a connection to `url`: the endpoint's address, with or without /invocations.
+        """Prepare a connection. It is opened by the first request.
+
+        Args:
+            url: the endpoint's address, with or without /invocations.
 
         Raises:
-            KdError: not an http address.
+            KdError: not an HTTP address.
         """
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -40,10 +43,10 @@ class Endpoint:
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
-        """Send an image file; return the status and the answer or problem. A busy endpoint is asked again.
+        """Send an image file and return the status and the JSON answer. Retries after a 503.
 
         Raises:
-            KdError: nothing answers there, or what answers is no endpoint of kd.
+            KdError: no answer, an answer that is not JSON, or 503 after all retries.
         """
         headers = {"content-type": "application/x-image", "accept": "application/json"}
         for _ in range(RETRIES):
@@ -55,7 +58,7 @@ class Endpoint:
                 self._connection.close()
                 remedy = "Start one: kd-serve runs/NAME/export"
                 raise KdError("--endpoint", f"'{self.url}' does not answer ({error})", "", remedy) from error
-            if response.status == 503:  # a proxy's 503 is no JSON
+            if response.status == 503:  # before JSON is parsed: a proxy may send HTML
                 time.sleep(pause(response.headers.get("retry-after", "")))
                 continue
             try:
@@ -71,10 +74,10 @@ class Endpoint:
 
 
 def pause(retry_after: str) -> float:
-    """Return how long to wait before the next try, seconds, 0 to `MAX_PAUSE`.
+    """Return the time to wait before the next try, in seconds, from 0 to `MAX_PAUSE`.
 
     Args:
-        retry_after: the header's value: seconds, or a date (RFC 9110, 10.2.3). Anything else counts as a second.
+        retry_after: the header's value: seconds or a date (RFC 9110, section 10.2.3). Anything else means 1 second.
     """
     text = retry_after.strip()
     if re.fullmatch("[0-9]+", text):
@@ -88,18 +91,19 @@ def pause(retry_after: str) -> float:
 
 
 def evaluate(url: str, folder: Path) -> dict[str, float]:
-    """Score an endpoint on a folder of class folders.
+    """Evaluate an endpoint on a folder of class folders.
 
     Args:
-        url: the endpoint.
-        folder: images at `folder/<label>/...`; a label may be a path, as in training.
+        url: the endpoint's address.
+        folder: images at `folder/<label>/...`. A label may be a path, as in training.
 
     Returns:
-        `images` (answered), `accuracy`, `top5`, `refused` (images that the endpoint turned down), `images_per_second`.
+        `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
+        endpoint rejected), `images_per_second`.
 
     Raises:
-        DataError: no images, or a folder whose name is no label of the model.
-        KdError: no endpoint answers.
+        DataError: no images, or a folder whose name is not a label of the model.
+        KdError: the endpoint does not answer.
     """
     files = sorted(_listing(folder))
     if not files:
@@ -111,12 +115,12 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:
         parts = list(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)))
-    right, among, answered, refused = (sum(part[i] for part in parts) for i in range(4))
+    correct, in_top, answered, refused = (sum(part[i] for part in parts) for i in range(4))
     seconds = time.perf_counter() - start
     return {
         "images": answered,
-        "accuracy": right / max(1, answered),
-        "top5": among / max(1, answered),
+        "accuracy": correct / max(1, answered),
+        "top5": in_top / max(1, answered),
         "refused": refused,
         "images_per_second": answered / seconds,
     }
@@ -130,7 +134,7 @@ def _listing(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None:
-    """Ask for all labels with one image that the endpoint takes, and compare them with the folders' names."""
+    """Get all labels of the model with the first image that the endpoint accepts, and compare the folders' names."""
     endpoint = Endpoint(url)
     try:
         for path, _ in files:
@@ -154,7 +158,7 @@ def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None
 
 
 def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]:
-    endpoint, right, among, answered, refused = Endpoint(url), 0, 0, 0, 0
+    endpoint, correct, in_top, answered, refused = Endpoint(url), 0, 0, 0, 0
     try:
         for path, label in files:
             status, content = endpoint.classify(path.read_bytes())
@@ -162,7 +166,7 @@ def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]
                 refused += 1
                 continue
             found = [entry["label"] for entry in content["predictions"][0]["top"]]
-            answered, right, among = answered + 1, right + (found[0] == label), among + (label in found)
+            answered, correct, in_top = answered + 1, correct + (found[0] == label), in_top + (label in found)
     finally:
         endpoint.close()
-    return right, among, answered, refused
+    return correct, in_top, answered, refused

@@ -1,13 +1,14 @@
-"""h11's HTTP/1.1 parser with bounds on the work that a few bytes can cause."""
+"""h11's HTTP/1.1 parser with limits on CPU time per byte received."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 
 from kd.serve.limits import Limits
+from kd.serve.problems import Problem
 
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
 FREE_CHUNKS = 64
@@ -16,31 +17,32 @@ FREE_CHUNKS = 64
 class Parser(h11.Connection):
     """The server's side of one connection.
 
-    h11 is written in Python: a header line costs it about 2 microseconds and a chunk about 15, however small they are.
-    So 2 MB/s of one-byte chunks keep a core busy. Header lines are counted before they are parsed, and a chunked body
-    must have chunks of some size.
+    h11 is written in Python. It needs time for every header line and every chunk, however small: 2 MB/s of one-byte
+    chunks keep a core busy. So header lines are counted before they are parsed, and chunks must have a mean size.
     """
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._chunks = self._bytes = 0
+        self.problem = Problem(400, "This is not an HTTP request.")
+        """The answer to the request for which `next_event` raises."""
 
     @property
     def pipelined(self) -> bool:
-        """Whether more bytes came after a whole request that is not answered yet."""
+        """Whether bytes of a next request arrived before this one was answered."""
         return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
         """Return h11's next event.
 
         Raises:
-            h11.RemoteProtocolError: no HTTP, too many header lines, or too many small chunks.
+            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
         """
         if self.their_state is h11.IDLE:
             headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
             if headers.count(b"\n") > self._limits.max_header_lines:
-                raise h11.RemoteProtocolError("too many header lines", error_status_hint=431)
+                self._reject(431, f"The request has more than {self._limits.max_header_lines} header lines.")
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
@@ -48,7 +50,11 @@ class Parser(h11.Connection):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
             if self._chunks > FREE_CHUNKS + self._bytes // self._limits.min_chunk:
-                raise h11.RemoteProtocolError("too many small chunks")
+                self._reject(400, f"The chunks of the body have less than {self._limits.min_chunk} bytes on average.")
         elif isinstance(event, h11.EndOfMessage) and len(event.headers) > self._limits.max_header_lines:
-            raise h11.RemoteProtocolError("too many trailer lines")
+            self._reject(431, f"The request has more than {self._limits.max_header_lines} trailer lines.")
         return event
+
+    def _reject(self, status: int, detail: str) -> NoReturn:
+        self.problem = Problem(status, detail)
+        raise h11.RemoteProtocolError(detail)

@@ -351,7 +351,7 @@ def test_a_malformed_corpus(server, photo):
 
 
 def test_overload_is_answered_and_not_queued(exported, photos):
-    """A door for two: of many at once some are answered and the rest are told when to come back."""
+    """With `--max-in-flight 2` some of many concurrent requests are answered, and the rest get 503 with Retry-After."""
     big = io.BytesIO()
     Image.new("RGB", (3000, 2000), "red").save(big, "PNG")
     with Running(exported, "--max-in-flight", "2", "--slots", "1") as server, ThreadPoolExecutor(16) as pool:

@@ -66,6 +66,20 @@ def test_health_checks_under_attack(server, kind):
         assert time.monotonic() < end
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "word"),
+    [
+        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n" + 100 * b"1\r\nx\r\n", 400, "chunks"),
+        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + 200 * b"a: b\r\n" + b"\r\n", 431, "trailer"),
+        (200 * b"a: b\r\n" + b"\r\n", 431, "header"),
+    ],
+)
+def test_requests_that_cost_too_much_to_parse(server, sent, status, word):
+    head, _, body = server.raw(b"POST /invocations HTTP/1.1\r\n" + sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert word in json.loads(body)["detail"]
+
+
 def infer(server: Running, **request: object):
     return server.post(json.dumps(request).encode(), "application/json", INFER)
 

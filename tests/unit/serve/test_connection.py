@@ -1,4 +1,4 @@
-"""One connection: its deadlines, its parser, and what may be parsed in a turn of the event loop."""
+"""One connection: its deadlines, its parser, and what is parsed in one iteration of the event loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import uvicorn
 
 from kd.serve.connection import Connection, Shared
 from kd.serve.limits import Limits
+from kd.serve.loop_budget import READS, LoopBudget
 from kd.serve.parser import FREE_CHUNKS, Parser
-from kd.serve.turns import READS, Turns
 
 SIZE = 30_000_000
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -95,7 +95,7 @@ def test_small_chunks():
     parsed(HEAD + b"\r\n" + chunks(1, FREE_CHUNKS))
     parsed(HEAD + b"\r\n" + chunks(256, 5000) + b"0\r\n\r\n")
     for size in (1, 200):
-        with pytest.raises(h11.RemoteProtocolError, match="small chunks"):
+        with pytest.raises(h11.RemoteProtocolError, match="chunks of the body"):
             parsed(HEAD + b"\r\n" + chunks(size, 5000))
 
 
@@ -115,14 +115,14 @@ def test_pipelined():
     assert parsed(ask, b"G").pipelined
 
 
-def test_turns_keep_the_order_and_share_the_loop():
-    """Jobs beyond a turn's share run in later turns; what was scheduled meanwhile runs between them."""
+def test_the_budget_keeps_the_order_and_shares_the_loop():
+    """Jobs beyond the budget run in later iterations, in order; other callbacks run between them."""
 
     async def run() -> list[object]:
-        turns, done = Turns(), []
+        budget, done = LoopBudget(), []
         for number in range(3 * READS):
             job = functools.partial(done.append, number)
-            (turns.run if turns.free else turns.wait)(job)
+            (budget.run if budget.free else budget.wait)(job)
         asyncio.get_running_loop().call_soon(done.append, "other")
         while len(done) < 3 * READS + 1:
             await asyncio.sleep(0)

@@ -45,7 +45,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), n
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_formats_that_are_taken(kind):
-    assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).told == f"60x40 RGB {kind}"
+    assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).summary == f"60x40 RGB {kind}"
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO", "EPS", "TGA"])

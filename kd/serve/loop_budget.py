@@ -1,4 +1,4 @@
-"""A limit on how long one turn of the event loop may be, so that health checks are answered in time."""
+"""A time limit for one iteration of the event loop, so that health checks are answered in time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable
 
 SECONDS, READS = 0.02, 16
-"""How long a turn may parse, and how many connections it may serve: each may start a request."""
+"""Limits of one iteration: time for parsing, and connections that are parsed. Each may start a request."""
 
 
-class Turns:
-    """Decides which received data is parsed in this turn of the event loop, and which waits for a later one.
+class LoopBudget:
+    """A queue for received data: some is parsed in this iteration of the event loop, the rest in later ones.
 
-    asyncio reads every ready connection in a turn. With 500 connections that send what is slow to parse a turn takes
-    seconds, and a health check needs about five turns.
+    asyncio reads every ready connection in one iteration. With 500 connections whose data is slow to parse, an
+    iteration takes seconds, and a health check needs about five iterations.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Turns:
 
     @property
     def free(self) -> bool:
-        """Whether something more may run in this turn."""
+        """Whether a job may run in this iteration."""
         return not self._waiting and self._within()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job now and count its time."""
+        """Run a job now and measure its time."""
         start = time.perf_counter()
         try:
             job()
@@ -40,7 +40,7 @@ class Turns:
                 asyncio.get_running_loop().call_soon(self._next)
 
     def wait(self, job: Callable[[], None]) -> None:
-        """Run a job in a later turn; jobs run in the order in which they came."""
+        """Run a job in a later iteration, in first-in-first-out order."""
         self._waiting.append(job)
 
     def _within(self) -> bool:
