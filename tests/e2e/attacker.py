@@ -107,9 +107,9 @@ def run(attack: Attack, port: int) -> None:
                 chosen.register(client.socket, wanted, client)
             if sent > attack.rate * (time.monotonic() - begin + RATE_SLICE):
                 time.sleep(RATE_SLICE)
-        if not told:
-            print("attacking", flush=True)
-            told = True
+            if not told and time.monotonic() > begin + 0.3:
+                print("attacking", flush=True)
+                told = True
         time.sleep(0.001)
 
 
