@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-SECONDS, READS = 0.02, 16
+SECONDS, READS = 0.02, 8
 """Limits of one iteration: time for parsing, and connections that are parsed. Each may start a request."""
 
 

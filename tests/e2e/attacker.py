@@ -51,7 +51,7 @@ ATTACKS: dict[str, Attack] = {
     "trailers": Attack(
         500, b"", HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + 3000 * b"a:\r\n" + b"\r\n", True
     ),
-    "requests": Attack(500, b"", _with_length(HEAD, b"{}"), True, 20e6),
+    "requests": Attack(256, b"", _with_length(HEAD, b"{}"), True, 20e6),
     "pipelined requests": Attack(500, b"", 1000 * b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n", True),
     "nested JSON": Attack(16, b"", _nested(b"/invocations", b"[],"), True, 20e6),
     "nested tensors": Attack(16, b"", _nested(b"/v2/models/tiny/infer", b'{"":0},'), True, 20e6),
