@@ -13,7 +13,7 @@ from typing import Any
 import timm
 import torch
 
-from kd.artifacts.manifest import processor
+from kd.host import processor
 
 HERE = Path(__file__).parent
 

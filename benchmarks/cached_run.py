@@ -19,7 +19,7 @@ from typing import Any
 
 import kd
 from _record import write
-from kd import jobs
+from kd.jobs.cache import cache
 
 CONFIG = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
 PINS = (
@@ -69,7 +69,7 @@ def one_seed(config: str, seed: int, views: int, work: str, overrides: list[str]
     for name, own in runs(views).items():
         given = (*PINS, *overrides, *own, f"run.seed={seed}", f"run.folder={work}", f"run.name={name}_{seed}")
         if name == "ahead":
-            filled = jobs.cache(kd.load_config(config, given))
+            filled = cache(kd.load_config(config, given))
             print(f"seed {seed}: kd-cache ran the teacher on {filled.computed} images, {filled.missing} missing")
         run = kd.train(config, *given)
         steps = train_rows(run.folder)

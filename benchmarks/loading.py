@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from _record import write
-from kd import build, config
+from kd import config
 from kd.data.views import Views
+from kd.setup.build import build_backend
+from kd.setup.data import Data, open_sources
 from kd.start.loading import sample, stored, views
 
 
@@ -38,10 +40,10 @@ def settings(given: argparse.Namespace, folder: str) -> config.Config:
     )
 
 
-def with_store(plain: config.Config, store: str, data: build.Data) -> Views:
+def with_store(plain: config.Config, store: str, data: Data) -> Views:
     """Return the training views behind a store, and say what it takes."""
     chosen = replace(plain, data=replace(plain.data, store=store))
-    kept, told = stored(chosen, data.train, data.val, build.backend(chosen))
+    kept, told = stored(chosen, data.train, data.val, build_backend(chosen.backend))
     print(told or "store: none")
     return views(chosen, *kept)[0]
 
@@ -66,7 +68,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         plain = settings(given, folder)
-        data = build.data(plain)
+        data = open_sources(plain.data)
         data.train.prepare()
         ids = sample(len(data.train), given.images)
         ways = {store: with_store(plain, store, data) for store in ("none", "disk", "ram")}

@@ -26,6 +26,7 @@ from kd.models.classifier import Classifier, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
 from kd.report.console import Console
+from kd.setup.build import distributed
 from kd.types import Batch, State
 
 CLASSES = [str(i) for i in range(12)]
@@ -80,7 +81,7 @@ def bare(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Call
 
 def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Callable[[int], None]:
     """Return the engine's step, with its per-image terms, seeds, schedule and metrics."""
-    from kd import api, jobs
+    from kd import api
     from kd.engine.loop import Meter
     from kd.seeds import seed_from
 
@@ -88,7 +89,7 @@ def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Ca
     data = TensorDataset(batches[0].image, batches[0].label)
     size = len(data)
     settings = api._settings(criterion, "none", 1, 10**6, size, {"lr": 1e-3}, {"kind": "cpu", "precision": "fp32"}, 0)
-    world = jobs.world(settings).__enter__()
+    world = distributed(settings.backend).__enter__()
     console = Console("", quiet=True)
     pair = Logits(teacher), Logits(copy.deepcopy(student))
     run, _ = api._run(settings, *pair, data, data, criterion, "none", world, 0, console)
@@ -99,7 +100,7 @@ def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Ca
         run.backend.seed(seed_from(0, "step", i, 0))
         run.schedule.apply(run.optimizer, 0.5)
         meter.add(update(run, [batches[i % len(batches)]], state))
-        run.watcher.step(state, 0.5)
+        run.logger.step(state, 0.5)
 
     return step
 

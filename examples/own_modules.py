@@ -1,4 +1,4 @@
-"""Distil a module of your own into a smaller one, on a dataset of your own: no YAML, no timm, no run folder.
+"""Distill your own module into a smaller one, on your own dataset, without YAML, timm or a run folder.
 
 Run: python examples/own_modules.py
 """
@@ -11,7 +11,7 @@ import kd
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
-    """Make 8 x 8 RGB images of four classes: a bright quarter each, in noise."""
+    """Make noisy 8 x 8 RGB images of four classes; the class is the bright quarter."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.randint(4, (count,), generator=generator)
     image = torch.randn(count, 3, 8, 8, generator=generator)
@@ -28,7 +28,7 @@ def network(width: int) -> nn.Module:
 
 
 def main() -> float:
-    """Fit a teacher on the labels, distil it, and return the student's accuracy."""
+    """Fit a teacher on the labels, distill it, and return the student's accuracy."""
     torch.manual_seed(0)
     train, val = blobs(512, seed=1), blobs(256, seed=2)
     teacher, student = network(16), network(4)

@@ -1,4 +1,4 @@
-"""The criterion, the frozen teacher and the sifter alone, in a plain PyTorch loop that you keep.
+"""Use kd's criterion, frozen teacher and sifter in a plain PyTorch training loop.
 
 Run: python examples/plain_loop.py
 """

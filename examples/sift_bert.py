@@ -1,7 +1,7 @@
 """Classify texts with a small BERT-like encoder in a plain loop, with and without sifting: dict batches.
 
-Only the import line differs from a script for SageMaker's smart sifting. The texts are made on the spot: 32 tokens, of
-which a few decide between six topics. Most texts say it plainly, some in one word: those are what sifting keeps.
+Only the import line differs from a script for SageMaker's smart sifting. The texts are synthetic: 32 tokens, a few of
+which decide between six topics. Most texts have many such tokens; some have one. Sifting keeps the latter.
 
 Run: python examples/sift_bert.py
 """
@@ -19,7 +19,7 @@ TOPICS, WORDS, LENGTH = 6, 400, 32
 
 
 class Texts(Dataset):
-    """Token ids 1 to WORDS - 1 with 0 as padding; words 1 to 10 speak of topic 0, 11 to 20 of topic 1, and so on."""
+    """Token ids 1 to WORDS - 1, padded with 0; words 1 to 10 indicate topic 0, 11 to 20 topic 1, and so on."""
 
     def __init__(self, count: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ def train(train_data: Dataset, val: Texts, epochs: int, beta: float | None) -> t
             beta_value=beta, loss_history_length=500, loss_based_sift_config=LossConfig(sift_config=base)
         )
         loader = SiftingDataloader(sift_config=config, orig_dataloader=loader, loss_impl=TextLoss(), model=model)
-        steps = sum(loader.epoch_lengths(epochs))  # the schedule is to end with the run, not somewhere beyond it
+        steps = sum(loader.epoch_lengths(epochs))  # the schedule must end with the run
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     start = time.perf_counter()

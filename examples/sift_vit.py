@@ -1,7 +1,7 @@
 """Classify images with a small ViT in a plain loop, with and without sifting: batches are lists [images, labels].
 
-Only the import line differs from a script for SageMaker's smart sifting. The images are made on the spot: bars in one
-of eight directions, from plain to hardly visible in the noise.
+Only the import line differs from a script for SageMaker's smart sifting. The images are synthetic: bars in one of
+eight directions, from clear to hardly visible in noise.
 
 Run: python examples/sift_vit.py
 """
@@ -55,7 +55,7 @@ def train(train_data: TensorDataset, val: TensorDataset, epochs: int, beta: floa
             beta_value=beta, loss_history_length=500, loss_based_sift_config=LossConfig(sift_config=base)
         )
         loader = SiftingDataloader(sift_config=config, orig_dataloader=loader, loss_impl=ImageLoss(), model=model)
-        steps = sum(loader.epoch_lengths(epochs))  # the schedule is to end with the run, not somewhere beyond it
+        steps = sum(loader.epoch_lengths(epochs))  # the schedule must end with the run
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     start = time.perf_counter()

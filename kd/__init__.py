@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kd.api import Distilled, distill, train
+    from kd.config import Config
     from kd.config import load as load_config
     from kd.errors import KdError
-    from kd.schema import Config
 
 # Read by OpenMP when torch starts. Its threads otherwise spin while they wait: beside any busy neighbour, such as the
 # loader's own worker, a step on two cores was measured to take fifty times as long.
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "train"]
 
 _HOMES = {
-    "Config": ("kd.schema", "Config"),
+    "Config": ("kd.config", "Config"),
     "Distilled": ("kd.api", "Distilled"),
     "KdError": ("kd.errors", "KdError"),
     "distill": ("kd.api", "distill"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from kd import build, config, jobs
+from kd import config
 from kd.artifacts.memory import Memory
 from kd.config import Config
 from kd.contracts import Backend, Loader, Sifter
@@ -23,19 +23,20 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
-from kd.models.classifier import LogitsModel
-from kd.models.ensemble import Ensemble
+from kd.jobs._distill import Result
+from kd.jobs.train import train as train_job
+from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
-from kd.optim.ema import EMA
-from kd.optim.schedule import Schedule
 from kd.parts import build as build_part
 from kd.report.console import Console
-from kd.start.batch import arithmetic, fixed_batch
-from kd.start.sifter import population
+from kd.setup.build import assemble, distributed, run_length
+from kd.setup.data import fixed_batch, split_batch
+from kd.setup.gate import sift_context
+from kd.setup.student import build_criterion
 from kd.types import Dims, State
 
 
-def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> jobs.Result:
+def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
     """Run a configuration, as `kd-train` does.
 
     Args:
@@ -49,7 +50,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> jo
         KdError: anything that the user can repair, in one line.
     """
     values = config.to_dict(settings) if isinstance(settings, Config) else settings
-    return jobs.train(config.load(values, overrides))
+    return train_job(config.load(values, overrides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def distill(
             remedy = "Pass train.dataset instead of the DataLoader"
             raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
         settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))
-    with jobs.world(settings) as world, Console("distill", quiet=not progress or world.rank != 0) as console:
+    with distributed(settings.backend) as world, Console("distill", quiet=not progress or world.rank != 0) as console:
         run, sink = _run(settings, teacher, student, train, val, losses, sifter, world, workers, console)
         state = engine_train(run)
         if run.average is not None:
@@ -137,6 +138,7 @@ def _settings(
         {
             "run": {"name": "distill", "epochs": epochs, "steps": steps, "seed": seed},
             "data": {"kind": "imagefolder", "root": ".", "batch_size": batch_size},
+            "teacher": {"model": "given"},
             "student": {"model": "given"},
             "losses": [{"kind": "kl"}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
             "sifter": section,
@@ -158,42 +160,27 @@ def _run(
     workers: int,
     console: Console,
 ) -> tuple[Run, Memory]:
-    batch_size, seed = fixed_batch(settings), settings.run.seed
+    batch_size, seed = fixed_batch(settings.data), settings.run.seed
     train_loader, num_images = _loader(train, batch_size, world, workers, seed)
     val_loader, num_val = _loader(val, getattr(val, "batch_size", None) or batch_size, world, workers, seed)
-    split = arithmetic(settings, world.world_size, num_images)
+    split = split_batch(settings.data, world.world_size, num_images)
     given = [LogitsModel(teacher)] if isinstance(teacher, nn.Module) else [LogitsModel(one) for one in teacher]
     live = LiveTeacher(given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given)), world.device)
     model = LogitsModel(student)
     num_classes = _num_classes(model, val_loader, num_val, world)
-    criterion = losses if isinstance(losses, Criterion) else build.criterion(settings, Dims(num_classes, 0, 0))
-    distillation = Distillation(model, criterion).to(world.device)
-    context = population(num_images, partial(_labels, train), world, split, seed)
-    section = settings.optimizer
-    own = not isinstance(sifter, (str, Mapping))
-    sink = Memory()
-    run = Run(
-        seed=seed,
-        length=build.length(settings, split),
-        max_norm=section.clip,
-        backend=world,
-        module=world.wrap(distillation),
-        distillation=distillation,
-        teacher=live,
-        loader=train_loader,
-        sifter=sifter
-        if own
-        else build_part("sifters", settings.sifter.kind, settings.sifter.options, "sifter", population=context),
-        optimizer=build.optimizer(settings, distillation, world),
-        schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
-        average=EMA(model, section.ema) if section.ema else None,
-        evaluator=Evaluator(
-            world, val_loader, evaluation_plan(num_val, _eval_batch(val, batch_size, world)), live, True, num_classes
-        ),
-        sink=sink,
-        watcher=console,
+    criterion = (
+        losses if isinstance(losses, Criterion) else build_criterion(settings.losses, Dims(num_classes, 0, 0), seed)
     )
-    return run, sink
+    distillation = Distillation(model, criterion).to(world.device)
+    if isinstance(sifter, (str, Mapping)):
+        context = sift_context(num_images, partial(_labels, train), world, split, seed)
+        section = settings.sifter
+        sifter = build_part("sifters", section.kind, section.options, "sifter", context=context)
+    sink, length = Memory(), run_length(settings.run, split, settings.data.views)
+    plan = evaluation_plan(num_val, getattr(val, "batch_size", None) or batch_size)
+    evaluator = Evaluator(world, val_loader, plan, live, True, num_classes)
+    parts = (distillation, live, train_loader, sifter, evaluator, sink, console)
+    return assemble(settings.optimizer, seed, length, world, *parts), sink
 
 
 def _loader(items: Any, batch_size: int, world: Backend, workers: int, seed: int) -> tuple[Loader, int]:
@@ -210,10 +197,6 @@ def _labels(items: Any) -> torch.Tensor:
     """Return the class of every item; `targets`, where a dataset has them, spare reading the images."""
     targets = getattr(items, "targets", None)
     return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
-
-
-def _eval_batch(val: Any, batch_size: int, world: Backend) -> int:
-    return getattr(val, "batch_size", None) or batch_size
 
 
 def _num_classes(model: LogitsModel, loader: Loader, num_images: int, world: Backend) -> int:

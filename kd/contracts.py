@@ -68,7 +68,7 @@ class Dataset(Protocol):
 
 
 class Loader(Protocol):
-    """Turns a plan into this rank's micro-batches, in the plan's order."""
+    """Turns a plan into this rank's micro-batches, in the plan's order, on this machine or elsewhere."""
 
     unreadable: set[int]
     """Ids of images that could not be decoded, as far as they were asked for."""
@@ -101,7 +101,10 @@ class Score(Protocol):
 
 
 class Sifter(Protocol):
-    """Decides which images an epoch visits: `sifters/NAME.py: build(options, population) -> Sifter`."""
+    """Decides which images an epoch visits: `sifters/NAME.py: build(options, context) -> Sifter`."""
+
+    score_size: int
+    """Side in pixels at which it has images scored; 0: as in training, or never."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size.
@@ -144,7 +147,7 @@ class Sifter(Protocol):
 
 
 class Teacher(Protocol):
-    """Answers for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
+    """Outputs for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
 
     @property
     def images(self) -> int:
@@ -152,13 +155,13 @@ class Teacher(Protocol):
         ...
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on, with what is known of their answers, before they go to the device."""
+        """Add the outputs that are stored already to batches that are still on the host."""
         ...
 
     def __call__(self, batch: Batch) -> Outputs: ...
 
     def flush(self) -> None:
-        """Write down what is still on its way; called where the loop waits for the device anyway."""
+        """Store the outputs that are still on the device; called where the loop waits for the device anyway."""
         ...
 
 
@@ -171,7 +174,7 @@ class Loss(Protocol):
     """
 
     needs: frozenset[str]
-    """Any of "teacher", "features", "hard_labels": what `build` must provide; hard labels rule mixup out."""
+    """What it reads: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 
@@ -179,8 +182,9 @@ class Loss(Protocol):
 
 
 class Backend(Protocol):
-    """The world of one process: `backends/NAME.py: build(options) -> Backend`. The engine asks it for everything
-    that differs between machines, and so imports neither torch.distributed nor torch_xla.
+    """One process and its device: `backends/NAME.py: build(options, precision, timeout_seconds) -> Backend`, and FACTS.
+
+    The engine asks it for whatever differs between machines; it imports neither torch.distributed nor torch_xla.
     """
 
     kind: str
@@ -192,11 +196,8 @@ class Backend(Protocol):
     """Ranks on this machine."""
     autocast_dtype: torch.dtype | None
     """bfloat16, or None for float32."""
-    thread_counts: tuple[int, ...]
-    """Numbers of CPU threads that are worth trying for a step; empty where the device does the work."""
     fixed_mode: str
-    """`precision+attention` that `auto` takes unmeasured, where trying the candidates would mean to compile each; ""
-    where `auto` measures."""
+    """`precision+attention` that `auto` means where each candidate would have to be compiled; "" where it measures."""
 
     def setup(self) -> None:
         """Join the world and prove it: all-reduce a 1 and require the launcher's WORLD_SIZE.
@@ -284,20 +285,20 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-class Watcher(Protocol):
+class Logger(Protocol):
     """Shows a person how a run goes; never waits for the device."""
 
     def step(self, state: State, progress: float) -> None: ...
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
-    def say(self, text: str) -> None:
-        """Show a line."""
+    def info(self, text: str) -> None:
+        """Show a line; an empty one is not shown."""
         ...
 
 
 class RunStore(Protocol):
-    """Where a run leaves what it found; rank 0 writes one folder."""
+    """Where a run keeps its metrics and checkpoints; rank 0 writes one folder."""
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Write a row of metrics: `kind` is "train" or "val"."""

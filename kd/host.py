@@ -1,11 +1,15 @@
-"""What this machine has: cores, and the memory that is left, as the kernel and the container say."""
+"""What this machine has: cores, free memory as the kernel and the container report it, versions of packages."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 _CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
@@ -66,3 +70,34 @@ def _number(path: str | Path) -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return value if math.isfinite(value) else None
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, machine and command of this process."""
+    return {
+        "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
+        "python": platform.python_version(),
+        "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
+        "command": " ".join(sys.argv),
+    }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def processor() -> str:
+    """Return the processor's name as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor()

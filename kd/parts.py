@@ -14,7 +14,7 @@ from typing import Any
 
 from kd.errors import PartNotFound, did_you_mean
 
-FOLDERS = ("losses", "sifters", "datasets", "backends")
+FOLDERS = ("losses", "sifters", "datasets", "teachers", "backends")
 
 
 def names(folder: str) -> list[str]:

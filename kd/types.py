@@ -5,8 +5,8 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels, N ima
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +108,19 @@ class Outputs:
 
     logits: Tensor
     """[B, C], raw, any float dtype."""
-    features: Tensor | None = None
-    """[B, D], pooled features before the classifier; None where no loss asked for them."""
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name, where a loss asked for them: "pooled" [B, D], the features before the classifier."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
+        """Return the outputs with `change` applied to each tensor."""
+        return Outputs(change(self.logits), {name: change(tensor) for name, tensor in self.features.items()})
+
+    @classmethod
+    def cat(cls, parts: Sequence[Outputs]) -> Outputs:
+        """Return the outputs of several batches as those of one; features that all parts have."""
+        names = [name for name in parts[0].features if all(name in part.features for part in parts)]
+        features = {name: torch.cat([part.features[name] for part in parts]) for name in names}
+        return cls(torch.cat([part.logits for part in parts]), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +131,18 @@ class TeacherOutputs:
     missing: tuple[tuple[int, int], ...] = ()
     """(row, id) of the images that the teacher has yet to see; their rows in `outputs` are 0."""
 
-    def map(self, move: Callable[[Tensor], Tensor]) -> TeacherOutputs:
-        """Return the answer with `move` applied to each tensor."""
-        features = move(self.outputs.features) if self.outputs.features is not None else None
-        return replace(self, outputs=Outputs(move(self.outputs.logits), features))
+    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
+        """Return the same with `change` applied to each tensor."""
+        return replace(self, outputs=self.outputs.map(change))
 
     @classmethod
-    def cat(cls, answers: Sequence[TeacherOutputs]) -> TeacherOutputs:
-        """Return the answers of several batches as that of one; features only where all have them."""
+    def cat(cls, parts: Sequence[TeacherOutputs]) -> TeacherOutputs:
+        """Return the outputs of several batches as those of one."""
         missing, start = [], 0
-        for answer in answers:
-            missing += [(start + row, id) for row, id in answer.missing]
-            start += len(answer.outputs.logits)
-        features = [answer.outputs.features for answer in answers if answer.outputs.features is not None]
-        logits = torch.cat([answer.outputs.logits for answer in answers])
-        return cls(Outputs(logits, torch.cat(features) if len(features) == len(answers) else None), tuple(missing))
+        for part in parts:
+            missing += [(start + row, id) for row, id in part.missing]
+            start += len(part.outputs.logits)
+        return cls(Outputs.cat([part.outputs for part in parts]), tuple(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +233,15 @@ class State:
     """Time spent training so far, evaluation and checkpoints left out."""
     best: float = -1.0
     """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What is known of a kind of backend before it is built: the constant `FACTS` of its module."""
+
+    cpu: bool = False
+    """It computes on the CPU, where onnxruntime and OpenVINO can run a teacher."""
+    gpu: bool = False
+    """It computes on NVIDIA GPUs, where torch has int8 and, on newer ones, fp8."""
+    compiles: bool = False
+    """It compiles every shape by itself: torch.compile is refused, and no candidates are tried."""

@@ -75,22 +75,24 @@ def base(photos: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def teacher(photos, tmp_path_factory) -> Path:
     """An export folder: a ViT fitted on `photos`. Do not write into it."""
-    from kd import config, jobs
+    from kd import config
+    from kd.jobs.teach import teach
 
     settings = base(photos, tmp_path_factory.mktemp("teacher"))
     settings["teacher"]["fit"]["epochs"] = 3
-    return jobs.teach(config.load(settings))[0].absolute()
+    return teach(config.load(settings))[0].absolute()
 
 
 @pytest.fixture(scope="session")
 def steady(photos, tmp_path_factory) -> Path:
     """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
-    from kd import config, jobs
+    from kd import config
+    from kd.jobs.teach import teach
 
     made = base(photos, tmp_path_factory.mktemp("steady"))
     made["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
     made["teacher"]["fit"]["epochs"] = 1
-    return jobs.teach(config.load(made))[0].absolute()
+    return teach(config.load(made))[0].absolute()
 
 
 @pytest.fixture(scope="session")
@@ -180,18 +182,19 @@ def inside(tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="session")
 def distilled(photos, teacher, tmp_path_factory) -> Path:
     """A finished run folder: a student that has learned `photos`. Do not write into it."""
-    from kd import config, jobs
+    from kd import config
+    from kd.jobs.train import train
 
     settings = base(photos, tmp_path_factory.mktemp("distilled"))
     settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
     settings["run"]["epochs"] = 6
-    return jobs.train(config.load(settings)).folder
+    return train(config.load(settings)).folder
 
 
 @pytest.fixture(scope="session")
 def exported(distilled, tmp_path_factory) -> Path:
     """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
-    from kd import jobs
+    from kd.jobs.export import Options, export
 
     target = tmp_path_factory.mktemp("exported") / "export"
-    return jobs.export(distilled, target, jobs.ExportOptions(int8=True, pt2=True, max_drop=0.2)).folder
+    return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder

@@ -99,13 +99,14 @@ def one(task: tuple[dict[str, Any], str, int, list[str]]) -> dict[str, Any]:
     settings, name, seed, overrides = task
     import torch
 
-    from kd import config, jobs
+    from kd import config
+    from kd.jobs.train import train
 
     torch.set_num_threads(1)
     label = name.replace(" ", "_").replace(",", "")
     chosen = config.load(settings, [*overrides, f"run.seed={seed}", f"run.name={label}-{seed}"])
     clock, cpu = time.perf_counter(), time.process_time()
-    result = jobs.train(chosen)
+    result = train(chosen)
     wall, cpu = time.perf_counter() - clock, time.process_time() - cpu
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if row["kind"] == "val"][-1]
@@ -129,15 +130,18 @@ def one(task: tuple[dict[str, Any], str, int, list[str]]) -> dict[str, Any]:
 
 def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     """Fit the teacher, fill the cache of each seed; return the steps of an epoch."""
-    from kd import build, config, jobs
+    from kd import config
+    from kd.jobs.cache import cache
+    from kd.jobs.teach import teach
+    from kd.setup.data import open_sources
 
     first = config.load(settings)
-    folder = jobs.teach(first)
+    folder = teach(first)
     settings["teacher"] |= {"model": str(folder), "args": {}, "cache": {"views": VIEWS}}
     settings["teacher"]["fit"] = {}
     for seed in seeds:
-        jobs.cache(config.load(settings, [f"run.seed={seed}"]))
-    return len(build.data(first).train) // first.data.batch_size
+        cache(config.load(settings, [f"run.seed={seed}"]))
+    return len(open_sources(first.data).train) // first.data.batch_size
 
 
 def earlier(path: str) -> list[dict[str, Any]]:

@@ -34,9 +34,8 @@ class DDPBackend:
     kind = ""
     init = ""
     """Name of the torch.distributed backend."""
-    thread_counts: tuple[int, ...] = ()
     fixed_mode = ""
-    """Nothing: these devices run eagerly, so `auto` measures."""
+    """These devices run eagerly, so `auto` measures."""
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
         where = place()

@@ -52,7 +52,8 @@ class Pipelined(nn.Module):
         for piece in image.split(self.size):
             padding = piece[:1].expand(self.size - len(piece), *piece.shape[1:])
             parts.append([answer[: len(piece)] for answer in self._run(torch.cat([piece, padding]))])
-        return Outputs(*(torch.cat(answers) for answers in zip(*parts, strict=True)))
+        logits, *pooled = (torch.cat(answers) for answers in zip(*parts, strict=True))
+        return Outputs(logits, dict(zip(("pooled",), pooled, strict=False)))
 
     def _build(self, image: Tensor) -> None:
         """Trace the module with a batch of this shape and keep this rank's stage."""
@@ -98,8 +99,7 @@ class _Flat(nn.Module):
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         outputs = self.module(image)
-        answers = (outputs.logits,) if outputs.features is None else (outputs.logits, outputs.features)
-        return tuple(answer.float() for answer in answers)
+        return tuple(answer.float() for answer in (outputs.logits, *outputs.features.values()))
 
 
 def _contiguous(block: nn.Module, given: Any, answer: Any) -> Any:

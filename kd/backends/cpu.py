@@ -8,6 +8,9 @@ import torch
 
 from kd.backends._ddp import DDPBackend
 from kd.host import cores
+from kd.types import BackendFacts
+
+FACTS = BackendFacts(cpu=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +18,7 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = 0
-    """Threads of torch in one rank. 0: measured at start, at most the cores divided by the ranks on them."""
+    """Threads of torch in one rank. 0: the cores of this machine divided by the ranks on it."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -31,10 +34,7 @@ class CPU(DDPBackend):
     def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
         # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
-        share = max(1, cores() // self.local_world_size)
-        torch.set_num_threads(threads or share)
-        # Many small operations, or a busy neighbour, can make fewer threads the faster ones.
-        self.thread_counts = () if threads or share == 1 else (share, max(1, share // 2))
+        torch.set_num_threads(threads or max(1, cores() // self.local_world_size))
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CPU:

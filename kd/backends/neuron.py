@@ -15,6 +15,9 @@ import torch
 
 from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
+from kd.types import BackendFacts
+
+FACTS = BackendFacts(compiles=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

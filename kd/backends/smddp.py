@@ -16,7 +16,9 @@ import torch
 from kd.backends._cuda import claim
 from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
+from kd.types import BackendFacts
 
+FACTS = BackendFacts(gpu=True)
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
 

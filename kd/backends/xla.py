@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError, MissingExtra
-from kd.types import Batch
+from kd.types import BackendFacts, Batch
 
 try:
     import torch_xla
@@ -39,6 +39,7 @@ except ImportError as error:
 else:
     _absent = None
 
+FACTS = BackendFacts(compiles=True)
 NEVER = 2**31
 """Batches between the cuts that the device loader would make of itself."""
 
@@ -52,7 +53,6 @@ class XLA:
     """One process of a torch_xla world, or of none. See `kd.contracts.Backend`."""
 
     kind = "xla"
-    thread_counts: tuple[int, ...] = ()
 
     def __init__(self, precision: str, timeout_seconds: float) -> None:
         self.place = place()

@@ -17,8 +17,9 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
-    warnings = logging.StreamHandler()  # to stderr, the message alone
-    logging.getLogger("kd").addHandler(warnings)
+    log, lines = logging.getLogger("kd"), _Lines()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
     try:
         command()
     except KdError as error:
@@ -36,8 +37,17 @@ def guarded(command: Callable[[], None]) -> int:
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:
-        logging.getLogger("kd").removeHandler(warnings)
+        log.removeHandler(lines)
     return EXIT_OK
+
+
+class _Lines(logging.Handler):
+    """Print messages alone, a line each: warnings to stderr, the rest to stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(record.getMessage(), file=stream, flush=True)
 
 
 class KeysHelp(argparse.Action):

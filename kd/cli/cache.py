@@ -20,9 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = made.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config, jobs
+        from kd import config
+        from kd.jobs.cache import cache
 
-        done = jobs.cache(config.load(given.config, given.overrides), given.verify)
+        done = cache(config.load(given.config, given.overrides), given.verify)
         print(
             f"cache: '{done.folder}' holds {done.records} records, {done.missing} are missing; "
             f"the teacher ran on {done.computed} images in {done.seconds:.1f} s"

@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             values = client.evaluate(given.endpoint, given.data)
         else:
-            from kd import jobs
+            from kd.jobs.evaluate import evaluate
 
-            values = jobs.evaluate(given.run, given.overrides)
+            values = evaluate(given.run, given.overrides)
         for name, value in values.items():
             print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
 

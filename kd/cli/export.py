@@ -15,9 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import jobs
+        from kd.jobs.export import Options, export
 
-        options = jobs.ExportOptions(
+        options = Options(
             onnx=given.onnx,
             int8=given.int8,
             openvino=given.openvino,
@@ -27,15 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             images=given.images,
             license=given.license,
         )
-        exported = jobs.export(given.run, given.to, options, given.overrides)
+        exported = export(given.run, given.to, options, given.overrides)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
         if given.sagemaker:
-            for path in jobs.sagemaker_archives(exported.folder):
+            from kd.sagemaker.archives import sagemaker_archives
+
+            for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
         if given.push:
-            print(f"uploaded to {jobs.push(exported.folder, given.push)}")
+            from kd.artifacts.hub import push
+
+            print(f"uploaded to {push(exported.folder, given.push)}")
         print(f"load it:  timm.create_model('local-dir:{exported.folder}', pretrained=True)")
         if given.onnx:
             print(f"serve it: kd-serve {exported.folder}")

@@ -19,9 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = made.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config, jobs
+        from kd import config
+        from kd.jobs.teach import teach
 
-        for folder in jobs.teach(config.load(given.config, given.overrides)):
+        for folder in teach(config.load(given.config, given.overrides)):
             print(folder)
 
     return guarded(command)

@@ -24,16 +24,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = made.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config, jobs
+        from kd import config
+        from kd.jobs.check import check
+        from kd.jobs.precompile import compile_only
+        from kd.jobs.train import train
+        from kd.setup.recipe import resolve
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(jobs.check(settings, given.config))
+            print(check(resolve(settings), given.config))
             return
         if given.compile_only:
-            print(jobs.compile_only(settings))
+            print(compile_only(settings))
             return
-        text = jobs.train(settings).report
+        text = train(settings).report
         if text:
             print("\n" + text)
 

@@ -1,18 +1,29 @@
-"""Everything the loop needs, built and ready. Contracts only."""
+"""Everything that the loop needs, built and ready: contracts only."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from kd.contracts import Backend, Loader, RunStore, Sifter, Teacher, Watcher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.types import State
+
+Span = Callable[[str], AbstractContextManager[object]]
+"""`with span(NAME):` around a part of a step: data, teacher, forward, backward, optimizer, evaluation, checkpoint."""
+
+_NOTHING = nullcontext()
+
+
+def no_span(name: str) -> AbstractContextManager[object]:
+    """Mark nothing."""
+    return _NOTHING
 
 
 class Schedule(Protocol):
@@ -87,5 +98,7 @@ class Run:
     schedule: Schedule
     average: Average | None
     evaluator: Evaluator
-    sink: RunStore
-    watcher: Watcher
+    store: RunStore
+    logger: Logger
+    span: Span = no_span
+    """Marks what the loop is doing; free unless somebody listens."""

@@ -18,8 +18,8 @@ AFTER_DIVERGING = (
 
 
 @torch.no_grad()
-def agree(run: Run) -> None:
-    """Replace statistics that each rank gathers from its own images (batch norm's) by their mean over the ranks.
+def average_buffers(run: Run) -> None:
+    """Average over the ranks the statistics that each gathers from its own images (batch norm's).
 
     Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
     which rank is asked. Constants that no checkpoint holds are left alone.
@@ -58,13 +58,13 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entries.items()}
-        run.sink.checkpoint(state, tensors, info, best)
+        run.store.checkpoint(state, tensors, info, best)
     run.backend.barrier()
 
 
 def restore(run: Run) -> State:
     """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
-    found = run.sink.restore()
+    found = run.store.restore()
     if found is None:
         return State()
     state, tensors, info = found

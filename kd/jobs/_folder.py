@@ -1,18 +1,28 @@
-"""A run folder and the configuration it was started with."""
+"""A run folder: the configuration it was started with, its best student."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kd import config
+from kd.artifacts import export as artifact
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.errors import KdError, RunError
+from kd.host import environment
+from kd.models.classifier import Classifier, digest
+from kd.models.load import export_files
+from kd.setup.recipe import Recipe, resolve
+from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 # Where the data lies is one of them: its content is compared by its fingerprint.
@@ -32,11 +42,17 @@ FREE = (
 )
 
 
-def enter(folder: RunDir, settings: Config) -> None:
-    """Open a run folder for this configuration, or say what differs."""
+@contextmanager
+def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
+    folder = RunDir(recipe.path, rank, recipe.run.keep)
     stored = folder.stored_config()
-    differences = different_keys(_parse(folder, stored), settings) if stored is not None else []
-    folder.open(config.dump(settings), differences)
+    differences = different_keys(resolve(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
+    folder.open(recipe.yaml, differences)
+    try:
+        yield folder
+    finally:
+        folder.close()
 
 
 def opened_run(path: Path) -> tuple[RunDir, Config]:
@@ -61,7 +77,7 @@ def _parse(folder: RunDir, text: str) -> Config:
     """
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))
-        return config.load(content if isinstance(content, dict) else {})
+        return config.load(content if isinstance(content, dict) else {}, here=False)
     except (YAMLError, OmegaConfBaseException, KdError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
@@ -70,22 +86,10 @@ def _parse(folder: RunDir, text: str) -> Config:
         ) from error
 
 
-def different_keys(stored: Config, settings: Config) -> list[str]:
+def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """List `key (stored -> now)` wherever two configurations compute different things."""
-    old, new = flatten(config.to_dict(stored)), flatten(config.to_dict(settings))
     keys = [k for k in sorted(old.keys() | new.keys()) if not k.startswith(FREE)]
     return [f"{k} ({old.get(k)} -> {new.get(k)})" for k in keys if old.get(k) != new.get(k)]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as {"section.key": value}."""
-    if isinstance(value, dict) and value:
-        pairs = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        pairs = [(f"{prefix}.{i}", item) for i, item in enumerate(value)]
-    else:
-        return {prefix: value}
-    return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -97,3 +101,34 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
             "A run goes on with what it began with",
             "Choose another run.name, or restore what was there",
         )
+
+
+def export_run(folder: RunDir, recipe: Recipe, target: Path, classes: Sequence[str]) -> None:
+    """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
+    student, provenance = best_student(folder, recipe, classes)
+    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
+    artifact.export(target, content, weights, provenance)
+
+
+def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from."""
+    state, tensors, _ = folder.best()
+    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
+    student = build_student(section, recipe.seed, classes, recipe.data.image_size)
+    load_student(student, tensors)
+    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
+    provenance = {
+        "kd": environment()["packages"]["kd"],
+        "step": state.step,
+        "metrics": rows[-1] if rows else {},
+        "run": recipe.name,
+        "digest": digest(student.network),
+        "eval_crop": recipe.data.eval_crop,
+    }
+    return student, provenance
+
+
+def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the student's weights of a checkpoint, averaged ones first."""
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
+    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

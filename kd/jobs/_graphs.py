@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.artifacts import manifest
 from kd.artifacts.run_dir import RunDir
-from kd.config import Config
 from kd.errors import ConfigError, RunError
+from kd.host import processor
 from kd.jobs import _parity
-from kd.jobs._world import prepared, world
 from kd.models import onnx
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
 from kd.report.card import Card, render
 from kd.report.console import percent
+from kd.setup.build import distributed
+from kd.setup.data import open_data
+from kd.setup.recipe import Recipe
 
 if TYPE_CHECKING:
     from kd.jobs.export import Options
@@ -35,14 +36,14 @@ class Made:
 
 
 def write(
-    folder: Path, student: Classifier, settings: Config, classes: Sequence[str], data_hash: str, options: Options
+    folder: Path, student: Classifier, recipe: Recipe, classes: Sequence[str], data_hash: str, options: Options
 ) -> Made:
     """Write the graphs that the options name and compare each with PyTorch.
 
     Args:
         folder: where.
         student: on the CPU.
-        settings: the run's configuration.
+        recipe: of the run.
         classes: in the order of the logits.
         data_hash: the content hash of the run's data.
         options: what to write.
@@ -57,14 +58,14 @@ def write(
     if not options.onnx and not options.pt2:
         return Made()
     student.eval()
-    runners = _write(folder, student, settings.data.image_size, options)
-    with world(settings) as backend:
-        data = prepared(settings, backend, fill=False)
+    runners = _write(folder, student, recipe.data.image_size, options)
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
         if list(data.val.classes) != list(classes) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        images = _parity.validation_images(settings, data, options.images)
+        images = _parity.validation_images(data, options.images)
         eager, rows = _parity.compare(student, runners, images)
     made = Made(eager_ms=eager.cpu_ms)
     for name, row in rows.items():
@@ -107,7 +108,7 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
 
 def card(
     folder: RunDir,
-    settings: Config,
+    recipe: Recipe,
     student: Classifier,
     version: str,
     metrics: dict[str, Any],
@@ -125,30 +126,30 @@ def card(
         )
     return render(
         Card(
-            name=settings.run.name,
-            student=settings.student.model,
+            name=recipe.name,
+            student=recipe.student.model,
             student_parameters=count_parameters(student),
-            teacher=settings.teacher.model,
-            losses=[section.kind for section in settings.losses],
-            data=f"{settings.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
+            teacher=recipe.teacher.model,
+            losses=[section.kind for section in recipe.losses],
+            data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
             labels=folder.manifest()["classes"],
             metrics=metrics,
             baseline=max(baseline, key=lambda row: row["accuracy"]) if baseline else {},
             graphs=made.parity,
             eager_ms=made.eager_ms,
-            processor=manifest.processor(),
-            size=settings.data.image_size,
-            crop=settings.data.eval_crop,
+            processor=processor(),
+            size=recipe.data.image_size,
+            crop=recipe.data.eval_crop,
             license=options.license,
-            weights_from=_origin(settings, student),
+            weights_from=_origin(recipe, student),
             version=version,
             commands=commands,
         )
     )
 
 
-def _origin(settings: Config, student: Classifier) -> str:
-    section = settings.student
+def _origin(recipe: Recipe, student: Classifier) -> str:
+    section = recipe.student
     if section.checkpoint:
         return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
     if section.init == "pretrained":

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd import build
-from kd.config import Config
-from kd.data.transforms import Evaluate
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.models.classifier import Classifier
 from kd.report.console import percent
+from kd.setup.data import Data, evenly_spaced
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16
@@ -55,25 +53,21 @@ class Row:
         return {**asdict(self), **rounded, "accuracy": self.accuracy}
 
 
-def validation_images(settings: Config, data: build.Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
     Args:
-        settings: the run's configuration.
-        data: both splits, prepared.
+        data: both splits, opened.
         limit: how many images, evenly spaced over the split; 0: all.
 
     Raises:
         DataError: not one of them can be decoded.
     """
-    section = settings.data
-    transform = Evaluate(section.image_size, section.eval_crop)
-    views = Views(data.val, transform, section.image_size, settings.run.seed, on_corrupt=section.on_corrupt)
-    count = min(limit or len(views), len(views))
-    ids = np.linspace(0, len(views) - 1, count).astype(int).tolist()
+    shown = Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
+    ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
-        samples = [sample for sample in (views.load(id, 0) for id in ids[first : first + BATCH]) if sample.readable]
+        samples = [sample for sample in (shown.load(id, 0) for id in ids[first : first + BATCH]) if sample.readable]
         if samples:
             found += len(samples)
             yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])

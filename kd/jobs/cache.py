@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from kd import build
 from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
-from kd.host import cores
-from kd.jobs._world import prepared, world
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.teach import obtain_teacher, teacher_recipes
 from kd.models.cache import CachedTeacher, Store
-from kd.start.batch import arithmetic, provisional
-from kd.start.cache import cached
-from kd.start.kernels import Kernel
-from kd.start.loading import loaders
-from kd.start.loading import views as views_of
-from kd.start.teacher import choose_teacher
-from kd.start.workers import unmeasured
+from kd.setup.batch import provisional_batch
+from kd.setup.build import distributed
+from kd.setup.data import loaders, open_data, split_batch, views
+from kd.setup.modes import ExecutionMode
+from kd.setup.recipe import Recipe, Session, resolve
+from kd.setup.teacher import choose_teacher, open_cache
 from kd.types import Plan
 
 SAMPLE = 256
@@ -33,6 +30,9 @@ TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
 """Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
 QUANTIZED_TOLERANCE = 0.1
 """The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
+
+
+log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +72,22 @@ def cache(settings: Config, verify: bool = False) -> Cached:
         ModelError: a verified record is not what the teacher says.
         RunError: the cache cannot be written.
     """
-    views = build.views(settings)
-    if not settings.teacher.cache.views or not settings.teacher.model:
+    count = settings.teacher.cache.views
+    if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    build.needs(settings)
-    with world(settings) as backend:
-        parts = _parts(settings, backend)
+    recipe = resolve(settings)
+    with distributed(recipe.backend) as backend:
+        parts = _parts(recipe, teacher_recipes(settings), backend)
         if not verify:
             _require_writable(parts.cache.store)
         start = time.perf_counter()
-        difference = _verify(parts, views) if verify else _fill(parts, views)
+        difference = _verify(parts, count) if verify else _fill(parts, count)
         store = parts.cache.store
-        missing = sum(len(store.missing(view)) for view in range(views))
+        missing = sum(len(store.missing(view)) for view in range(count))
         done = Cached(
             folder=str(store.folder),
-            records=views * store.num_images - missing,
+            records=count * store.num_images - missing,
             missing=missing,
             computed=parts.cache.images,
             seconds=time.perf_counter() - start,
@@ -98,25 +98,23 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     return done
 
 
-def _parts(settings: Config, backend: Backend) -> _Parts:
-    data = prepared(settings, backend)
-    teacher = obtain_teacher(settings, data, backend)
+def _parts(recipe: Recipe, fits: Mapping[str, Recipe], backend: Backend) -> _Parts:
+    section, seed = recipe.data, recipe.seed
+    data = open_data(section, recipe.run.folder, backend)
+    teacher = obtain_teacher(recipe, fits, data, backend)
     assert teacher is not None
-    choices: dict[str, str] = {}
-    split = arithmetic(provisional(settings, len(data.train), backend, choices), backend.world_size, len(data.train))
-    asked = settings.teacher.cache.views * len(data.train) // backend.world_size
-    live, taught = choose_teacher(settings, teacher, data.val, split.micro_batch, backend, choices, asked)
-    if taught.told and backend.rank == 0:
-        print(f"teacher: {taught.told}", flush=True)
-    kernel = Kernel.parse(choices["teacher"])
-    stored = cached(settings, data.train, teacher, live, backend, kernel)
-    workers = settings.data.workers
-    if workers == "auto":
-        workers = unmeasured(backend.device.type, max(1, cores() // backend.local_world_size))
-    both = views_of(settings, *(data.kept or (data.train, data.val)))
-    loader = loaders(both, backend, split, int(workers))[0]
-    tolerance = QUANTIZED_TOLERANCE if kernel.quantized else TOLERANCE[settings.teacher.cache.dtype]
-    return _Parts(backend, live, stored, loader, split.batch_size, tolerance)
+    size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
+    split = split_batch(section, backend.world_size, len(data.train), size)
+    asked = recipe.teacher.cache.views * len(data.train) // backend.world_size
+    session = Session(backend, data, split)
+    report = choose_teacher(session, recipe.teacher, teacher, asked, "")
+    if report.summary and backend.rank == 0:
+        log.info("teacher: %s", report.summary)
+    stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
+    loader = loaders(views(data, seed), section.workers, split, backend)[0]
+    quantized = ExecutionMode.parse(report.mode).quantized
+    tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE[recipe.teacher.cache.dtype]
+    return _Parts(backend, report.live, stored, loader, split.batch_size, tolerance)
 
 
 def _fill(parts: _Parts, views: int) -> float:
@@ -125,7 +123,7 @@ def _fill(parts: _Parts, views: int) -> float:
         ids = parts.cache.store.missing(view).tolist()
         parts.backend.barrier()  # every rank has read the same list before one writes
         if parts.backend.rank == 0:
-            print(f"cache: view {view}: {len(ids)} of {parts.cache.store.num_images} images to compute", flush=True)
+            log.info("cache: view %d: %d of %d images to compute", view, len(ids), parts.cache.store.num_images)
         plan = _padded(ids, parts.batch_size)
         for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(plan, view))):
             parts.cache(batch)

@@ -8,21 +8,22 @@ from dataclasses import replace
 
 import torch
 
-from kd import build
-from kd.config import Config
+from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.data.store import slot_bytes
-from kd.jobs._teachers import each, together
+from kd.jobs.teach import merge_teachers, split_teachers
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
-from kd.start.batch import BatchSplit, arithmetic
-from kd.start.loading import augmentation, kept
+from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
+from kd.setup.recipe import Recipe
+from kd.setup.student import build_criterion
+from kd.setup.teacher import load_teacher
 from kd.types import Dims
 
 
-def check(settings: Config, path: str = "given") -> str:
-    """Check a configuration and describe the run.
+def check(recipe: Recipe, path: str = "given") -> str:
+    """Check a recipe and describe the run.
 
     Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
@@ -30,72 +31,72 @@ def check(settings: Config, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    required = build.needs(settings)
-    augmentation(settings)
-    check_trackers(settings.run.trackers)
-    data = build.data(settings)
+    section, size, features = recipe.data, recipe.data.image_size, recipe.features
+    train_transform(size, section.augment)
+    check_trackers(recipe.run.trackers)
+    data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    auto = settings.data.batch_size == "auto"
-    split = None if auto else arithmetic(settings, world_size, len(data.train))
-    features = "features" in required
-    classes, size = data.train.classes, settings.data.image_size
-    student = _meta(Spec("student", settings.student.model, settings.student.args, classes), size, features)
+    split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
+    classes = data.train.classes
+    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
     lines = [
         f"config    {path}: well-formed",
-        f"data      {settings.data.kind}: {len(data.train)} training and {len(data.val)} validation images, "
+        f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
-        f"student   {settings.student.model}: {_millions(student)}, init {settings.student.init}",
+        f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
-    if settings.teacher.model:
-        found = [_teacher(where, alone, classes, size, features) for where, alone in each(settings)]
+    if recipe.teacher.model:
+        found = [_teacher(where, one, classes, size, features) for where, one in split_teachers(recipe.teacher)]
         lines += [line for _, line in found]
-        teacher = together(settings, [model for model, _ in found])
+        teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    build.criterion(settings, dims)
-    lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in settings.losses))
-    lines += _length(settings, split, len(data.train))
-    lines += _store(settings, data)
+    build_criterion(recipe.losses, dims, recipe.seed)
+    lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
+    lines += _length(recipe.run, split, len(data.train))
+    lines += _store(data)
     lines += [
-        f"backend   {settings.backend.kind}, precision {settings.backend.precision}, {world_size} process(es)",
-        f"memory    {_state_mib(settings, student, world_size):.0f} MiB a rank for weights, gradients and optimizer; "
-        "activations come on top",
+        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
+        f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
+        "optimizer; activations come on top",
         "time      not measured here: `kd-train` prints images/s and the time left from the first steps on",
     ]
     return "\n".join(lines)
 
 
-def _length(settings: Config, split: BatchSplit | None, num_images: int) -> list[str]:
+def _length(section: RunSection, split: BatchSplit | None, num_images: int) -> list[str]:
     if split is None:
-        whole = f"{settings.run.steps} steps" if settings.run.steps else f"{settings.run.epochs} epochs"
+        whole = f"{section.steps} steps" if section.steps else f"{section.epochs} epochs"
         return ["batch     auto: as many images as fit into memory, found when the run starts", f"length    {whole}"]
     per_epoch = num_images // split.batch_size
-    steps = settings.run.steps or settings.run.epochs * per_epoch
+    steps = section.steps or section.epochs * per_epoch
     return [
         f"batch     {split}",
         f"length    {steps} steps of {split.batch_size} images ({steps / per_epoch:.3g} epochs)",
     ]
 
 
-def _store(settings: Config, data: build.Data) -> list[str]:
-    if settings.data.store == "none":
+def _store(data: Data) -> list[str]:
+    if data.section.store == "none":
         return []
     most = [
-        slot_bytes(rule.most) * len(source) for rule, source in zip(kept(settings), (data.train, data.val), strict=True)
+        slot_bytes(rule.most) * len(source)
+        for rule, source in zip(keep_rules(data.section), (data.train, data.val), strict=True)
     ]
-    return [f"store     {settings.data.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
+    return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(where: str, settings: Config, classes: Sequence[str], size: int, features: bool) -> tuple[Classifier, str]:
-    section = settings.teacher
-    if section.checkpoint or not section.fit.epochs:
-        model = build.teacher_model(settings, classes, features, where=where)  # its weights are what must be checked
+def _teacher(
+    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: bool
+) -> tuple[Classifier, str]:
+    if section.checkpoint or not section.fit.epochs:  # its weights are what must be checked
+        model = load_teacher(section, classes, size, features, where=where)
         return model, f"teacher   {section.model}: {_millions(model)}, weights and classes fit the data"
-    model = _meta(Spec(where, section.model, section.args, classes), size, features)
+    model = _on_meta(Spec(where, section.model, section.args, classes), size, features)
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
-def _meta(spec: Spec, size: int, features: bool) -> Classifier:
+def _on_meta(spec: Spec, size: int, features: bool) -> Classifier:
     with torch.device("meta"):
         return load(replace(spec, pretrained=False), size, features)
 
@@ -104,8 +105,8 @@ def _millions(model: Classifier) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _state_mib(settings: Config, student: Classifier, world_size: int) -> float:
-    moments = 2 if settings.optimizer.kind == "adamw" else 1
-    shared = world_size if settings.optimizer.zero else 1
-    floats = 2 + moments / shared + (1 if settings.optimizer.ema else 0)
+def _state_mib(section: OptimizerSection, student: Classifier, world_size: int) -> float:
+    moments = 2 if section.kind == "adamw" else 1
+    shared = world_size if section.zero else 1
+    floats = 2 + moments / shared + (1 if section.ema else 0)
     return count_parameters(student) * 4 * floats / 2**20

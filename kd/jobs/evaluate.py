@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd import build, config
-from kd.jobs._folder import opened_run
-from kd.jobs._world import prepared, world
-from kd.jobs.export import load_student
-from kd.jobs.teach import obtain_teacher
+from kd import config
+from kd.jobs._folder import load_student, opened_run
+from kd.jobs.teach import obtain_teacher, teacher_recipes
 from kd.report.console import Console
+from kd.setup.build import build_run, distributed
+from kd.setup.data import open_data
+from kd.setup.recipe import resolve
 
 
 def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split."""
     folder, stored = opened_run(path)
     settings = config.load(config.to_dict(stored), overrides)
-    best = folder.best()[1]
-    with world(settings) as backend:
-        data = prepared(settings, backend, fill=False)
-        teacher = obtain_teacher(settings, data, backend)
-        run, _ = build.run(
-            settings, data, backend, teacher, folder, Console("", quiet=True), folder.manifest()["choices"]
-        )
-        load_student(run.distillation.student, best)  # type: ignore[arg-type]
+    recipe = resolve(settings)
+    best, recorded = folder.best()[1], folder.manifest()["choices"]
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
+        teacher = obtain_teacher(recipe, teacher_recipes(settings), data, backend)
+        run = build_run(recipe, data, backend, teacher, folder, Console("", quiet=True), recorded).run
+        load_student(run.distillation.student, best)
         return run.evaluator(run.distillation.student)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kd import build, config
+from kd import config
 from kd.artifacts import export as artifact
-from kd.artifacts import manifest
-from kd.artifacts.run_dir import RunDir
-from kd.config import Config
 from kd.errors import RunError
+from kd.host import environment, versions
 from kd.jobs import _graphs
-from kd.jobs._folder import opened_run
+from kd.jobs._folder import best_student, opened_run
 from kd.models.classifier import Classifier
-from kd.models.load import digest, export_files
+from kd.models.load import export_files
+from kd.setup.recipe import Recipe, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,36 +63,36 @@ def export(
     """
     options = options or Options()
     folder, settings = opened_run(path)
-    settings = config.load(config.to_dict(settings), overrides) if overrides else settings
+    recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target = target or path / "export"
     artifact.refuse_other(target)  # before minutes of work, not after
-    student, provenance = best_student(folder, settings, classes)
-    content, weights = export_files(student.network, classes, settings.data.eval_crop)
+    student, provenance = best_student(folder, recipe, classes)
+    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
-        made = _graphs.write(extras, student, settings, classes, folder.manifest().get("data", ""), options)
-        facts = _facts(settings, student, provenance, made)
+        made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
+        facts = _facts(recipe, student, provenance, made)
         version, metrics = facts["version"], provenance["metrics"]
-        card = _graphs.card(folder, settings, student, version, metrics, made, options, target)
+        card = _graphs.card(folder, recipe, student, version, metrics, made, options, target)
         (extras / "README.md").write_text(card, encoding="utf-8")
         artifact.export(target, content, weights, provenance, extras, facts)
     return Exported(target, made.lines)
 
 
-def _facts(settings: Config, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
-    size = settings.data.image_size
+def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
+    size = recipe.data.image_size
     return {
         "format": 1,
-        "name": settings.run.name,
+        "name": recipe.name,
         "version": provenance["digest"][:12],
         "input": {
             "name": "image",
             "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
             "size": size,
-            "crop": settings.data.eval_crop,
+            "crop": recipe.data.eval_crop,
             "network_size": student.input_size or size,
         },
         "parity": made.parity,
@@ -104,42 +101,7 @@ def _facts(settings: Config, student: Classifier, provenance: dict[str, Any], ma
 
 
 def _environment() -> dict[str, Any]:
-    found = manifest.environment()
+    found = environment()
     found.pop("command")  # it holds paths of whoever exported, and this file is published
-    found["packages"] |= manifest.versions("onnx", "onnxscript", "onnxruntime", "openvino")
+    found["packages"] |= versions("onnx", "onnxscript", "onnxruntime", "openvino")
     return found
-
-
-def export_run(folder: RunDir, settings: Config, target: Path, classes: Sequence[str]) -> None:
-    """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
-    student, provenance = best_student(folder, settings, classes)
-    content, weights = export_files(student.network, classes, settings.data.eval_crop)
-    artifact.export(target, content, weights, provenance)
-
-
-def best_student(folder: RunDir, settings: Config, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from."""
-    state, tensors, _ = folder.best()
-    student = build.student_model(replace_init(settings), classes, False)
-    load_student(student, tensors)
-    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
-    provenance = {
-        "kd": manifest.environment()["packages"]["kd"],
-        "step": state.step,
-        "metrics": rows[-1] if rows else {},
-        "run": settings.run.name,
-        "digest": digest(student.network),
-        "eval_crop": settings.data.eval_crop,
-    }
-    return student, provenance
-
-
-def replace_init(settings: Config) -> Config:
-    """Return the config with a student built from nothing, for weights that are loaded right afterwards."""
-    return replace(settings, student=replace(settings.student, init="scratch", checkpoint=""))
-
-
-def load_student(student: Classifier, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the student's weights of a checkpoint, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

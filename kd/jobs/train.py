@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kd import build
-from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.jobs._folder import enter
-from kd.jobs._student import Result, distil
-from kd.jobs._world import prepared, world
+from kd.config.schema import LossSection, SifterSection, TeacherSection
+from kd.jobs._distill import Result, distill
+from kd.jobs._folder import open_run
 from kd.jobs.check import check
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.teach import obtain_teacher, teacher_recipes
 from kd.parts import default_options
 from kd.report.console import percent, table
-from kd.schema import LossSection, SifterSection, TeacherSection
+from kd.setup.build import distributed
+from kd.setup.data import open_data
+from kd.setup.recipe import Recipe, resolve
 from kd.storage import write_text
 
 
@@ -25,44 +25,42 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    check(settings)  # nothing that can be known now may be found out after the teacher was fitted
-    with world(settings) as backend:
-        data = prepared(settings, backend)
-        folder = RunDir(Path(settings.run.folder) / settings.run.name, backend.rank, settings.run.keep)
-        enter(folder, settings)
-        try:
-            teacher = obtain_teacher(settings, data, backend)
-            result = distil(settings, data, backend, teacher, folder, settings.run.name)
-            if settings.run.baseline:
-                alone = labels_alone(settings, result.batch_size)
-                inner = RunDir(folder.path / "labels_only", backend.rank, settings.run.keep)
-                enter(inner, alone)
-                try:
-                    baseline = distil(alone, data, backend, None, inner, f"{settings.run.name} (labels only)")
-                finally:
-                    inner.close()
+    recipe = resolve(settings)
+    check(recipe)  # what can be known now must not be found out after the teacher was fitted
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, recipe.run.folder, backend)
+        with open_run(recipe, backend.rank) as folder:
+            teacher = obtain_teacher(recipe, teacher_recipes(settings), data, backend)
+            result = distill(recipe, data, backend, teacher, folder, recipe.name)
+            if recipe.run.baseline:
+                alone = labels_only(settings, result.batch_size)
+                with open_run(alone, backend.rank) as inner:
+                    baseline = distill(alone, data, backend, None, inner, f"{recipe.name} (labels only)")
                 result = replace(result, baseline=baseline)
-            result = replace(result, report=report(settings, result))
+            result = replace(result, report=report(recipe.name, recipe.seed, result))
             if backend.rank == 0:
-                write_text(folder.path / "report.md", result.report)
-        finally:
-            folder.close()
+                write_text(recipe.path / "report.md", result.report)
     return result
 
 
-def labels_alone(settings: Config, batch_size: int) -> Config:
-    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
-    return replace(
+def labels_only(settings: Config, batch_size: int) -> Recipe:
+    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only.
+
+    It lies inside the run's own folder.
+    """
+    run, views = settings.run, settings.data.views or settings.teacher.cache.views
+    alone = replace(
         settings,
-        data=replace(settings.data, batch_size=batch_size, views=build.views(settings)),
-        run=replace(settings.run, baseline=False),
-        teacher=TeacherSection(),
+        data=replace(settings.data, batch_size=batch_size, views=views),
+        run=replace(run, baseline=False),
+        teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
+    return replace(resolve(alone), path=Path(run.folder) / run.name / "labels_only")
 
 
-def report(settings: Config, result: Result) -> str:
+def report(name: str, seed: int, result: Result) -> str:
     """Return the table of a run as Markdown, and what to type next."""
     if not result.metrics:
         return ""
@@ -75,13 +73,13 @@ def report(settings: Config, result: Result) -> str:
     if result.baseline is not None:
         alone = result.baseline
         rows.append(_row("student, labels only", alone.metrics, alone.parameters, alone.images_per_second))
-    lines = [f"# {settings.run.name}", "", table(rows), ""]
+    lines = [f"# {name}", "", table(rows), ""]
     if "agreement" in result.metrics:
         lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
     if result.sifting:
         lines += [result.sifting]
     lines += [
-        f"Best of the evaluations on the validation split; seed {settings.run.seed}; run folder `{result.folder}`.",
+        f"Best of the evaluations on the validation split; seed {seed}; run folder `{result.folder}`.",
         "",
         f"Next: `kd-export {result.folder}` writes a folder that timm loads.",
         "",

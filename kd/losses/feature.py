@@ -46,7 +46,7 @@ class Options:
 class Feature(nn.Module):
     """Score how far the projected student features are from the teacher's."""
 
-    needs: frozenset[str] = frozenset({"teacher", "features"})
+    needs: frozenset[str] = frozenset({"teacher", "pooled"})
 
     def __init__(self, student_features: int, teacher_features: int, distance: Distance, normalize: bool) -> None:
         super().__init__()
@@ -56,13 +56,11 @@ class Feature(nn.Module):
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the distance of each image [B]; `batch` is not read."""
-        assert student.features is not None
-        assert teacher.features is not None
-        target_BD = teacher.features.detach().float()
+        target_BD = teacher.features["pooled"].detach().float()
         if self.normalize:
             target_BD = F.layer_norm(target_BD, target_BD.shape[1:])
         # float() before: the weights are float32. float() after: autocast multiplies in bfloat16.
-        projected_BD = self.project(student.features.float()).float()
+        projected_BD = self.project(student.features["pooled"].float()).float()
         if self.distance == "cosine":
             return 1 - F.cosine_similarity(projected_BD, target_BD, dim=1)
         return (projected_BD - target_BD).square().mean(dim=1)

@@ -1,8 +1,10 @@
-"""A network with its own eyes: uint8 pixels in, logits out, normalized and resized as this network needs it."""
+"""Classifiers: uint8 pixels in, logits out, normalized and resized as each network needs it; several as one."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ class Classifier(nn.Module):
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
         with_features: bool = False,
+        architecture: Any = None,
     ) -> None:
         """Wrap `network`.
 
@@ -40,10 +43,11 @@ class Classifier(nn.Module):
             mean: per channel, for pixels scaled to 0..1.
             std: per channel.
             with_features: also return the pooled features before the classifier; the network must be timm's.
+            architecture: what the network was built from, JSON values: weights alone do not tell the number of heads.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
-        self.with_features = with_features
+        self.with_features, self.architecture = with_features, architecture
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
         self.register_buffer("scale", scale, persistent=False)
@@ -60,7 +64,7 @@ class Classifier(nn.Module):
         head = network.get_classifier()  # type: ignore[operator]
         # A network with two heads (DeiT's distilled one) has no single map from its features to its logits.
         logits_BC = head(features_BD) if isinstance(head, nn.Module) else network.forward_head(tokens)  # type: ignore
-        return Outputs(logits_BC, features_BD)
+        return Outputs(logits_BC, {"pooled": features_BD})
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S] in the network's own scale and dtype."""
@@ -71,10 +75,10 @@ class Classifier(nn.Module):
         pixels = torch.addcmul(self.shift, pixels, self.scale)  # type: ignore[arg-type]
         return pixels.to(next(self.network.parameters()).dtype)
 
-    @property
-    def input_spec(self) -> list[float]:
-        """What the pixels go through before the network, as plain numbers: input size, scale and shift a channel."""
-        return [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
+    def identity(self) -> dict[str, Any]:
+        """Return what the outputs depend on, JSON values: the weights, the architecture, what the pixels go through."""
+        input_spec = [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
+        return {"teacher": digest(self.network), "architecture": self.architecture, "input": input_spec}
 
     @property
     def num_features(self) -> int:
@@ -93,6 +97,64 @@ class LogitsModel(nn.Module):
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
         return Outputs(self.network(image))
+
+
+class Ensemble(nn.Module):
+    """Average the probabilities of several classifiers (arXiv:1503.02531 distils such an ensemble).
+
+    Probabilities and not logits: one teacher's large logits would drown the others'. The average is taken at
+    temperature 1 and then softened like one model's answer, so that a cache keeps one record an image.
+    Each model normalizes and resizes for itself. No features: there is no one space that all share.
+    """
+
+    num_features = 0
+
+    def __init__(self, members: Sequence[Classifier | LogitsModel], weights: Sequence[float]) -> None:
+        """Join K classifiers of the same classes.
+
+        Args:
+            members: the classifiers.
+            weights: K numbers above 0, relative to each other.
+        """
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.shares = [weight / sum(weights) for weight in weights]
+
+    @property
+    def network(self) -> nn.Module:
+        """The networks alone, without what normalizes their pixels."""
+        return nn.ModuleList([member.network for member in self.members])  # type: ignore[arg-type]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the outputs depend on, JSON values: that of each member, and its share."""
+        members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
+        joined = {name: [member[name] for member in members] for name in members[0]}
+        return {**joined, "teacher": digest(self.network), "shares": self.shares}
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Classify uint8 images [B, 3, H, W]; the logits are log-probabilities, float32."""
+        said = [member(image).logits.float().log_softmax(-1) for member in self.members]
+        shares_K = torch.tensor(self.shares, device=image.device).log()
+        stacked_KBC = torch.stack(said) + shares_K[:, None, None]
+        return Outputs(stacked_KBC.logsumexp(0))
+
+
+TeacherModel = Classifier | Ensemble
+"""What a run may distil."""
+
+
+def first(model: TeacherModel) -> Classifier:
+    """Return the teacher that `teacher.model` names."""
+    return model.members[0] if isinstance(model, Ensemble) else model  # type: ignore[return-value]
+
+
+def digest(network: nn.Module) -> str:
+    """Return a hash of the weights (names, shapes, dtypes, bits)."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -63,6 +62,7 @@ def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
         mean=config["mean"],
         std=config["std"],
         with_features=with_features,
+        architecture=_architecture(spec, source),
     )
 
 
@@ -85,6 +85,14 @@ def _source(spec: Spec) -> str:
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
+
+
+def _architecture(spec: Spec, source: str) -> dict[str, Any]:
+    """Return what the network is built from, wherever its folder lies: the model's name and its arguments."""
+    if not source.startswith("local-dir:"):
+        return {"model": source, "args": spec.args}
+    content = json.loads((Path(source.removeprefix("local-dir:")) / "config.json").read_text())
+    return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
 
 
 def _create(spec: Spec, source: str, pretrained: bool, image_size: int) -> nn.Module:
@@ -237,15 +245,6 @@ def _data_config(network: nn.Module) -> dict[str, Any]:
     return config
 
 
-def digest(network: nn.Module) -> str:
-    """Return a hash of the weights (names, shapes, dtypes, bits)."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
 def export_files(network: nn.Module, classes: Sequence[str], crop: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
 
@@ -270,3 +269,45 @@ def export_files(network: nn.Module, classes: Sequence[str], crop: float) -> tup
         content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
     return content, tensors
+
+
+@torch.no_grad()
+def select_weights(student: nn.Module, teacher: nn.Module) -> int:
+    """Copy into the student evenly spaced elements of the teacher's tensors of the same names.
+
+    The paper's uniform element selection, and its first-N layer selection, which follows from equal names: block i of
+    the student comes from block i of the teacher. Along a dimension of size s out of t the elements i * t // s are
+    taken; a fused qkv is selected within each of its thirds because 3s out of 3t keeps them apart.
+
+    Returns:
+        How many of the student's parameters were set.
+
+    Raises:
+        ModelError: the two models share no tensor name, or the student is the larger one.
+    """
+    source = teacher.state_dict()
+    selected = 0
+    for name, target in student.state_dict().items():
+        given = source.get(name)
+        if given is None or given.ndim != target.ndim:
+            continue
+        if any(small > large for small, large in zip(target.shape, given.shape, strict=True)):
+            continue
+        target.copy_(_evenly(given, target.shape))
+        selected += target.numel()
+    if selected < 0.5 * sum(tensor.numel() for tensor in student.state_dict().values()):
+        raise ModelError(
+            "student.init",
+            "is 'teacher', but less than half of the student's weights have a larger namesake in the teacher",
+            "Both must be of one family (two ViTs) and the teacher the larger one",
+            "Set student.init=scratch, or choose a student of the teacher's family",
+        )
+    return selected
+
+
+def _evenly(tensor: Tensor, shape: torch.Size) -> Tensor:
+    for dim, (small, large) in enumerate(zip(shape, tensor.shape, strict=True)):
+        if small != large:
+            index = torch.arange(small, device=tensor.device) * large // small
+            tensor = tensor.index_select(dim, index)
+    return tensor

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.models.classifier import LogitsModel
-from kd.models.ensemble import TeacherModel
+from kd.models.classifier import LogitsModel, TeacherModel
 from kd.types import Batch, Outputs
 
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
@@ -82,16 +81,11 @@ class LiveTeacher(Uncached):
             return [self.model(part) for part in image.split(self.micro_batch or image.shape[0])]
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features [B, D], ordinary tensors that autograd may save."""
+        """Return float32 logits [B, C] and features, ordinary tensors that autograd may save."""
         if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # a scoring pass has asked already
             return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
-        parts = self._forward(batch.image)
-        logits = torch.cat([part.logits for part in parts]).float().clone()
-        if parts[0].features is None:
-            return Outputs(logits)
-        features = torch.cat([part.features for part in parts if part.features is not None])
-        return Outputs(logits, features.float().clone())
+        return Outputs.cat(self._forward(batch.image)).map(lambda tensor: tensor.float().clone())
 
 
 class NoTeacher(Uncached):

@@ -15,7 +15,7 @@ from kd.types import State
 
 
 class Console:
-    """Show how a run goes. See `kd.contracts.Watcher`."""
+    """Show how a run goes. See `kd.contracts.Logger`."""
 
     def __init__(self, title: str, quiet: bool = False, trackers: Trackers | None = None) -> None:
         """Show a run.
@@ -53,7 +53,7 @@ class Console:
         if self.trackers is not None:
             self.trackers.close()
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line above the bar; an empty one is none."""
         if text and not self.quiet:
             (self._bar.console if self._bar is not None else self._console).print(text, markup=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kd.errors import ConfigError, MissingExtra, did_you_mean
 class Trackers:
     """Experiment trackers that are told every row of metrics."""
 
-    def __init__(self, names: Sequence[str], project: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Start trackers.
 
         Args:
@@ -62,7 +62,7 @@ def _find(name: str) -> Any:
     return known[name]
 
 
-def _start(name: str, project: str, folder: Path, config: dict[str, Any]) -> Any:
+def _start(name: str, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     cls = _find(name)
     tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
     if hasattr(tracker, "start"):

@@ -17,9 +17,10 @@ class Planned:
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
+    score_size = 0
 
-    def __init__(self, population: SiftContext) -> None:
-        self.population = population
+    def __init__(self, context: SiftContext) -> None:
+        self.context = context
 
     def cost(self, costs: Costs) -> float:
         """Return what is kept of a whole step: what is left out is neither loaded nor asked for."""
@@ -44,39 +45,39 @@ class Planned:
         """Nothing to load."""
 
 
-def generator(population: SiftContext, purpose: str, epoch: int) -> torch.Generator:
+def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator:
     """Return a generator that is a function of (seed, purpose, epoch)."""
-    return torch.Generator().manual_seed(seed_from(population.seed, purpose, epoch))
+    return torch.Generator().manual_seed(seed_from(context.seed, purpose, epoch))
 
 
-def everything(population: SiftContext, epoch: int) -> Plan:
+def everything(context: SiftContext, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size.
 
     What is cut differs from epoch to epoch, so that no image is left out for good. Where an image has several views it
     differs from view to view and is the same whenever a view comes back: after one epoch of a view a cache of the
     teacher's logits has all that this view will ever ask for.
     """
-    count, views = population.num_images, population.views
-    visited = count // population.batch_size * population.batch_size
-    ids = torch.randperm(count, generator=generator(population, "order", epoch))
+    count, views = context.num_images, context.views
+    visited = count // context.batch_size * context.batch_size
+    ids = torch.randperm(count, generator=generator(context, "order", epoch))
     if views > 1 and visited < count:
-        order = torch.randperm(count, generator=generator(population, "cut", 0))
+        order = torch.randperm(count, generator=generator(context, "cut", 0))
         spared = torch.arange(count - visited) + epoch % views * (count - visited)
         ids = ids[torch.isin(ids, order[spared % count], invert=True)]
     return Plan(ids=ids[:visited], weights=torch.ones(visited))
 
 
-def shuffled(population: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
+def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
     """Return a plan of chosen images in a random order that is a function of (seed, epoch)."""
-    order = torch.randperm(len(ids), generator=generator(population, "order", epoch))
+    order = torch.randperm(len(ids), generator=generator(context, "order", epoch))
     return Plan(ids=ids[order], weights=weights[order])
 
 
-def count_kept(population: SiftContext, keep: float) -> int:
+def count_kept(context: SiftContext, keep: float) -> int:
     """Return the multiple of the global batch size that is nearest to the share `keep` of all images; at least one."""
-    batches = population.num_images // population.batch_size
-    wanted = round(keep * population.num_images / population.batch_size)
-    return min(max(1, wanted), batches) * population.batch_size
+    batches = context.num_images // context.batch_size
+    wanted = round(keep * context.num_images / context.batch_size)
+    return min(max(1, wanted), batches) * context.batch_size
 
 
 def sees_everything(epoch: int, progress: float, warmup: int, anneal: float) -> bool:

@@ -56,10 +56,10 @@ class History(Planned):
     images; it is booked to the first.
     """
 
-    def __init__(self, options: Options, population: SiftContext) -> None:
-        super().__init__(population)
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        super().__init__(context)
         self.options, self.keep = options, options.keep
-        count = population.num_images
+        count = context.num_images
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)
         self.mean_N = torch.full((count,), torch.nan)
@@ -82,16 +82,16 @@ class History(Planned):
             self.epoch = epoch
         options = self.options
         if sees_everything(epoch, progress, options.warmup, options.anneal):
-            made = everything(self.population, epoch)
+            made = everything(self.context, epoch)
         else:
-            made = shuffled(self.population, epoch, *self._chosen(epoch))
+            made = shuffled(self.context, epoch, *self._chosen(epoch))
         if new:
             self.visits_N[made.ids] += 1
         return made
 
     def _chosen(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the ids [K] and weights [K] of a sifted epoch."""
-        count, kept = self.population.num_images, count_kept(self.population, self.options.keep)
+        count, kept = self.context.num_images, count_kept(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
         due = overdue_N.nonzero()[:, 0]
         due = due[torch.argsort(self.seen_N[due], stable=True)][:kept]  # the oldest first, where there is no room
@@ -101,7 +101,7 @@ class History(Planned):
         room = kept - len(due)
         easy, hard, doubted = self._divided(rest, room)
         drawn_easy = room - len(hard) - len(doubted)
-        draws = generator(self.population, "sift", epoch)
+        draws = generator(self.context, "sift", epoch)
         picked = easy[torch.randperm(len(easy), generator=draws)[:drawn_easy]]
         weight = len(easy) / drawn_easy if drawn_easy and self.options.reweight else 1.0
         ids = torch.cat([due, hard, doubted, picked])
@@ -113,7 +113,7 @@ class History(Planned):
         doubted = self._doubted(rest)
         if len(doubted):
             rest = rest[~torch.isin(rest, doubted)]
-            draws = generator(self.population, "doubt", self.epoch)
+            draws = generator(self.context, "doubt", self.epoch)
             few = min(round(self.options.floor * len(doubted)), room)
             doubted = doubted[torch.randperm(len(doubted), generator=draws)[:few]]
             room -= len(doubted)
@@ -122,7 +122,7 @@ class History(Planned):
             return rest[:0], rest, doubted
         score = self._within_class(rest) if self.options.balance else self.loss_N[rest]
         # equal losses take turns, or their places in the dataset would decide
-        turn = torch.randperm(len(rest), generator=generator(self.population, "ties", self.epoch))
+        turn = torch.randperm(len(rest), generator=generator(self.context, "ties", self.epoch))
         order = rest[turn[torch.argsort(score[turn], stable=True)]]
         below_mean = int((score < score.mean()).sum())
         spared = max(1 - self.options.floor, 1e-9)
@@ -131,7 +131,7 @@ class History(Planned):
 
     def _within_class(self, ids: Tensor) -> Tensor:
         """Return each image's percentile of loss within its class, 0 to 1."""
-        label = self.population.labels()[ids]
+        label = self.context.labels()[ids]
         by_loss = torch.argsort(self.loss_N[ids], stable=True)
         order = by_loss[torch.argsort(label[by_loss], stable=True)]
         sizes = torch.bincount(label)
@@ -143,7 +143,7 @@ class History(Planned):
 
     def _doubted(self, rest: Tensor) -> Tensor:
         """Return the images whose loss is among the highest and has not fallen below its own mean."""
-        most = int(self.options.noise_cap * self.population.num_images)
+        most = int(self.options.noise_cap * self.context.num_images)
         if not most:
             return rest[:0]
         stuck = (self.observed_N[rest] >= CONFIRMATIONS) & (self.loss_N[rest] >= self.mean_N[rest])
@@ -152,7 +152,7 @@ class History(Planned):
 
     def _gather(self) -> None:
         """Merge what this rank has observed with what the others have; every rank then knows the same."""
-        count = self.population.num_images
+        count = self.context.num_images
         sums = torch.zeros(2, count)
         if self._arrived:
             ids = torch.cat([ids for ids, _ in self._arrived]).cpu()
@@ -160,7 +160,7 @@ class History(Planned):
             sums[0].index_put_((ids,), losses, accumulate=True)
             sums[1].index_put_((ids,), torch.ones(len(ids)), accumulate=True)
             self._arrived = []
-        sums = self.population.reduce_sum(sums)
+        sums = self.context.reduce_sum(sums)
         seen = sums[1] > 0
         self.fresh_N[seen] = sums[0][seen] / sums[1][seen]
 
@@ -189,7 +189,7 @@ class History(Planned):
 _TABLE = ("loss", "mean", "seen", "observed", "visits", "fresh")
 
 
-def build(options: Options, population: SiftContext) -> History:
+def build(options: Options, context: SiftContext) -> History:
     """Build the history sifter.
 
     Raises:
@@ -202,4 +202,4 @@ def build(options: Options, population: SiftContext) -> History:
             "keep >= floor",
             "Lower sifter.floor or raise sifter.keep",
         )
-    return History(options, population)
+    return History(options, context)

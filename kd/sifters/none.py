@@ -18,9 +18,9 @@ class Everything(Planned):
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images, in a random order."""
-        return everything(self.population, epoch)
+        return everything(self.context, epoch)
 
 
-def build(options: Options, population: SiftContext) -> Everything:
+def build(options: Options, context: SiftContext) -> Everything:
     """Build the sifter that sifts nothing."""
-    return Everything(population)
+    return Everything(context)

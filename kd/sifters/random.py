@@ -28,19 +28,19 @@ class Random(Planned):
     With distillation a strong baseline: arXiv:2403.07854 finds it no worse than cleverer pruning.
     """
 
-    def __init__(self, options: Options, population: SiftContext) -> None:
-        super().__init__(population)
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        super().__init__(context)
         self.options, self.keep = options, options.keep
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return `keep` of all images, or everything in the first and last epochs."""
         if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
-            return everything(self.population, epoch)
-        count = count_kept(self.population, self.options.keep)
-        ids = torch.randperm(self.population.num_images, generator=generator(self.population, "subset", epoch))[:count]
-        return shuffled(self.population, epoch, ids, torch.ones(count))
+            return everything(self.context, epoch)
+        count = count_kept(self.context, self.options.keep)
+        ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))[:count]
+        return shuffled(self.context, epoch, ids, torch.ones(count))
 
 
-def build(options: Options, population: SiftContext) -> Random:
+def build(options: Options, context: SiftContext) -> Random:
     """Build the random baseline."""
-    return Random(options, population)
+    return Random(options, context)

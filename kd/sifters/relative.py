@@ -52,8 +52,9 @@ class Relative:
     A resumed epoch begins at the oldest candidates of which images were still waiting, with the draws that were made.
     """
 
-    def __init__(self, options: Options, population: SiftContext) -> None:
-        self.options, self.population = options, population
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        self.options, self.context = options, context
+        self.score_size = options.score_size
         self.window = LossWindow(options.loss_history_length)
         self.epoch = NOTHING
         self.counts: list[int] = []
@@ -66,12 +67,12 @@ class Relative:
         if epoch != self.epoch:
             self.epoch, self.decided = epoch, {}
             self.counts = self._counts(epoch)
-        made = everything(self.population, epoch)
-        return Plan(made.ids, made.weights, steps=sum(self.counts) // self.population.micro_batch)
+        made = everything(self.context, epoch)
+        return Plan(made.ids, made.weights, steps=sum(self.counts) // self.context.micro_batch)
 
     def _counts(self, epoch: int) -> list[int]:
-        candidates = self.population.num_images // self.population.batch_size
-        micro, beta = self.population.micro_batch, self.options.beta_value
+        candidates = self.context.num_images // self.context.batch_size
+        micro, beta = self.context.micro_batch, self.options.beta_value
         delay, counts = self.options.sift_delay, []
         for _ in range(epoch + 1):
             whole = min(delay, candidates)
@@ -87,7 +88,7 @@ class Relative:
 
     def _locate(self, start: int) -> tuple[int, int]:
         """Return that candidate step, and how many of its images earlier steps have used, a chunk."""
-        used = start * self.population.micro_batch
+        used = start * self.context.micro_batch
         for number, count in enumerate(self.counts):
             if used < count:
                 return number, used
@@ -96,8 +97,8 @@ class Relative:
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
         """Yield full micro-batches of kept images, a step's worth at a time."""
-        micro = self.population.micro_batch
-        local = self.population.batch_size // (micro * self.population.world_size)
+        micro = self.context.micro_batch
+        local = self.context.batch_size // (micro * self.context.world_size)
         incoming = iter(batches)
         number, used = self._locate(start)
         pools: list[list[Batch]] = [[] for _ in range(local)]
@@ -122,23 +123,23 @@ class Relative:
     def _kept(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
         """Return what is kept of this rank's chunks of a candidate step."""
         count = self.counts[number]
-        if count == self.population.micro_batch:
+        if count == self.context.micro_batch:
             return group
-        losses_B, scored = score(group, self.options.score, self.options.score_size)
+        losses_B, scored = score(group, self.options.score, self.score_size)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
-        picked = self.decided[number].view(len(group), self.population.world_size, count)[:, self.population.rank]
+        picked = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
         return [batch.take(rows) for batch, rows in zip(scored, picked, strict=True)]
 
     def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
         """Draw the positions that are kept, int64 [G, count]; the same on all ranks."""
-        candidates = self.population.num_images // self.population.batch_size
+        candidates = self.context.num_images // self.context.batch_size
         position = self.epoch * candidates + number
-        draws = generator_at(self.population.seed, 0, position)
+        draws = generator_at(self.context.seed, 0, position)
         place_B = torch.rand(len(losses_B), generator=draws, dtype=torch.float64)
         probability_B = self.window.percentile(losses_B, place_B) ** self.options.beta_value
         self.window.push(losses_B)
-        chunks = probability_B.view(-1, self.population.micro_batch)
+        chunks = probability_B.view(-1, self.context.micro_batch)
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
 
     def _forget(self, number: int, waiting: int) -> None:
@@ -173,6 +174,6 @@ class Relative:
         self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
 
 
-def build(options: Options, population: SiftContext) -> Relative:
+def build(options: Options, context: SiftContext) -> Relative:
     """Build the relative sifter."""
-    return Relative(options, population)
+    return Relative(options, context)

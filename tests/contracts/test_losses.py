@@ -46,19 +46,17 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
 def make_outputs(width: int, num_classes: int = C, scale: float = 3.0, seed: int = 2) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(B, num_classes, generator=generator)
-    return Outputs(logits, scale * torch.randn(B, width, generator=generator))
+    return Outputs(logits, {"pooled": scale * torch.randn(B, width, generator=generator)})
 
 
 def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
     """Return copies of the tensors in `dtype` that collect gradients."""
-    assert outputs.features is not None
-    logits, features = (t.to(dtype, copy=True).requires_grad_() for t in (outputs.logits, outputs.features))
-    return Outputs(logits, features)
+    return outputs.map(lambda tensor: tensor.to(dtype, copy=True).requires_grad_())
 
 
 def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
     """Return every gradient that a backward pass left in the student and in the loss itself."""
-    leaves = [student.logits, student.features, *loss.parameters()]
+    leaves = [student.logits, *student.features.values(), *loss.parameters()]
     return [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
 
 
@@ -105,7 +103,7 @@ def test_docstring_opens_with_one_sentence_and_cites_a_source(name):
 
 @every_loss
 def test_needs_are_known_words(name):
-    assert build(name).needs <= {"teacher", "features", "hard_labels"}
+    assert build(name).needs <= {"teacher", "pooled", "hard_labels"}
 
 
 @every_loss
@@ -115,8 +113,8 @@ def test_reads_nothing_that_it_does_not_declare(name):
     expected_B = loss(student, teacher, batch)
     if "teacher" not in loss.needs:
         teacher = Outputs(torch.full((B, C), math.nan))
-    if "features" not in loss.needs:
-        student, teacher = replace(student, features=None), replace(teacher, features=None)
+    if "pooled" not in loss.needs:
+        student, teacher = replace(student, features={}), replace(teacher, features={})
     torch.testing.assert_close(loss(student, teacher, batch), expected_B, rtol=0, atol=0)
 
 
@@ -152,7 +150,7 @@ def test_stays_float32_under_autocast(name):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
     # A learned projector may multiply in bf16 (8 bits of mantissa); logits may not.
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if "features" in loss.needs else {"rtol": 0, "atol": 0}
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if "pooled" in loss.needs else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
 
@@ -207,14 +205,13 @@ def test_gradient_reaches_the_student_only(name):
     student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    taught = student.features if "features" in loss.needs else student.logits
+    taught = student.features["pooled"] if "pooled" in loss.needs else student.logits
     assert taught is not None
     assert taught.grad is not None
     assert (taught.grad != 0).any(dim=1).all(), "an image teaches nothing"
     assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
     assert teacher.logits.grad is None
-    assert teacher.features is not None
-    assert teacher.features.grad is None
+    assert teacher.features["pooled"].grad is None
 
 
 @every_loss

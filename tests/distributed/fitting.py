@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kd.backends.cpu import CPU
-from kd.engine.fit_batch import largest
+from kd.setup.batch import largest
 
 
 class Refusing(CPU):

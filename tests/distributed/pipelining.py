@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
             ours, expected = cut(batch), plain(batch)
             pairs = [(ours.logits, expected.logits)]
             if features:
-                pairs.append((ours.features, expected.features))
+                pairs.append((ours.features["pooled"], expected.features["pooled"]))
             worst = max([worst, *((a - b).abs().max().item() for a, b in pairs)])
             spread = max(spread, expected.logits.std(0).max().item())
         facts[name] = {"worst": worst, "spread": spread, "mib": mib(cut.model), "whole_mib": plain.mib}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kd import config
 from kd.errors import ConfigError
-from kd.start.batch import arithmetic
+from kd.setup.data import split_batch
 
 
 @pytest.fixture
@@ -112,10 +112,10 @@ def test_a_loss_whose_option_is_out_of_range(written, refused):
 def test_a_batch_that_does_not_divide(settings, batch_size, micro, ranks, images):
     settings["data"] |= {"batch_size": batch_size, "micro_batch": micro}
     with pytest.raises(ConfigError, match=r"^data\.batch_size: .* cannot be divided into") as caught:
-        arithmetic(config.load(settings), ranks, images)
+        split_batch(config.load(settings).data, ranks, images)
     number = int(str(caught.value).partition("Set data.batch_size=")[2].partition(",")[0])
     settings["data"]["batch_size"] = number
-    divided = arithmetic(config.load(settings), ranks, images)  # the remedy works
+    divided = split_batch(config.load(settings).data, ranks, images)  # the remedy works
     assert divided.world_size * divided.accumulate * divided.micro_batch == number
 
 
@@ -123,15 +123,15 @@ def test_a_batch_that_does_not_divide(settings, batch_size, micro, ranks, images
 def test_a_batch_of_more_than_all_images(settings, ranks, images):
     settings["data"]["batch_size"] = 64
     with pytest.raises(ConfigError, match=rf"is 64, but the training split has {images} images") as caught:
-        arithmetic(config.load(settings), ranks, images)
+        split_batch(config.load(settings).data, ranks, images)
     settings["data"]["batch_size"] = int(str(caught.value).rstrip(".").rpartition("=")[2])
-    assert arithmetic(config.load(settings), ranks, images).batch_size <= images
+    assert split_batch(config.load(settings).data, ranks, images).batch_size <= images
 
 
 def test_the_batch_divided():
     settings = {"kind": "imagefolder", "root": ".", "batch_size": 96, "micro_batch": 8}
     loaded = config.load({"data": settings, "student": {"model": "a"}, "losses": [{"kind": "ce"}]})
-    divided = arithmetic(loaded, 3, 1000)
+    divided = split_batch(loaded.data, 3, 1000)
     assert (divided.accumulate, divided.micro_batch, divided.eval_batch) == (4, 8, 8)
     assert str(divided) == "96 images = 3 ranks x 4 micros x 8"
 

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from kd import config
-from kd.schema import Config
+from kd.config.schema import Config
 
 FIT = {"fit": {"epochs": 2}}
 

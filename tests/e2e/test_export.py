@@ -15,9 +15,9 @@ import timm
 import torch
 from PIL import Image
 
-from kd import jobs
 from kd.errors import ModelError
 from kd.jobs import _graphs
+from kd.jobs.export import export
 from kd.models import onnx
 
 
@@ -112,7 +112,7 @@ def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
 
     monkeypatch.setattr(_graphs.onnx, "write_onnx", broken)
     with pytest.raises(ModelError, match=r"^export\.model\.onnx: its logits differ from PyTorch's by up to"):
-        jobs.export(distilled, tmp_path / "student")
+        export(distilled, tmp_path / "student")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,7 +128,7 @@ def test_other_data_is_refused(distilled, refused, tmp_path, photos):
     told = refused("export", distilled, "--to", tmp_path / "student", f"data.root={tmp_path / 'photos'}")
     assert told.startswith("data: the data is not what the run was trained on")
     moved = shutil.copytree(photos, tmp_path / "moved")
-    assert jobs.export(distilled, tmp_path / "student", overrides=[f"data.root={moved}"]).lines
+    assert export(distilled, tmp_path / "student", overrides=[f"data.root={moved}"]).lines
 
 
 def test_a_folder_that_is_no_export_stays(distilled, refused, tmp_path):

@@ -44,14 +44,12 @@ def batch_of(label: Tensor, partner: Tensor | None = None, lam: Tensor | None = 
 
 
 def leaves(outputs: Outputs, dtype: torch.dtype) -> Outputs:
-    assert outputs.features is not None
-    return Outputs(*(t.to(dtype, copy=True).requires_grad_() for t in (outputs.logits, outputs.features)))
+    return outputs.map(lambda tensor: tensor.to(dtype, copy=True).requires_grad_())
 
 
 def gradient(value: Tensor, student: Outputs) -> Tensor:
     """Return the gradient by logits and features side by side [B, C + D]."""
-    assert student.features is not None
-    found = torch.autograd.grad(value, [student.logits, student.features], materialize_grads=True)
+    found = torch.autograd.grad(value, [student.logits, student.features["pooled"]], materialize_grads=True)
     return torch.cat([found[0], found[1]], dim=1).double()
 
 

@@ -17,16 +17,17 @@ def build(student_features, teacher_features, **options):
 @pytest.mark.parametrize("distance", ["mse", "cosine"])
 def test_equals_the_formula(agree, outputs, distance, normalize):
     student, teacher, _ = outputs
-    loss = build(student.features.shape[1], teacher.features.shape[1], distance=distance, normalize=normalize)
+    widths = (outputs.features["pooled"].shape[1] for outputs in (student, teacher))
+    loss = build(*widths, distance=distance, normalize=normalize)
     weight, bias = (parameter.detach().double() for parameter in loss.parameters())
 
     def formula(student, teacher, batch):
-        target_BD = teacher.features
+        target_BD = teacher.features["pooled"]
         if normalize:
             centred_BD = target_BD - target_BD.mean(dim=1, keepdim=True)
             # 1e-5 is what LayerNorm adds to the variance.
             target_BD = centred_BD / ((centred_BD**2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
-        projected_BD = student.features @ weight.T + bias
+        projected_BD = student.features["pooled"] @ weight.T + bias
         if distance == "mse":
             return ((projected_BD - target_BD) ** 2).mean(dim=1)
         lengths_B = (projected_BD**2).sum(dim=1).sqrt() * (target_BD**2).sum(dim=1).sqrt()
@@ -38,7 +39,7 @@ def test_equals_the_formula(agree, outputs, distance, normalize):
 @pytest.mark.parametrize("distance", ["mse", "cosine"])
 def test_is_zero_when_the_projection_meets_the_teacher(outputs, distance):
     _, teacher, batch = outputs
-    width = teacher.features.shape[1]
+    width = teacher.features["pooled"].shape[1]
     loss = build(width, width, distance=distance, normalize=False)
     with torch.no_grad():
         loss.project.weight.copy_(torch.eye(width))
@@ -49,8 +50,8 @@ def test_is_zero_when_the_projection_meets_the_teacher(outputs, distance):
 
 def test_normalize_makes_scale_and_offset_of_the_teacher_irrelevant(outputs):
     student, teacher, batch = outputs
-    loss = build(student.features.shape[1], teacher.features.shape[1], normalize=True)
-    louder = Outputs(teacher.logits, 50 * teacher.features + 3)
+    loss = build(student.features["pooled"].shape[1], teacher.features["pooled"].shape[1], normalize=True)
+    louder = Outputs(teacher.logits, {"pooled": 50 * teacher.features["pooled"] + 3})
     torch.testing.assert_close(loss(student, louder, batch), loss(student, teacher, batch), rtol=1e-4, atol=1e-5)
 
 

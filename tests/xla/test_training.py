@@ -103,15 +103,16 @@ def test_bfloat16_autocast_is_the_cpus(plain):
 
 
 def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_path, monkeypatch):
-    from kd import config, jobs
+    from kd import config
     from kd.backends.xla import _samples
+    from kd.jobs.precompile import compile_only
 
     monkeypatch.chdir(tmp_path)
     # shapes of its own, so that no other test has compiled these graphs
     overrides = ["backend.kind=xla", "run.steps=12", "run.every.log=4", "run.every.checkpoint=12"]
     overrides += ["data.micro_batch=4", "run.baseline=true"]
     before = _samples("CompileTime")
-    said = jobs.compile_only(config.load(run_file, [*overrides, f"run.folder={tmp_path / 'runs'}"]))
+    said = compile_only(config.load(run_file, [*overrides, f"run.folder={tmp_path / 'runs'}"]))
     rehearsed = _samples("CompileTime")
     assert rehearsed > before
     assert f"compiles so far {rehearsed}" in said

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd.artifacts.manifest import environment
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
+from kd.host import environment
 from kd.types import State
 
 ROOT = Path(__file__).parents[3]

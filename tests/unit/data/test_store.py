@@ -19,13 +19,14 @@ import pytest
 import torch
 from PIL import Image
 
-from kd import build, config
+from kd import config
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.transforms import Evaluate, Train, random_box
 from kd.data.views import Mixing, Views
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
+from kd.setup.build import build_backend
 from kd.start import loading
 from kd.storage import Records
 from kd.types import Plan
@@ -337,7 +338,7 @@ def chosen(settings):
 
 def stored(chosen, kind: str, source, **keys):
     chosen = replace(chosen, data=replace(chosen.data, store=kind, **keys))
-    return loading.stored(chosen, source, Pictures([(90, 50)] * 4), build.backend(chosen))
+    return loading.stored(chosen, source, Pictures([(90, 50)] * 4), build_backend(chosen.backend))
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])

@@ -8,30 +8,35 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kd import build, config
+from kd import config
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.engine.run import Run
 from kd.report.console import Console
+from kd.setup.build import build_backend, build_run, needed_by
+from kd.setup.data import open_sources
+from kd.setup.teacher import load_teacher
 
 
 class Made(NamedTuple):
     run: Run
-    sink: Any
+    store: Any
 
 
 @pytest.fixture
 def make(settings) -> Callable[..., Made]:
     """Build a run: `make("optimizer.lr=1", folder=path)`; what a job does, without its checks."""
 
-    def made(*overrides: str, folder: Path | None = None, watcher: Any = None) -> Made:
+    def made(*overrides: str, folder: Path | None = None, logger: Any = None) -> Made:
         chosen = config.load(settings, overrides)
-        data, backend = build.data(chosen), build.backend(chosen)
-        teacher = build.teacher_model(chosen, data.train.classes, "features" in build.needs(chosen))
-        sink = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
-        if isinstance(sink, RunDir):
-            sink.open(config.dump(chosen))
-        run, _ = build.run(chosen, data, backend, teacher, sink, watcher or Console("", quiet=True))
-        return Made(run, sink)
+        data, backend = open_sources(chosen.data), build_backend(chosen.backend)
+        teacher = load_teacher(
+            chosen.teacher, data.train.classes, chosen.data.image_size, "pooled" in needed_by(chosen.losses)
+        )
+        store = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
+        if isinstance(store, RunDir):
+            store.open(config.dump(chosen))
+        run = build_run(chosen, data, backend, teacher, store, logger or Console("", quiet=True)).run
+        return Made(run, store)
 
     return made

@@ -5,23 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd import config, jobs
+from kd import config
 from kd.engine.loop import train
 from kd.errors import ConfigError
+from kd.jobs import cache as job
 
 LOG = "run.every.log=1"
 VIEWS = ("run.epochs=4", LOG, "data.augment.crop=0.5")
 
 
 def curve(made) -> list[float]:
-    return [row["loss"] for row in made.sink.rows if row["kind"] == "train"]
+    return [row["loss"] for row in made.store.rows if row["kind"] == "train"]
 
 
 def taught(made) -> list[float]:
-    return [row["teacher_images"] for row in made.sink.rows if row["kind"] == "train"]
+    return [row["teacher_images"] for row in made.store.rows if row["kind"] == "train"]
 
 
-def cache(path, dtype="fp32", views=2) -> list[str]:
+def keys(path, dtype="fp32", views=2) -> list[str]:
     return [f"teacher.cache.views={views}", f"teacher.cache.path={path}", f"teacher.cache.dtype={dtype}"]
 
 
@@ -30,11 +31,11 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings
     mixing = (*mixing, f"teacher.model={steady}", "data.batch_size=12")
     live = make(*VIEWS, *mixing, "data.views=2")
     train(live.run)
-    filling = make(*VIEWS, *mixing, *cache(tmp_path / "one"))
+    filling = make(*VIEWS, *mixing, *keys(tmp_path / "one"))
     train(filling.run)
-    done = jobs.cache(config.load(settings, [*VIEWS, *mixing, *cache(tmp_path / "two")]))
+    done = job.cache(config.load(settings, [*VIEWS, *mixing, *keys(tmp_path / "two")]))
     assert (done.records, done.missing, done.computed) == (72, 0, 72)
-    ahead = make(*VIEWS, *mixing, *cache(tmp_path / "two"))
+    ahead = make(*VIEWS, *mixing, *keys(tmp_path / "two"))
     train(ahead.run)
     assert curve(live) == curve(filling) == curve(ahead)
     one, *others = (made.run.distillation.state_dict() for made in (live, filling, ahead))
@@ -46,7 +47,7 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings
 
 def test_when_a_view_comes_back_no_teacher_is_run(make, tmp_path):
     """36 images, 32 an epoch: what does not fill a batch is left out by view, not by epoch."""
-    filling = make(*VIEWS, *cache(tmp_path))
+    filling = make(*VIEWS, *keys(tmp_path))
     train(filling.run)
     assert taught(filling) == [8.0] * 8 + [0.0] * 8
 
@@ -54,7 +55,7 @@ def test_when_a_view_comes_back_no_teacher_is_run(make, tmp_path):
 def test_what_an_epoch_left_out_is_asked_for_when_it_comes(make, tmp_path):
     """Half of the images an epoch: a batch of hits and misses runs the teacher on the misses alone."""
     half = (*VIEWS, "sifter.kind=random", "sifter.keep=0.5", "sifter.warmup=0", "sifter.anneal=0", "sifter.gate=off")
-    live, filling = make(*half, "data.views=2"), make(*half, *cache(tmp_path))
+    live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
     train(live.run)
     train(filling.run)
     assert taught(filling)[:4] == [8.0] * 4
@@ -63,41 +64,41 @@ def test_what_an_epoch_left_out_is_asked_for_when_it_comes(make, tmp_path):
 
 
 def test_rounded_to_half_precision_it_stays_near(make, tmp_path):
-    exact, rounded = make(*VIEWS, "data.views=2"), make(*VIEWS, *cache(tmp_path, "fp16"))
+    exact, rounded = make(*VIEWS, "data.views=2"), make(*VIEWS, *keys(tmp_path, "fp16"))
     train(exact.run)
     train(rounded.run)
     torch.testing.assert_close(torch.tensor(curve(exact)), torch.tensor(curve(rounded)), rtol=2e-3, atol=1e-4)
-    again = make(*VIEWS, *cache(tmp_path, "fp16"))
+    again = make(*VIEWS, *keys(tmp_path, "fp16"))
     train(again.run)
     assert curve(again) == curve(rounded)  # the student is given the rounded logits from the first time on
     assert sum(taught(again)) == 0
 
 
 def test_a_cache_works_with_a_sifter(make, tmp_path):
-    sifting = (*VIEWS, "sifter.kind=history", "sifter.keep=0.5", *cache(tmp_path))
+    sifting = (*VIEWS, "sifter.kind=history", "sifter.keep=0.5", *keys(tmp_path))
     first, second = make(*sifting), make(*sifting)
     train(first.run)
     train(second.run)
     assert curve(first) == curve(second)
-    epochs = [row for row in first.sink.rows if row["kind"] == "epoch"]
+    epochs = [row for row in first.store.rows if row["kind"] == "epoch"]
     assert [row["trained"] for row in epochs] == [32, 16, 16, 16]
     assert sum(taught(second)) == 0
 
 
 def test_verify_finds_what_is_wrong(settings, tmp_path, capsys):
-    overrides = ["data.augment.crop=0.5", *cache(tmp_path / "c")]
+    overrides = ["data.augment.crop=0.5", *keys(tmp_path / "c")]
     chosen = config.load(settings, overrides)
-    jobs.cache(chosen)
-    assert jobs.cache(chosen, verify=True).difference < 1e-4
-    again = jobs.cache(chosen)
+    job.cache(chosen)
+    assert job.cache(chosen, verify=True).difference < 1e-4
+    again = job.cache(chosen)
     assert (again.computed, again.missing) == (0, 0)
     assert "view 1: 0 of 36" in capsys.readouterr().out
 
 
 def test_what_cannot_be_cached(make, settings, tmp_path):
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: is 3, but data\.views is 2"):
-        make("data.views=2", *cache(tmp_path, views=3))
+        make("data.views=2", *keys(tmp_path, views=3))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: .*features"):
-        make("losses=[{kind: feature}]", *cache(tmp_path))
+        make("losses=[{kind: feature}]", *keys(tmp_path))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):
-        jobs.cache(config.load(settings))
+        job.cache(config.load(settings))

@@ -12,8 +12,8 @@ import torch
 
 from kd import parts
 from kd.backends.cpu import CPU
-from kd.engine.fit_batch import largest
 from kd.errors import ConfigError
+from kd.setup.batch import largest
 
 MODULE = parts.find("backends", "cpu", "test")
 
@@ -68,7 +68,7 @@ def test_what_an_image_costs_is_measured():
     # three MiB an image, touched and given back
     each = alone("""
         import torch
-        from kd.engine.fit_batch import per_image
+        from kd.setup.batch import per_image
         print(per_image(lambda size: torch.ones(size * 3 * 2**18).sum().item(), 4096))
         print(per_image(lambda size: None, 64))
     """)
@@ -82,7 +82,7 @@ def test_on_a_cpu_the_arithmetic_stays_within_the_process_own_limit():
     printed = alone("""
         import resource, torch
         from kd import parts
-        from kd.engine.fit_batch import largest
+        from kd.setup.batch import largest
         module = parts.find("backends", "cpu", "test")
         backend = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=5.0)
         import accelerate.utils

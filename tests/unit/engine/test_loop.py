@@ -25,7 +25,7 @@ class Stop(Exception):
 
 
 class StopAfter:
-    """A watcher that ends a run after so many steps, before their checkpoint is written."""
+    """A logger that ends a run after so many steps, before their checkpoint is written."""
 
     def __init__(self, step: int) -> None:
         self.at = step
@@ -37,7 +37,7 @@ class StopAfter:
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         pass
 
 
@@ -96,7 +96,7 @@ def test_it_is_a_plain_loop(make, overrides):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss_B.mean().item())
-    rows = [row for row in ours.sink.rows if row["kind"] == "train"]
+    rows = [row for row in ours.store.rows if row["kind"] == "train"]
     assert [row["loss"] for row in rows] == losses
     assert [row["grad_norm"] for row in rows] == norms
     assert same(ours.run.distillation.student.state_dict(), student.state_dict())
@@ -110,7 +110,7 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
     before = weights(whole.run)
     for made in (whole, divided):
         train(made.run)
-    assert divided.sink.rows[0]["grad_norm"] == pytest.approx(whole.sink.rows[0]["grad_norm"], rel=1e-4)
+    assert divided.store.rows[0]["grad_norm"] == pytest.approx(whole.store.rows[0]["grad_norm"], rel=1e-4)
     for name, tensor in weights(divided.run).items():
         step, expected = tensor - before[name], weights(whole.run)[name] - before[name]
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9)
@@ -120,8 +120,8 @@ def test_the_rows_are_means_over_their_window(make):
     often, seldom = make("run.every.log=1", "run.epochs=1"), make("run.every.log=4", "run.epochs=1")
     for made in (often, seldom):
         train(made.run)
-    each = [row for row in often.sink.rows if row["kind"] == "train"]
-    (one,) = [row for row in seldom.sink.rows if row["kind"] == "train"]
+    each = [row for row in often.store.rows if row["kind"] == "train"]
+    (one,) = [row for row in seldom.store.rows if row["kind"] == "train"]
     assert (len(each), one["step"]) == (4, 4)
     for name in ("loss", "kl", "accuracy", "grad_norm"):
         assert one[name] == pytest.approx(sum(row[name] for row in each) / 4, rel=1e-6)
@@ -134,7 +134,7 @@ def test_same_seed_same_bits_other_seed_other_bits(make):
     for each in made:
         train(each.run)
     assert same(weights(made[0].run), weights(made[1].run))
-    assert without_clocks(made[0].sink.rows) == without_clocks(made[1].sink.rows)
+    assert without_clocks(made[0].store.rows) == without_clocks(made[1].store.rows)
     assert not same(weights(made[0].run), weights(made[2].run))
 
 
@@ -159,28 +159,28 @@ def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     made = make(f"run.steps={steps}")
     state = train(made.run)
     assert (state.step, state.images) == (steps, 8 * steps)
-    assert [row["step"] for row in made.sink.rows if row["kind"] == "val"] == evaluated
-    assert made.sink.rows[-1]["step"] == steps
+    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == evaluated
+    assert made.store.rows[-1]["step"] == steps
     assert train(replace_state(made, state)) == state
 
 
 def replace_state(made, state):
-    """Return the run with a sink that says it has come as far as `state`."""
+    """Return the run with a store that says it has come as far as `state`."""
 
-    class Done(type(made.sink)):
+    class Done(type(made.store)):
         def restore(self):
             groups = made.run.optimizer.state_dict()["param_groups"]
             tensors = {f"model.{n}": t for n, t in made.run.distillation.state_dict().items()}
             return state, tensors, {"optimizer_groups": groups}
 
-    return replace(made.run, sink=Done())
+    return replace(made.run, store=Done())
 
 
 def test_every_n_steps(make):
     made = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
     train(made.run)
-    assert [row["step"] for row in made.sink.rows if row["kind"] == "val"] == [5, 8]
-    assert [row["step"] for row in made.sink.rows if row["kind"] == "train"] == [3, 5, 6, 8]
+    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == [5, 8]
+    assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [3, 5, 6, 8]
 
 
 @pytest.mark.parametrize(("every", "step", "step_in_epoch", "expected"), [(0, 3, 0, True), (0, 4, 1, False)])
@@ -249,16 +249,16 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
     rows = read_rows(tmp_path / "whole")
-    whole.sink.close()
+    whole.store.close()
     for at in range(1, last.step + 1, 1 if name == "averaged" else 2):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, folder=folder, watcher=StopAfter(at))
+        killed = make(*overrides, folder=folder, logger=StopAfter(at))
         with pytest.raises(Stop):
             train(killed.run)
-        killed.sink.close()
+        killed.store.close()
         resumed = make(*overrides, folder=folder)
         state = train(resumed.run)
-        resumed.sink.close()
+        resumed.store.close()
         assert replace(state, seconds=0.0) == replace(last, seconds=0.0)
         assert same(weights(resumed.run), weights(whole.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
@@ -271,16 +271,16 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     overrides = ("teacher.compile=on", "student.compile=on", "optimizer.ema=0.9", "run.every.checkpoint=3")
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
-    killed = make(*overrides, folder=tmp_path / "killed", watcher=StopAfter(5))
+    killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
     with pytest.raises(Stop):
         train(killed.run)
-    killed.sink.close()
+    killed.store.close()
     resumed = make(*overrides, folder=tmp_path / "killed")
     assert replace(train(resumed.run), seconds=0.0) == replace(last, seconds=0.0)
     assert same(weights(resumed.run), weights(whole.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
     for made in (whole, resumed):
-        made.sink.close()
+        made.store.close()
 
 
 def read_rows(folder) -> list[dict]:
@@ -291,16 +291,16 @@ def test_two_kills_in_a_row(make, tmp_path):
     whole = make(folder=tmp_path / "whole")
     train(whole.run)
     for at in (6, 7):
-        killed = make(folder=tmp_path / "killed", watcher=StopAfter(at))
+        killed = make(folder=tmp_path / "killed", logger=StopAfter(at))
         with pytest.raises(Stop):
             train(killed.run)
-        killed.sink.close()
+        killed.store.close()
     resumed = make(folder=tmp_path / "killed")
     train(resumed.run)
     assert same(weights(resumed.run), weights(whole.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
     for made in (whole, resumed):
-        made.sink.close()
+        made.store.close()
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
@@ -308,8 +308,8 @@ def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
     live = made.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     train(made.run)
-    _, tensors, _ = made.sink.restore()
-    made.sink.close()
+    _, tensors, _ = made.store.restore()
+    made.store.close()
     assert {name.partition(".")[0] for name in tensors} == {"model", "average", "optimizer"}
     assert {".".join(name.split(".")[:2]) for name in tensors if name.startswith("model.")} == {
         "model.student",
@@ -332,8 +332,8 @@ def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
     with pytest.raises(NonFiniteLoss, match=r"became NaN or infinite in steps? \d+") as caught:
         train(made.run)
     assert "Choose another run.name with a lower optimizer.lr" in str(caught.value)
-    found = made.sink.restore()
-    made.sink.close()
+    found = made.store.restore()
+    made.store.close()
     if found is not None:
         floats = [tensor for tensor in found[1].values() if tensor.is_floating_point()]
         assert all(tensor.isfinite().all() for tensor in floats)

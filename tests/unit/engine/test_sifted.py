@@ -24,7 +24,7 @@ SIFTERS = {
 
 
 def rows(made, kind: str) -> list[dict]:
-    return [row for row in made.sink.rows if row["kind"] == kind]
+    return [row for row in made.store.rows if row["kind"] == kind]
 
 
 @pytest.mark.parametrize("name", SIFTERS)
@@ -33,16 +33,16 @@ def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, na
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
     expected = without_clocks(read_rows(tmp_path / "whole"))
-    whole.sink.close()
+    whole.store.close()
     for at in range(2, last.step, 3):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, folder=folder, watcher=StopAfter(at))
+        killed = make(*overrides, folder=folder, logger=StopAfter(at))
         with pytest.raises(Stop):
             train(killed.run)
-        killed.sink.close()
+        killed.store.close()
         resumed = make(*overrides, folder=folder)
         train(resumed.run)
-        resumed.sink.close()
+        resumed.store.close()
         assert same(weights(resumed.run), weights(whole.run)), at
         # an answer is asked for again where a resumed epoch scores again what was waiting
         uncounted = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.models.ensemble import Ensemble, first
+from kd.models.classifier import Ensemble, first
 from kd.models.load import Spec, digest, load
 from kd.models.teacher import LiveTeacher
 from kd.types import Batch

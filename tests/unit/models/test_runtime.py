@@ -13,8 +13,7 @@ import torch
 from kd.errors import BackendError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, compile_forward
 from kd.models.load import Spec, load
-from kd.models.quantize import packaged, quantize, require_fp8
-from kd.models.runtime import Exported, exported
+from kd.models.runtime import Exported, exported, packaged, quantize, require_fp8
 from kd.models.teacher import LiveTeacher
 from kd.types import Batch
 
@@ -61,7 +60,7 @@ def test_a_graph_says_what_torch_says(runtime, size, args):
     for count in (1, 7):
         given = batch(count, size)
         torch.testing.assert_close(outside(given).logits, inside(given).logits, rtol=0, atol=ROUNDING)
-    assert outside(given).features is None
+    assert outside(given).features == {}
     assert outside.images == 15
 
 

@@ -7,7 +7,7 @@ import timm
 import torch
 
 from kd.errors import ModelError
-from kd.models.select import select_weights
+from kd.models.load import select_weights
 
 
 def vit(width: int, depth: int = 2, heads: int = 2, classes: int = 3, **more) -> torch.nn.Module:

@@ -44,7 +44,7 @@ def test_it_says_what_the_model_in_eval_mode_says():
     with torch.no_grad():
         expected = given.eval()(batch().image)
     assert torch.equal(outputs.logits, expected.logits)
-    assert torch.equal(outputs.features, expected.features)
+    assert torch.equal(outputs.features["pooled"], expected.features["pooled"])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 7, 100])
@@ -52,14 +52,14 @@ def test_slices_give_what_the_whole_gives(micro_batch):
     whole = LiveTeacher(model(True), CPU)(batch())
     sliced = LiveTeacher(model(True), CPU, micro_batch=micro_batch)(batch())
     torch.testing.assert_close(sliced.logits, whole.logits, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sliced.features, whole.features, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6)
 
 
 def test_answers_can_be_used_under_autograd():
     outputs = LiveTeacher(model(True), CPU)(batch())
     assert not outputs.logits.requires_grad
     assert not outputs.logits.is_inference()
-    assert not outputs.features.is_inference()
+    assert not outputs.features["pooled"].is_inference()
     weight = torch.ones(3, requires_grad=True)
     (outputs.logits * weight).sum().backward()  # autograd saves the logits for this
     torch.testing.assert_close(weight.grad, outputs.logits.sum(0))
@@ -89,7 +89,7 @@ def test_batch_norm_does_not_move():
 def test_no_teacher_has_nothing_to_say():
     outputs = NoTeacher()(batch())
     assert outputs.logits.shape == (7, 0)
-    assert outputs.features is None
+    assert not outputs.features
 
 
 def test_parameters_are_counted():

@@ -19,7 +19,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
             console.step(State(step=step), step / 8)
         console.log("train", State(step=4), TRAIN)
         console.log("val", State(step=4), VAL)
-        console.say("[/bold] and {brackets}")
+        console.info("[/bold] and {brackets}")
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("food | step 4 (50 %, ")
     assert first.endswith(" s left) | loss 1.500 kl 1.250 lr 0.001 123 images/s")
@@ -29,7 +29,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
 
 def test_quiet_ranks_say_nothing(capsys):
     with Console("food", quiet=True) as console:
-        console.say("hello")
+        console.info("hello")
         console.step(State(step=1), 0.5)
         console.log("train", State(step=1), TRAIN)
     assert capsys.readouterr().out == ""
@@ -42,7 +42,7 @@ def test_a_terminal_gets_a_bar():
     with console:
         console.log("train", State(step=3), TRAIN)
         console.step(State(step=3), 0.25)
-        console.say("a line")
+        console.info("a line")
     shown = text.getvalue()
     assert "a line" in shown
     assert "25 %" in shown

@@ -129,15 +129,15 @@ print(json.dumps([json.loads(text), answered, refused]))
 
 def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     """The four hooks as its toolkit calls them, from the unpacked archive, where kd is not installed."""
-    from kd import jobs
+    from kd.sagemaker.archives import sagemaker_archives
     from kd.serve.answers import predictions
     from kd.serve.images import prepare
     from kd.serve.limits import Limits
 
     export = Path(shutil.copytree(exported, tmp_path / "export"))
-    own, theirs = jobs.sagemaker_archives(export)
+    own, theirs = sagemaker_archives(export)
     before = own.read_bytes()
-    assert jobs.sagemaker_archives(export)[0].read_bytes() == before  # no times in it
+    assert sagemaker_archives(export)[0].read_bytes() == before  # no times in it
     with tarfile.open(own) as tar:
         names = set(tar.getnames())
     assert {"config.json", "manifest.json", "model.onnx"} <= names

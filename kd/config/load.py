@@ -1,0 +1,345 @@
+"""Read a configuration: YAML and overrides become one typed, checked `Config`, or all errors at once."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from kd import parts
+from kd.config.schema import Config
+from kd.config.validate import validate
+from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
+
+
+def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here: bool = True) -> Config:
+    """Read a configuration: schema default < YAML < overrides.
+
+    Args:
+        path: a YAML file, or its contents as a dictionary.
+        overrides: `key=value`, the key dotted (`optimizer.lr=1e-3`, `losses.0.weight=2`, `losses[0].weight=2`).
+        here: require the packages that it names; False for the record of a run that was made elsewhere.
+
+    Raises:
+        ConfigErrors: everything that is wrong with it, one line each.
+        MissingExtra: a package is not installed, and nothing else is wrong.
+    """
+    errors: list[KdError] = []
+    raw = _apply(_read(path), overrides, errors)
+    config = _fill(Config, raw, "", errors)
+    if not errors:
+        errors.extend(validate(config, here))
+    if errors:
+        raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
+    if not config.run.name:
+        name = "run" if isinstance(path, dict) else Path(path).stem
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+    return config
+
+
+def to_dict(config: Any) -> Any:
+    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`."""
+    if dataclasses.is_dataclass(config):
+        values = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        options = values.pop("options", None)
+        return {**values, **(options or {})}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(item) for item in config]
+    return dict(config) if isinstance(config, dict) else config
+
+
+def dump(config: Config) -> str:
+    """Return a configuration as YAML, every key written out."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def _read(path: str | Path | dict[str, Any]) -> Any:
+    if isinstance(path, dict):
+        return OmegaConf.create(path)
+    file = Path(path)
+    if not file.is_file():
+        near = did_you_mean(file.name, (p.name for p in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
+        raise ConfigError(str(path), "no such file", "A YAML file is expected", near or "Check the path")
+    try:
+        raw = OmegaConf.load(file)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
+    if not OmegaConf.is_dict(raw):
+        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(_types(Config))}", "Add them")
+    return raw
+
+
+def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> dict[str, Any]:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
+            continue
+        try:
+            value = OmegaConf.create([]) if override.endswith("=[]") else _dotlist_value(override)
+            OmegaConf.update(raw, key, value, merge=True)
+        except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
+    try:
+        return OmegaConf.to_container(raw, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        errors.append(ConfigError(str(error.full_key or "config"), str(error).splitlines()[0], "", "Correct it"))
+        raise ConfigErrors(errors) from error
+
+
+def _dotlist_value(override: str) -> Any:
+    """Parse the value of `key=value` as YAML."""
+    return OmegaConf.from_dotlist(["value=" + override.partition("=")[2]])["value"]
+
+
+# --------------------------------------------------------------------------------------------------- checking
+
+
+def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
+    """Build `cls` from plain values, adding what is wrong to `errors` instead of stopping."""
+    if not isinstance(raw, dict):
+        errors.append(ConfigError(where, f"is {raw!r}", f"A section with keys is expected: {', '.join(_types(cls))}"))
+        return None
+    types_of, values = _types(cls), {}
+    part_type = _part_options(cls, raw, where, errors)
+    part_types = _types(part_type) if part_type else {}
+    foreign: dict[str, Any] = {}
+    absent = {key: {} for key, annotation in types_of.items() if dataclasses.is_dataclass(annotation)}
+    for key, value in {**absent, **raw}.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key in types_of:
+            values[key] = _value(cls, key, types_of[key], value, path, errors)
+        elif part_type is not None and key in part_types:
+            foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
+        elif part_type is not None or not _is_part(cls):
+            known = [*types_of, *part_types]
+            remedy = did_you_mean(str(key), known) or "Remove it"
+            errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
+    if part_type is not None:
+        values["options"] = _construct(part_type, foreign, where, errors)
+    if part_type is not None and raw.get("kind", _default_kind(cls)) == "auto":  # only backends
+        values["kind"] = _auto_backend()
+    return _construct(cls, values, where, errors)
+
+
+def _construct(cls: type, values: dict[str, Any], where: str, errors: list[KdError]) -> Any:
+    """Build a dataclass whose values are checked; its own __post_init__ may still refuse them."""
+    if any(value is _INVALID for value in values.values()):
+        return None
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
+    ]
+    if missing:
+        errors.extend(ConfigError(f"{where}.{name}", "is missing", _allowed(cls, name), "Add it") for name in missing)
+        return None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        errors.append(ConfigError(where, str(error), "", "Change the value"))
+        return None
+
+
+_INVALID = object()
+
+
+def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors: list[KdError]) -> Any:
+    """Convert and check one value; return `_INVALID` after reporting what is wrong with it."""
+    if dataclasses.is_dataclass(annotation):
+        before = len(errors)
+        filled = _fill(annotation, value, where, errors)  # type: ignore[arg-type]
+        return _INVALID if len(errors) > before else filled
+    if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
+        if not isinstance(value, list):
+            errors.append(ConfigError(where, f"is {value!r}", "A list of sections is expected", "Start each with '- '"))
+            return _INVALID
+        item, before = get_args(annotation)[0], len(errors)
+        filled = tuple(_fill(item, entry, f"{where}[{i}]", errors) for i, entry in enumerate(value))
+        return _INVALID if len(errors) > before else filled
+    value = _as_written(annotation, value)
+    try:
+        node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: value}).get(key)  # type: ignore[union-attr]
+        converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException:
+        errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
+        return _INVALID
+    bounds = _allowed(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
+    if bounds:
+        errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
+        return _INVALID
+    return converted
+
+
+def _as_written(annotation: Any, value: Any) -> Any:
+    """Return the word that YAML took for something else: nothing (`key=`, `key:`), or a bare `off` (false)."""
+    if value is None and annotation is str:
+        return ""
+    if isinstance(value, bool) and get_origin(annotation) is Literal:
+        word = "on" if value else "off"
+        return word if word in get_args(annotation) else value
+    return value
+
+
+def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
+    """Return whether OmegaConf took a value that is none: a number as true or false, a list in a list, any text."""
+    if annotation == int | str:
+        return isinstance(value, bool) or (isinstance(converted, str) and converted != "auto")
+    if annotation is bool:
+        return not isinstance(value, bool)
+    if get_origin(annotation) is tuple:
+        return not all(isinstance(item, get_args(annotation)[0]) for item in converted)
+    return False
+
+
+def _out_of_range(cls: type, key: str, value: Any) -> str:
+    metadata = next(f for f in dataclasses.fields(cls) if f.name == key).metadata
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return ""
+    low, high, above = metadata.get("low"), metadata.get("high"), metadata.get("above")
+    wrong = (
+        not math.isfinite(value)
+        or (low is not None and value < low)
+        or (high is not None and value > high)
+        or (above is not None and value <= above)
+    )
+    return _allowed(cls, key) if wrong else ""
+
+
+def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdError]) -> type | None:
+    """Return the Options type that the `kind` of a section names, or None where the section is no part."""
+    field = next((f for f in dataclasses.fields(cls) if f.name == "kind" and "parts" in f.metadata), None)
+    if field is None:
+        return None
+    kind, folder = raw.get("kind", field.default), field.metadata["parts"]
+    if kind == "auto" and folder == "backends":
+        kind = _auto_backend()
+    try:
+        if not isinstance(kind, str) or not kind:
+            allowed = f"Allowed: {', '.join(parts.names(folder))}"
+            raise ConfigError(f"{where}.kind", "is missing" if not kind else f"is {kind!r}", allowed, "Add it")
+        return parts.options_type(folder, kind, f"{where}.kind")
+    except KdError as error:
+        errors.append(error)
+        return None
+
+
+def _is_part(cls: type) -> bool:
+    return any("parts" in f.metadata for f in dataclasses.fields(cls))
+
+
+def _default_kind(cls: type) -> str:
+    return next(f.default for f in dataclasses.fields(cls) if f.name == "kind")  # type: ignore[return-value]
+
+
+def _auto_backend() -> str:
+    import torch  # heavy: only when a configuration leaves the choice to us
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --------------------------------------------------------------------------------------------------- explaining
+
+
+def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix."""
+    rows = list(_explain(Config, ""))
+    return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
+
+
+def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
+    docs, hints = field_docs(cls), _types(cls)
+    for f in dataclasses.fields(cls):
+        if f.name == "options":
+            continue
+        key, annotation = f"{where}.{f.name}" if where else f.name, hints[f.name]
+        if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
+            yield from _explain(get_args(annotation)[0], key + "[]")  # type: ignore[arg-type]
+        elif dataclasses.is_dataclass(annotation):
+            yield from _explain(annotation, key)  # type: ignore[arg-type]
+        else:
+            yield key, _allowed(cls, f.name), _default(f), docs.get(f.name, "")
+        if "parts" in f.metadata:
+            yield from _explain_parts(f.metadata["parts"], where)
+
+
+def _explain_parts(folder: str, where: str) -> Iterator[tuple[str, str, str, str]]:
+    for name in parts.names(folder):
+        for key, allowed, default, meaning in _explain(parts.options_type(folder, name, where), where):
+            yield key, allowed, default, f"[kind: {name}] {meaning}"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for node, following in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return docs
+
+
+def _types(cls: type) -> dict[str, Any]:
+    """Return the fields a YAML may set, with their types."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "options"}
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    if f.default is not dataclasses.MISSING:
+        value = f.default
+    elif f.default_factory is not dataclasses.MISSING:
+        value = f.default_factory()
+    else:
+        return "required"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else repr(value)
+
+
+def _allowed(cls: type, key: str) -> str:
+    """Describe in words what a key accepts."""
+    field = next(f for f in dataclasses.fields(cls) if f.name == key)
+    if "parts" in field.metadata:
+        return f"Allowed: {', '.join(parts.names(field.metadata['parts']))}"
+    text = _describe(_types(cls)[key])
+    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
+    limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
+    limits += [f"<= {high:g}"] if high is not None else []
+    return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _describe(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        if args == (int, str):
+            return "auto or a whole number"
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list of {_describe(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)} values, each {_describe(args[0])}"
+    if origin is list:
+        return f"a list of {_describe(args[0])}"
+    if origin is dict:
+        return "a section of key: value"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -1,0 +1,327 @@
+"""The whole typed schema of a run, section by section. A string under every field says what it does.
+
+Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and what is common to all kinds; the
+part's own keys stand beside them in the YAML and end up, checked, in `options`.
+
+`metadata` of a field holds its range: `low`, `high` (inclusive), `above` (exclusive).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RUNTIMES = ("onnxruntime", "openvino")
+"""What runs a frozen forward as an exported graph."""
+QUANTIZED = ("int8", "fp8")
+"""Precisions that change a model's answers by more than a floating point format does."""
+
+
+def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+    """Declare a number with its range, for the check and for `--help`."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+def chosen(part_folder: str, default: str) -> Any:
+    """Declare the `kind` of a part section."""
+    return field(default=default, metadata={"parts": part_folder})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intervals:
+    """How often things happen, in optimizer steps; each also happens at the last step."""
+
+    log: int = ranged(20, low=1)
+    """Write a row of training metrics. The only point where the loop waits for the device."""
+    evaluate: int = ranged(0, low=0)
+    """Evaluate on the validation split. 0: at the end of each epoch."""
+    checkpoint: int = ranged(0, low=0)
+    """Write a checkpoint. 0: at each evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSection:
+    """The run as a whole."""
+
+    name: str = ""
+    """Name of the run folder. Empty: the name of the YAML file."""
+    folder: str = "runs"
+    """Where run folders are written."""
+    seed: int = ranged(0, low=0)
+    """All randomness (initial weights, order, views, dropout) is a function of this."""
+    epochs: int = ranged(10, low=1)
+    """Length of the run in passes over the training images."""
+    steps: int = ranged(0, low=0)
+    """Length of the run in optimizer steps instead; the schedule decays over them. 0: `epochs` decides."""
+    every: Intervals = field(default_factory=Intervals)
+    """How often to log, evaluate and checkpoint."""
+    keep: int = ranged(2, low=1)
+    """How many of the newest checkpoints to keep, beside the best one."""
+    baseline: bool = False
+    """Also train the same student on the labels alone, for the same steps, and show both."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
+
+    def images(self, num_images: int, batch_size: int) -> int:
+        """Return how many images the run trains on, all ranks together, where nothing is sifted."""
+        return self.steps * batch_size if self.steps else self.epochs * num_images
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augment:
+    """What happens to a training image; a pure function of (seed, view, image id)."""
+
+    crop: float = ranged(0.35, above=0.0, high=1.0)
+    """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
+    flip: float = ranged(0.5, low=0.0, high=1.0)
+    """Probability of a horizontal flip."""
+    jitter: float = ranged(0.3, low=0.0, high=1.0)
+    """Strength of the random change of brightness, contrast and saturation. 0: none."""
+    policy: str = ""
+    """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
+    mixup: float = ranged(0.0, low=0.0)
+    """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
+    cutmix: float = ranged(0.0, low=0.0)
+    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one of the two."""
+    mix_probability: float = ranged(1.0, low=0.0, high=1.0)
+    """Probability that an image is mixed at all, where mixup or cutmix is on."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether any image is ever mixed with another."""
+        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """Images: where they lie and how they become batches."""
+
+    kind: str = chosen("datasets", "")
+    """The dataset."""
+    image_size: int = ranged(224, low=8)
+    """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
+    batch_size: int | str = ranged(256, low=1)
+    """Images per optimizer step, all ranks and micro-batches together. `auto`: as many as fit into memory on each
+    rank, a power of two, in one micro-batch; found at start, recorded in the manifest. The learning rate stays."""
+    micro_batch: int = ranged(0, low=0)
+    """Images per forward on one rank. 0: the rank's whole share at once."""
+    eval_batch: int = ranged(0, low=0)
+    """Images per forward in evaluation on one rank. 0: as in training."""
+    eval_crop: float = ranged(1.0, above=0.0, high=1.0)
+    """Share of the shorter side that the centre crop of evaluation keeps."""
+    workers: int | str = "auto"
+    """Processes that decode and augment. 0: the training process itself. `auto`: measured at start, recorded in the
+    manifest; on a CPU together with its threads."""
+    store: Literal["none", "ram", "disk"] = "none"
+    """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
+    Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
+    store_size: int = ranged(0, low=0)
+    """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
+    views: int = ranged(0, low=0)
+    """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
+    many as `teacher.cache.views`."""
+    on_corrupt: Literal["error", "skip"] = "error"
+    """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name."""
+    augment: Augment = field(default_factory=Augment)
+    """Random changes of training images."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
+
+    epochs: int = ranged(0, low=0)
+    """Passes over the training images. 0: never fit; a checkpoint is required."""
+    steps: int = ranged(0, low=0)
+    """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
+    lr: float = ranged(1e-3, above=0.0)
+    """Peak learning rate."""
+    weight_decay: float = ranged(0.05, low=0.0)
+    """Decoupled weight decay."""
+    batch_size: int = ranged(0, low=0)
+    """Images per optimizer step. 0: as in `data.batch_size`."""
+    label_smoothing: float = ranged(0.1, low=0.0, high=0.999)
+    """Label smoothing of the cross-entropy."""
+    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    """Share of the fit in which the learning rate rises."""
+    evaluate: int = ranged(0, low=0)
+    """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
+    folder: str = "runs/teachers"
+    """Where fitted teachers are kept, one folder a content hash, and found again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """The teacher's logits on the disk, so that it is run once for each view of an image."""
+
+    views: int = ranged(0, low=0)
+    """How many views of an image the run has, and the cache keeps; epoch e shows view `e mod views`. 0: no cache."""
+    path: str = ""
+    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the logits depend on."""
+    dtype: Literal["fp16", "fp32"] = "fp16"
+    """How a logit is kept. fp16: two bytes, rounded; the student is given the rounded logit from the first time on."""
+    topk: int = ranged(-1, low=-1)
+    """Keep only so many logits an image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A further teacher; fitted like the first where it has no checkpoint."""
+
+    model: str = ""
+    """As `teacher.model`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """As `teacher.args`."""
+    checkpoint: str = ""
+    """As `teacher.checkpoint`."""
+    weight: float = ranged(1.0, above=0.0)
+    """Its share in the average, relative to the others'; `teacher.model` has 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSection:
+    """The frozen model that is distilled."""
+
+    kind: str = chosen("teachers", "timm")
+    """Where the model comes from."""
+    model: str = ""
+    """A timm model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`. Empty: none."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the architecture, as in timm.create_model."""
+    checkpoint: str = ""
+    """Weights for `model`: a .safetensors file or a folder. Empty: what the folder or hub id brings, or `fit`."""
+    pretrained: bool = False
+    """Start `fit` from timm's pretrained weights."""
+    attention: Literal["auto", "fused", "unfused"] = "auto"
+    """Attention kernel of torch. auto: measured at start, recorded in the manifest."""
+    precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = "auto"
+    """Precision of the frozen forward. auto: fp32 or bf16, measured at start, recorded in the manifest. int8, and fp8
+    on GPUs that have it, change what the teacher says: only when asked for, and the logit error is printed."""
+    runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
+    """What runs the frozen forward; all but torch on a CPU only. auto: torch; in a run so long that trying can pay,
+    what was measured to be the fastest; for int8 on a CPU, onnxruntime. Recorded in the manifest."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile for the frozen forward. auto: tried where the run is so long that it can pay, and kept where it was
+    measured to be at least 5 % faster; recorded in the manifest."""
+    min_accuracy: float = ranged(-1.0, low=-1.0, high=1.0)
+    """Refuse a teacher below this validation accuracy. -1: twice chance."""
+    micro_batch: int = ranged(0, low=0)
+    """Run the teacher in slices of this many images. 0: the whole micro-batch."""
+    also: tuple[Member, ...] = ()
+    """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531)."""
+    cache: Cache = field(default_factory=Cache)
+    """Keep the teacher's logits and do not ask it twice."""
+    shard: bool = False
+    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
+    pipeline: int = ranged(0, low=0)
+    """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
+    fit: Fit = field(default_factory=Fit)
+    """How to fit the teacher where there is no checkpoint."""
+    options: Any = None
+
+    def exported(self, cpu: bool) -> str:
+        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured.
+
+        Args:
+            cpu: whether the backend computes on the CPU, where int8 means onnxruntime.
+        """
+        runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
+        return runtime if runtime in RUNTIMES else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudentSection:
+    """The small model that is trained and exported."""
+
+    model: str = ""
+    """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the architecture, as in timm.create_model."""
+    init: Literal["scratch", "pretrained", "teacher"] = "scratch"
+    """Where the weights start. teacher: selected from the larger model (arXiv:2311.18823)."""
+    checkpoint: str = ""
+    """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
+    attention: Literal["auto", "fused", "unfused"] = "auto"
+    """Attention kernel. auto: measured at start, recorded in the manifest."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile for the student. auto: tried where the run is so long that it can pay, and kept where it was
+    measured to be at least 5 % faster; recorded in the manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSection:
+    """One term of the loss."""
+
+    kind: str = chosen("losses", "")
+    """The loss."""
+    weight: float = ranged(1.0, low=0.0)
+    """Factor of this term in the sum."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SifterSection:
+    """Which images an epoch visits."""
+
+    kind: str = chosen("sifters", "none")
+    """The sifter."""
+    gate: Literal["auto", "off"] = "auto"
+    """auto: measure what scoring, training and loading cost, say what the sifter will save, and visit everything where
+    it would lose time."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection:
+    """How the student's weights move."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer; fused kernels where the device has them."""
+    lr: float = ranged(1e-3, above=0.0)
+    """Peak learning rate at `data.batch_size`; never rescaled behind your back."""
+    min_lr: float = ranged(0.0, low=0.0, high=1.0)
+    """Learning rate at the end, as a share of `lr`."""
+    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    """Share of the run in which the learning rate rises linearly from 0."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up; a function of the share of the run that is done."""
+    weight_decay: float = ranged(0.05, low=0.0)
+    """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    momentum: float = ranged(0.9, low=0.0, high=0.9999)
+    """SGD's momentum (Nesterov)."""
+    clip: float = ranged(1.0, low=0.0)
+    """Largest gradient norm. 0: do not clip."""
+    zero: bool = False
+    """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
+    ema: float = ranged(0.0, low=0.0, high=0.99999)
+    """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSection:
+    """The machine."""
+
+    kind: str = chosen("backends", "auto")
+    """The backend. auto: cuda where there is a GPU, else cpu; the resolved config says which."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the student's forward and backward. auto: measured at start, recorded in the manifest."""
+    timeout_seconds: float = ranged(600.0, above=0.0)
+    """How long a rank waits for the others before it gives up."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One run, self-contained."""
+
+    run: RunSection = field(default_factory=RunSection)
+    data: DataSection = field(default_factory=DataSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
+    student: StudentSection = field(default_factory=StudentSection)
+    losses: tuple[LossSection, ...] = ()
+    sifter: SifterSection = field(default_factory=SifterSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    backend: BackendSection = field(default_factory=BackendSection)

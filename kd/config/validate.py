@@ -1,0 +1,225 @@
+"""The rules between keys: every contradiction of a well-formed configuration, all at once, before anything is built."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+from kd import parts
+from kd.config.schema import (
+    QUANTIZED,
+    RUNTIMES,
+    Augment,
+    Config,
+    DataSection,
+    LossSection,
+    OptimizerSection,
+    StudentSection,
+    TeacherSection,
+)
+from kd.errors import ConfigError, KdError, MissingExtra
+from kd.types import BackendFacts, Dims
+
+LOGIT_LOSSES = "Losses on logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
+
+
+def validate(config: Config, here: bool = True) -> Iterator[KdError]:
+    """Yield every rule that a configuration breaks; each of its keys is well-formed.
+
+    Args:
+        config: with the backend's kind resolved.
+        here: also require the packages that the run would import on this machine.
+    """
+    needed = needs(config.losses)
+    features = any("pooled" in one for one in needed)
+    yield from _data(config.data, config.teacher)
+    yield from _losses(config.losses, needed, config.data.augment, config.teacher)
+    yield from _student(config.student, config.teacher, config.run.baseline)
+    yield from _optimizer(config.optimizer)
+    if config.teacher.model:
+        yield from _divided(config.teacher)
+        yield from _several(config.teacher, features)
+    elif config.teacher.also:
+        yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
+    yield from _execution(config.teacher, config.student, config.backend.kind, features, here)
+
+
+def needs(losses: Sequence[LossSection]) -> list[frozenset[str]]:
+    """Return what each loss needs: "teacher", "hard_labels", and names of features such as "pooled"."""
+    return [
+        parts.build("losses", term.kind, term.options, f"losses[{i}]", dims=Dims(2, 1, 1)).needs
+        for i, term in enumerate(losses)
+    ]
+
+
+def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
+    if isinstance(data.workers, int) and data.workers < 0:
+        allowed = "Allowed: `auto` or a whole number >= 0"
+        yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
+    if 0 < data.store_size < data.image_size:
+        allowed = f"0, or at least {data.image_size}: training would enlarge them"
+        wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
+        yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
+    kept = teacher.cache.views
+    if data.views and kept and data.views != kept:
+        wrong = f"is {kept}, but data.views is {data.views}"
+        remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
+        yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
+    if data.batch_size != "auto":
+        return
+    if data.micro_batch:
+        wrong = f"is {data.micro_batch}, but data.batch_size is auto, which finds it"
+        yield ConfigError("data.micro_batch", wrong, "", "Set data.micro_batch=0, or data.batch_size to a number")
+    if teacher.shard or teacher.pipeline:
+        wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
+        allowed = "A number goes with teacher.shard and teacher.pipeline"
+        yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
+
+
+def _losses(
+    losses: Sequence[LossSection], needed: Sequence[frozenset[str]], augment: Augment, teacher: TeacherSection
+) -> Iterator[KdError]:
+    if not losses:
+        remedy = "Start with `losses: [{kind: kl}]`"
+        yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
+    elif not any(term.weight > 0 for term in losses):
+        yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
+    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
+        if "teacher" in wanted and not teacher.model:
+            remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
+            yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
+        if "hard_labels" in wanted and augment.mixes:
+            yield ConfigError(
+                f"losses[{i}].kind",
+                f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
+                "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
+                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
+            )
+        if "pooled" in wanted and teacher.cache.views:
+            wrong = "keeps the teacher's logits, but a loss needs its features"
+            remedy = "Set teacher.cache.views=0, or take another loss"
+            yield ConfigError("teacher.cache.views", wrong, LOGIT_LOSSES, remedy)
+
+
+def _student(student: StudentSection, teacher: TeacherSection, baseline: bool) -> Iterator[KdError]:
+    if not student.model:
+        yield ConfigError("student.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
+    if student.checkpoint and student.init != "pretrained":
+        allowed = "A checkpoint to start from goes with `student.init: pretrained`"
+        yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
+    if student.init != "teacher":
+        return
+    if not teacher.model:
+        yield ConfigError("student.init", "is 'teacher', but there is no teacher", "", "Set teacher.model")
+    if baseline:
+        allowed = "The labels-only student must not know the teacher"
+        remedy = "Set student.init=scratch or run.baseline=false"
+        yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
+
+
+def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
+
+
+def _several(teacher: TeacherSection, features: bool) -> Iterator[KdError]:
+    """Yield what is wrong with further teachers."""
+    if teacher.also and (teacher.shard or teacher.pipeline):
+        allowed = "Several teachers, or one that is divided over the ranks"
+        yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
+    if teacher.also and features:
+        wrong = "averages probabilities, but a loss needs the features of one teacher"
+        yield ConfigError("teacher.also", wrong, LOGIT_LOSSES, "Keep one teacher, or take another loss")
+    seen = [(teacher.model, teacher.args, teacher.checkpoint)]
+    for i, member in enumerate(teacher.also):
+        key, where = (member.model, member.args, member.checkpoint), f"teacher.also[{i}]"
+        if not member.model:
+            yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
+        elif key in seen:
+            yield ConfigError(where, "is a teacher that is there already", "Each teacher once", "Change its weight")
+        seen.append(key)
+
+
+def _divided(teacher: TeacherSection) -> Iterator[KdError]:
+    """Yield what does not go with a teacher that is divided over the ranks."""
+    if teacher.shard and teacher.pipeline:
+        wrong = "is true, but teacher.pipeline divides the teacher already"
+        yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
+    if not (teacher.shard or teacher.pipeline):
+        return
+    named = {"runtime": teacher.runtime in RUNTIMES, "precision": teacher.precision in QUANTIZED}
+    for key, on in {**named, "compile": teacher.compile == "on"}.items():
+        if on:
+            wrong = f"is {getattr(teacher, key)}, but the teacher is divided over ranks, which plain torch does"
+            remedy = f"Set teacher.{key}=auto, or leave teacher.shard and teacher.pipeline out"
+            yield ConfigError(f"teacher.{key}", wrong, "", remedy)
+    if teacher.cache.views:
+        wrong = "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together"
+        allowed = "A cache, or teacher.shard / teacher.pipeline"
+        yield ConfigError("teacher.cache.views", wrong, allowed, "Leave one of them out")
+
+
+# ----------------------------------------------------------------------------------- how the models are executed
+
+
+def _execution(
+    teacher: TeacherSection, student: StudentSection, kind: str, features: bool, here: bool
+) -> Iterator[KdError]:
+    """Yield what a configuration asks of a compiler, a runtime or a quantizer and cannot have on its backend."""
+    facts = getattr(parts.find("backends", kind, "backend.kind"), "FACTS", BackendFacts())
+    for section, where in ((teacher, "teacher"), (student, "student")):
+        if section.compile == "on" and facts.compiles:
+            wrong = f"is on, but backend '{kind}' compiles by itself"
+            yield ConfigError(f"{where}.compile", wrong, "auto or off", f"Set {where}.compile=auto")
+    if not teacher.model:
+        return
+    if teacher.runtime in RUNTIMES:
+        yield from _exported(teacher, kind, facts, features, here)
+    elif teacher.precision in QUANTIZED:
+        yield from _quantized(teacher, kind, facts, features, here)
+
+
+def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool) -> Iterator[KdError]:
+    runtime, where = teacher.runtime, "teacher.runtime"
+    if not facts.cpu:
+        allowed = "onnxruntime and openvino run on backend.kind=cpu"
+        yield ConfigError(where, f"is {runtime}, but the backend is '{kind}'", allowed, "Set teacher.runtime=torch")
+    if features:
+        wrong = f"is {runtime}, but a loss needs the teacher's features, and an exported graph returns logits alone"
+        yield ConfigError(where, wrong, "torch, or losses on logits", "Set teacher.runtime=torch")
+    if teacher.compile == "on":
+        wrong = f"is {runtime}, but teacher.compile is on, and torch.compile is torch's"
+        yield ConfigError(where, wrong, "One of the two", "Set teacher.compile=auto or teacher.runtime=torch")
+    precisions = ("auto", "fp32", "int8") if runtime == "onnxruntime" else ("auto", "fp32")
+    if teacher.precision not in precisions:
+        wrong = f"is {teacher.precision}, which kd does not run on {runtime}"
+        remedy = "Set teacher.precision=auto, or another teacher.runtime"
+        yield ConfigError("teacher.precision", wrong, f"On {runtime}: {', '.join(precisions)}", remedy)
+    if here and not installed(runtime):
+        extra = "kd[openvino]" if runtime == "openvino" else runtime
+        remedy = f"pip install '{extra}', or set teacher.runtime=torch"
+        yield MissingExtra(where, f"is {runtime}, which is not installed", "", remedy)
+
+
+def _quantized(
+    teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool
+) -> Iterator[KdError]:
+    where, precision = "teacher.precision", teacher.precision
+    if not (facts.gpu or (facts.cpu and precision == "int8")):
+        allowed = "fp8 goes with NVIDIA GPUs, int8 with them and with the CPU"
+        wrong = f"is {precision}, which backend '{kind}' does not have"
+        yield ConfigError(where, wrong, allowed, "Set teacher.precision=auto")
+    elif teacher.exported(facts.cpu):
+        if features or teacher.compile == "on":
+            why = "a loss needs the teacher's features" if features else "teacher.compile is on"
+            wrong = f"is int8, which on a CPU runs as a graph of onnxruntime, but {why}"
+            allowed = "torch has int8 too, many times slower on a CPU"
+            yield ConfigError(where, wrong, allowed, "Set teacher.runtime=torch")
+    elif here and not installed("torchao"):
+        remedy = "pip install 'kd[quantize]', or set teacher.precision=auto"
+        yield MissingExtra(where, f"is {precision}, for which torch needs torchao", "", remedy)
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be found; nothing is imported."""
+    return importlib.util.find_spec(package) is not None

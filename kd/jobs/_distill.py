@@ -1,0 +1,191 @@
+"""Train one student in a run folder, from where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kd.artifacts.run_dir import RunDir
+from kd.contracts import Backend, Source
+from kd.engine.evaluate import Evaluator
+from kd.engine.loop import train as engine_train
+from kd.engine.run import Run
+from kd.errors import DataError, ModelError
+from kd.host import environment
+from kd.jobs._folder import require_same
+from kd.models.classifier import Ensemble, TeacherModel, digest
+from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
+from kd.report.console import Console, percent
+from kd.report.sifting import describe, describe_images, extremes, sheet
+from kd.report.trackers import Trackers
+from kd.setup.build import build_run
+from kd.setup.data import Data
+from kd.setup.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run leaves."""
+
+    folder: Path
+    metrics: dict[str, float]
+    """The validation row of the best checkpoint."""
+    parameters: int
+    images_per_second: float
+    """Over all of the training so far, evaluation left out."""
+    teacher_parameters: int = 0
+    sifting: str = ""
+    """What the sifter did, as Markdown."""
+    batch_size: int = 0
+    """Images of an optimizer step, as configured or as found."""
+    baseline: Result | None = None
+    report: str = ""
+
+
+def distill(
+    recipe: Recipe, data: Data, backend: Backend, teacher: TeacherModel | None, folder: RunDir, title: str
+) -> Result:
+    """Train one student in an opened run folder, from where it stands."""
+    known = folder.manifest()
+    names = recipe.run.trackers if backend.rank == 0 else ()
+    trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
+    with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
+        recorded = known.get("choices", {})
+        built = build_run(recipe, data, backend, teacher, folder, console, recorded)
+        run, facts = built.run, built.facts
+        facts |= {
+            "world_size": backend.world_size,
+            "backend": backend.kind,
+            "classes": list(data.train.classes),
+            "data": data.fingerprint,
+            "environment": environment(),
+        }
+        if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
+            facts["teacher"] = digest(teacher.network) if teacher is not None else None
+        require_same("data", known, facts)
+        require_same("teacher", known, facts)
+        if recorded:
+            facts["measured_ms"] = known.get("measured_ms", {})
+        folder.record(**facts)
+        console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+        if "batch_search" in facts:
+            console.info(f"{title}: batch_size auto: {facts['batch_search']}")
+        if "teacher_mib" in facts:
+            rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
+            console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
+        if teacher is not None:
+            check_teacher(recipe.teacher.min_accuracy, run, console)
+        if isinstance(teacher, Ensemble):
+            names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
+            check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
+        state = engine_train(run)
+        sifting = sifting_report(run, data.train, folder)
+        console.info(f"{title}: {memory(recipe.optimizer.zero, run, facts['choices'])}")
+        names = unreadable(data, run, known)
+        if names:
+            folder.record(unreadable=names)
+            console.info(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
+    return Result(
+        folder=folder.path,
+        metrics=folder.best_row() if backend.rank == 0 else {},
+        parameters=count_parameters(run.distillation.student),
+        images_per_second=state.images / max(state.seconds, 1e-9),
+        teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
+        sifting=sifting,
+        batch_size=run.length.batch_size,
+    )
+
+
+def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
+    """Say what sharding and bfloat16 gave back on this rank, in MiB. All ranks must call it."""
+    backend = run.backend
+    held = backend.counters()["optimizer_mib"]
+    whole = held
+    if zero:
+        whole = backend.reduce_sum(torch.tensor([held], device=backend.device)).item()
+    text = f"optimizer state {held:.2f} MiB on this rank"
+    if whole > held:
+        text += f" of {whole:.2f} in all: ZeRO-1 over {backend.world_size} ranks gave back {whole - held:.2f}"
+    if isinstance(run.teacher, LiveTeacher) and choices.get("teacher", "").startswith("bf16"):
+        text += f"; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
+    return text
+
+
+def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
+    """List the images of both splits that this rank could not decode, in this start or in an earlier one."""
+    both = ((data.train, run.loader), (data.val, run.evaluator.loader))
+    found = {source.name(id) for source, loader in both for id in loader.unreadable}
+    return sorted(found | set(known.get("unreadable", [])))
+
+
+def check_teacher(least: float, run: Run, console: Console) -> None:
+    """Score the teacher before step 1: a wrong one must not be found out after a day."""
+    values = run.evaluator(run.distillation.student)
+    accuracy = values["teacher_accuracy"]
+    console.info(
+        f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
+    )
+    _require("teacher", accuracy, least, run)
+
+
+def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:
+    """Score each of several teachers alone: the average would hide one whose classes stand in another order."""
+    whole = run.evaluator
+    for i, (name, member) in enumerate(zip(names, teacher.members, strict=True)):
+        where = f"teacher.also[{i - 1}]" if i else "teacher"
+        live = LiveTeacher(member, run.backend.device)  # type: ignore[arg-type]
+        one = Evaluator(run.backend, whole.loader, whole.plan, live, True, whole.num_classes)
+        accuracy = one(run.distillation.student)["teacher_accuracy"]
+        console.info(f"{where}: '{name}' alone {percent(accuracy)}")
+        _require(where, accuracy, least, run)
+
+
+def _require(where: str, accuracy: float, least: float, run: Run) -> None:
+    chance = 1 / run.evaluator.num_classes
+    least = least if least >= 0 else min(0.5, 2 * chance)
+    if accuracy < least:
+        raise ModelError(
+            where,
+            f"is right on {percent(accuracy)} of the validation images; guessing is right on {percent(chance)}",
+            f"At least {percent(least)} (teacher.min_accuracy)",
+            "Check that its classes stand in the data's order and that its weights were loaded",
+        )
+
+
+def sifting_report(run: Run, source: Source, folder: RunDir) -> str:
+    """Return the sifting section of report.md and write the contact sheet; all ranks must call it.
+
+    Empty where nothing was sifted. The images are shown where the sifter knows how often each was visited.
+    """
+    state = run.sifter.state_dict()
+    epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
+    if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
+        return ""
+    text = describe(epochs, len(source), run.length.batch_size)
+    if "visits" in state:
+        labels = torch.tensor([source.label(id) for id in range(len(source))])
+        text += "\n" + describe_images(state["visits"], state["mean"], labels, source.classes, source.name)
+        text += (
+            f"\nBoth are pictured in `{write_sheet(folder.path / 'sifting.jpg', state, source)}`, the former first.\n"
+        )
+    return text
+
+
+def write_sheet(path: Path, state: dict[str, Tensor], source: Source) -> Path:
+    """Write the contact sheet; pictures that cannot be decoded are left out."""
+    groups = []
+    for ids in extremes(state["visits"], state["mean"]):
+        pictures = []
+        for id in ids:
+            try:
+                pictures.append(source.decode(id))
+            except DataError:
+                continue
+        groups.append(pictures)
+    sheet([group for group in groups if group]).save(path, quality=85)
+    return path

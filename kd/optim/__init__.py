@@ -1,1 +1,0 @@
-"""Parameter groups, schedule, weight averaging."""

@@ -1,0 +1,240 @@
+"""Recipe -> Run: the only place where a run is assembled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kd import parts
+from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.data.loader import evaluation_plan
+from kd.engine.criterion import Distillation
+from kd.engine.evaluate import Evaluator
+from kd.engine.run import Run, RunLength
+from kd.models.classifier import TeacherModel, first
+from kd.models.load import select_weights
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.optim import EMA, Schedule, groups
+from kd.setup.batch import choose_batch, provisional_batch
+from kd.setup.data import BatchSplit, Data, loaders, split_batch, views
+from kd.setup.gate import choose_sifter, sift_context
+from kd.setup.recipe import Choices, Recipe, Session
+from kd.setup.student import apply_mode, build_criterion, build_student, choose_student
+from kd.setup.teacher import TeacherReport, choose_teacher, open_cache
+from kd.types import Dims
+
+
+@contextmanager
+def distributed(section: BackendSection) -> Iterator[Backend]:
+    """Join the world of a backend, and leave it again.
+
+    Raises:
+        BackendError: the world is not whole, or another rank is gone.
+    """
+    backend = build_backend(section)
+    backend.setup()
+    try:
+        yield backend
+    except RuntimeError as error:
+        known = backend.explain(error)
+        if known is None:
+            raise
+        raise known from error
+    finally:
+        backend.close()
+
+
+def build_backend(section: BackendSection) -> Backend:
+    """Build the backend; the caller sets it up and closes it."""
+    precision = "fp32" if section.precision == "auto" else section.precision
+    context = {"precision": precision, "timeout_seconds": section.timeout_seconds}
+    return parts.build("backends", section.kind, section.options, "backend.kind", **context)
+
+
+def run_length(section: RunSection, split: BatchSplit, views: int) -> RunLength:
+    """Return how long the run is."""
+    return RunLength(
+        epochs=section.epochs,
+        steps=section.steps,
+        batch_size=split.batch_size,
+        accumulate=split.accumulate,
+        views=views,
+        log=section.every.log,
+        evaluate=section.every.evaluate,
+        checkpoint=section.every.checkpoint,
+    )
+
+
+def build_optimizer(section: OptimizerSection, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
+    """Build the optimizer with fused kernels where the device has them."""
+    network: nn.Module = getattr(module.student, "network", module.student)  # it knows what must not decay
+    parameters = groups([network, module.criterion], section.weight_decay)
+    fused = backend.device.type in ("cpu", "cuda")
+    if section.kind == "sgd":
+        options: dict[str, Any] = {"momentum": section.momentum, "nesterov": section.momentum > 0}
+        cls: type[torch.optim.Optimizer] = torch.optim.SGD
+    else:
+        options, cls = {"betas": tuple(section.betas)}, torch.optim.AdamW
+    return backend.optimizer(parameters, cls, section.zero, lr=section.lr, fused=fused, **options)
+
+
+def assemble(
+    section: OptimizerSection,
+    seed: int,
+    length: RunLength,
+    backend: Backend,
+    distillation: Distillation,
+    teacher: Teacher,
+    loader: Loader,
+    sifter: Sifter,
+    evaluator: Evaluator,
+    store: RunStore,
+    logger: Logger,
+) -> Run:
+    """Put a run together from its parts.
+
+    Args:
+        section: the optimizer, its schedule and its averaged weights.
+        seed: of the run.
+        length: how long it is.
+        backend: set up.
+        distillation: the student and its losses, on the device.
+        teacher: answers in a step: live, or behind its cache.
+        loader: of the training images.
+        sifter: plans the epochs.
+        evaluator: of the validation split.
+        store: metrics and checkpoints.
+        logger: shows them.
+    """
+    return Run(
+        seed=seed,
+        length=length,
+        max_norm=section.clip,
+        backend=backend,
+        module=backend.wrap(distillation),
+        distillation=distillation,
+        teacher=teacher,
+        loader=loader,
+        sifter=sifter,
+        optimizer=build_optimizer(section, distillation, backend),
+        schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
+        average=EMA(distillation.student, section.ema) if section.ema else None,
+        evaluator=evaluator,
+        store=store,
+        logger=logger,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A run, and what its set-up found out."""
+
+    run: Run
+    facts: dict[str, Any]
+    """For the manifest: what was chosen and measured."""
+
+
+def build_run(
+    recipe: Recipe,
+    data: Data,
+    backend: Backend,
+    teacher: TeacherModel | None,
+    store: RunStore,
+    logger: Logger,
+    recorded: Mapping[str, Any] = {},
+) -> Built:
+    """Build the run of a recipe.
+
+    Args:
+        recipe: what is trained.
+        data: both splits.
+        backend: set up.
+        teacher: the loaded teacher, or None for labels alone.
+        store: where results go.
+        logger: who shows them.
+        recorded: choices of an earlier start of this run, so that a resumed run computes the same bits.
+    """
+    seed, kept = recipe.seed, recipe.teacher.cache.views
+    chosen = _with_threads(Choices.read(recorded), backend)
+    searching = recipe.data.batch_size == "auto" and not chosen.batch_size
+    provisional = provisional_batch(len(data.train), backend) if searching else chosen.batch_size
+    split = split_batch(recipe.data, backend.world_size, len(data.train), provisional)
+    session = Session(backend, data, split)
+    distillation = _distillation(recipe.student, recipe.losses, seed, data, teacher, recipe.features)
+    distillation.to(backend.device)
+
+    visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
+    asked = (min(visits, kept * len(data.train) // backend.world_size) if kept else visits) * (
+        "teacher" in recipe.needs
+    )
+    report = choose_teacher(session, recipe.teacher, teacher, asked, chosen.teacher)
+    answering: Teacher = report.live if "teacher" in recipe.needs else NoTeacher()
+    if teacher is not None and kept and "teacher" in recipe.needs:
+        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
+    student = (session, distillation, recipe.student, recipe.backend.precision)
+    mode = choose_student(*student, report.live, visits, chosen.student)
+    apply_mode(mode.mode, distillation, backend)
+    for name, summary in (("teacher", report.summary), ("student", mode.summary)):
+        logger.info(f"{name}: {summary}" if summary else "")
+    search = ""
+    if searching:
+        found = choose_batch(session, distillation, report.live, recipe.optimizer)
+        chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
+        split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
+        session = replace(session, split=split)
+
+    loader, val_loader = loaders(views(data, seed), recipe.data.workers, split, backend)
+    length = run_length(recipe.run, split, recipe.views)
+    context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
+    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+    gated = (session, distillation, recipe.sifter, context, loader, answering, share)
+    sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
+    logger.info(summary)
+    chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
+    plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
+    evaluator = Evaluator(backend, val_loader, plan, report.live, teacher is not None, len(data.train.classes))
+    parts = (distillation, answering, loader, sifter, evaluator, store, logger)
+    run = assemble(recipe.optimizer, seed, length, backend, *parts)
+    backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
+    measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
+    facts = {"choices": chosen.record(), "measured_ms": measured, "batch": str(split), "workers": loader.workers}
+    return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
+
+
+def _with_threads(chosen: Choices, backend: Backend) -> Choices:
+    """Set torch's threads on a CPU as they were when the run began: the bits depend on them."""
+    if backend.device.type != "cpu":
+        return chosen
+    torch.set_num_threads(chosen.threads or torch.get_num_threads())
+    return replace(chosen, threads=torch.get_num_threads())
+
+
+def _distillation(
+    section: StudentSection,
+    losses: Sequence[LossSection],
+    seed: int,
+    data: Data,
+    teacher: TeacherModel | None,
+    features: bool,
+) -> Distillation:
+    """Build the student and what it minimizes as one module."""
+    student = build_student(section, seed, data.train.classes, data.section.image_size, features)
+    if section.init == "teacher" and teacher is not None:
+        select_weights(student.network, first(teacher).network)
+    dims = Dims(len(data.train.classes), student.num_features, teacher.num_features if teacher is not None else 0)
+    return Distillation(student, build_criterion(losses, dims, seed))
+
+
+def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
+    """Return what the manifest says of the live teacher besides its mode, where there is something to say."""
+    facts: dict[str, Any] = {"teacher_error": report.error} if report.error else {}
+    held = backend.counters().get("teacher_mib")
+    if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
+        facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
+    return facts

@@ -1,0 +1,159 @@
+"""The sifter of a run, and its gate: whether it saves time, measured at the start, before it can lose any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kd import parts
+from kd.config.schema import SifterSection
+from kd.contracts import Backend, Dataset, Sifter, Teacher
+from kd.data.loader import LocalLoader
+from kd.engine.criterion import Distillation
+from kd.errors import ConfigError, DataError
+from kd.setup.data import BatchSplit, evenly_spaced
+from kd.setup.recipe import Session
+from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
+from kd.types import Costs, SiftContext
+
+LOADED, LOADED_SECONDS = 16, 1.0
+"""Images that are loaded to time loading, and when fewer are enough."""
+
+
+def sift_context(
+    num_images: int,
+    labels: Callable[[], torch.Tensor],
+    backend: Backend,
+    split: BatchSplit,
+    seed: int,
+    views: int = 0,
+) -> SiftContext:
+    """Return what a sifter must know of the images and of how they are divided."""
+    return SiftContext(
+        num_images=num_images,
+        batch_size=split.batch_size,
+        micro_batch=split.micro_batch,
+        rank=backend.rank,
+        world_size=backend.world_size,
+        seed=seed,
+        labels=labels,
+        reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+        views=views,
+    )
+
+
+def choose_sifter(
+    session: Session,
+    distillation: Distillation,
+    section: SifterSection,
+    context: SiftContext,
+    loader: LocalLoader,
+    teacher: Teacher,
+    asked: float,
+    recorded: str,
+) -> tuple[Sifter, str, str]:
+    """Build the sifter of the training images, or one that visits everything where it would lose time.
+
+    Args:
+        session: the backend and the sizes.
+        distillation: the student and its losses on the device, not wrapped yet.
+        section: of the configuration.
+        context: what is sifted.
+        loader: of the training images.
+        teacher: answers in the trials.
+        asked: share of the epochs in which the teacher's forward runs: with a cache, only while it fills.
+        recorded: the decision of an earlier start of this run, or "".
+
+    Returns:
+        The sifter, the decision to record ("" where there was none to make), and a line for a person.
+    """
+    made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
+    require_score_size(session, distillation, made.score_size, teacher)
+    if recorded == "none":
+        return everything(context), recorded, ""
+    if section.kind == "none" or section.gate == "off" or recorded:
+        return made, recorded, ""
+    costs = measure(session, distillation, made.score_size, teacher, loader, asked)
+    pays, summary = saving(section.kind, made.cost(costs), costs)
+    return (made, section.kind, summary) if pays else (everything(context), "none", summary)
+
+
+def require_score_size(session: Session, distillation: Distillation, size: int, teacher: Teacher) -> None:
+    """Require that the student can look at images of the size at which a sifter scores.
+
+    Raises:
+        ConfigError: its architecture takes one size only.
+    """
+    if not size:
+        return
+    try:
+        with Trial(distillation, teacher, session.backend, session.image_size, 1) as trial:
+            trial.score(size)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            "sifter.score_size",
+            f"is {size}, but the student cannot look at images of that size ({reason})",
+            "0, or a size that the architecture takes (a ViT needs student.args.dynamic_img_size=true)",
+            "Set sifter.score_size=0",
+        ) from error
+
+
+def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
+    """Return whether a sifter saves time, and what to tell the user.
+
+    Args:
+        kind: the sifter.
+        sifted: milliseconds of an image in a sifted epoch.
+        costs: measured; equal on all ranks.
+    """
+    share = 1 - sifted / costs.per_image()
+    measured = (
+        f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "
+        f"loading {costs.load:.2f} ms an image"
+    )
+    if share >= 0:
+        return True, f"sifter '{kind}' will save {100 * share:.0f} % of a sifted epoch's time ({measured})"
+    loses = f"sifter '{kind}' would make a sifted epoch {-100 * share:.0f} % longer ({measured})"
+    return False, f"{loses}; everything is visited. sifter.gate=off sifts all the same"
+
+
+def everything(context: SiftContext) -> Sifter:
+    """Return the sifter that sifts nothing."""
+    return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", context=context)
+
+
+def measure(
+    session: Session, distillation: Distillation, score_size: int, teacher: Teacher, loader: LocalLoader, asked: float
+) -> Costs:
+    """Time the parts of a step on noise, and loading on a few images; all ranks take rank 0's numbers."""
+    backend, size = session.backend, session.image_size
+    count = trial_images(session.split.micro_batch, backend)
+    with Trial(distillation, teacher, backend, size, count) as trial:
+        work = {"teacher": trial.ask, "forward": lambda: trial.score(score_size), "step": trial.step}
+        table = fastest(work, backend, warm=True)[1]  # a compiled student meets new shapes here
+    load = loading_ms(loader.dataset) / max(1, loader.workers)
+    numbers = of_rank_0([*(table[name] / count for name in work), load], backend)
+    return Costs(asked * numbers[0], *numbers[1:], overlapped=loader.workers > 0)
+
+
+def loading_ms(dataset: Dataset) -> float:
+    """Return the milliseconds of loading an image in this process, from evenly spaced ones; 0.0 where none can be read.
+
+    Each is loaded twice and the second time counts: where there is a store, it comes out of the store.
+    """
+    start, times = time.perf_counter(), []
+    for id in evenly_spaced(len(dataset), LOADED):
+        try:
+            if not dataset.load(id, 0).readable:
+                continue
+        except DataError:
+            continue  # data.on_corrupt decides where the run reads it
+        before = time.perf_counter()
+        dataset.load(id, 0)
+        times.append(time.perf_counter() - before)
+        if time.perf_counter() - start > LOADED_SECONDS and len(times) > 2:
+            break
+    return 1000 * sorted(times)[len(times) // 2] if times else 0.0

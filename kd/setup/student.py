@@ -1,0 +1,117 @@
+"""The student: built from the run's seed, and executed in the mode that is fastest here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kd import parts
+from kd.config.schema import LossSection, StudentSection
+from kd.contracts import Backend, Teacher
+from kd.engine.criterion import Criterion, Distillation
+from kd.models.classifier import Classifier, compile_forward, set_attention
+from kd.models.load import Spec, load
+from kd.seeds import seed_from
+from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
+from kd.setup.recipe import Session
+from kd.setup.trial import Table, Trial, Work, trial_images
+from kd.types import Dims
+
+
+def build_student(
+    section: StudentSection, seed: int, classes: Sequence[str], image_size: int, features: bool = False
+) -> Classifier:
+    """Build the student; its random weights are a function of the run's seed."""
+    torch.manual_seed(seed_from(seed, "student"))
+    spec = Spec("student", section.model, section.args, classes, section.checkpoint, section.init == "pretrained")
+    return load(spec, image_size, features)
+
+
+def build_criterion(losses: Sequence[LossSection], dims: Dims, seed: int) -> Criterion:
+    """Build the loss terms; what they learn starts from the run's seed.
+
+    Raises:
+        ModelError: a term needs features that a model does not have.
+    """
+    torch.manual_seed(seed_from(seed, "criterion"))
+    built = [
+        parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+        for i, section in enumerate(losses)
+    ]
+    return Criterion([(section.kind, section.weight, term) for section, term in zip(losses, built, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How a model is executed, and what was measured."""
+
+    mode: ExecutionMode
+    table: Table
+    """Milliseconds of each candidate; empty where nothing was measured."""
+    summary: str
+    """For a person, where a compiler or a runtime was tried; else ""."""
+
+
+def choose_student(
+    session: Session,
+    distillation: Distillation,
+    section: StudentSection,
+    precision: str,
+    teacher: Teacher,
+    images: int,
+    recorded: str,
+) -> Chosen:
+    """Choose the fastest forward and backward of the student.
+
+    Args:
+        session: the backend and the sizes.
+        distillation: the student and its losses on the device, not wrapped yet.
+        section: `attention` and `compile`.
+        precision: `backend.precision`.
+        teacher: answers in the trials.
+        images: how many this rank will train on; with none nothing is compiled to see whether it pays.
+        recorded: the mode of an earlier start of this run, or "".
+
+    Raises:
+        ModelError: `student.compile` is on, or was chosen when the run began, and the student cannot be compiled.
+    """
+    backend, size = session.backend, session.image_size
+    count = trial_images(session.split.micro_batch, backend)
+    with ExitStack() as stack:
+        trials: dict[bool, Trial] = {}
+
+        def work(name: str) -> Work:
+            mode = ExecutionMode.parse(name)
+            if mode.compiled not in trials:  # compiling cannot be undone, so it is tried on a copy
+                module = copy.deepcopy(distillation) if mode.compiled else distillation
+                trials[mode.compiled] = stack.enter_context(Trial(module, teacher, backend, size, count))
+            return lambda: step(mode, trials[mode.compiled])
+
+        def step(mode: ExecutionMode, trial: Trial) -> torch.Tensor:
+            apply_mode(mode, trial.distillation, backend)
+            return trial.step()
+
+        name, table, summary = recorded, {}, ""
+        if not recorded:
+            name, table = choose_plain(precision, section.attention, distillation, work, backend)
+        if ExecutionMode.parse(name).compiled or (not recorded and section.compile == "on"):
+            name = str(ExecutionMode(*name.split("+")[:2], compiled=True))
+            require(work(name), "student.compile", f"'{name}' is asked for")
+        elif not recorded and section.compile == "auto" and not backend.fixed_mode:
+            workload = Workload(images, count, table.get(name, 0.0))
+            name, more, summary = compare(name, [f"{name}+compiled"], work, workload, backend)
+            table |= more
+    return Chosen(ExecutionMode.parse(name), table, summary)
+
+
+def apply_mode(mode: ExecutionMode, module: Distillation | nn.Module, backend: Backend) -> None:
+    """Let student and backend compute in a mode."""
+    backend.autocast_dtype = torch.bfloat16 if mode.precision == "bf16" else None
+    set_attention(module, mode.backend == "fused")
+    if mode.compiled and module.student._compiled_call_impl is None:  # type: ignore[union-attr]
+        compile_forward(module.student)  # type: ignore[arg-type]

@@ -1,0 +1,283 @@
+"""The frozen teacher: loaded, executed in the mode that is fastest here or asked for, behind its cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kd import parts
+from kd.config.schema import RUNTIMES, TeacherSection
+from kd.config.validate import installed
+from kd.contracts import Backend, Teacher
+from kd.errors import DataError
+from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
+from kd.models.classifier import Classifier, Ensemble, TeacherModel, compile_forward, set_attention
+from kd.models.load import Spec
+from kd.models.runtime import Exported, quantize
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.setup.data import Data, evenly_spaced, keep_rules
+from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
+from kd.setup.recipe import Session
+from kd.setup.trial import Table, Work, noise, trial_images
+from kd.storage import hashed_folder
+from kd.types import Batch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PLAIN = ("fp32+fused", "fp32+unfused")
+"""Torch in float32: nothing to compare."""
+COMPARED = 16
+"""Validation images on which a teacher is compared with itself in float32."""
+
+log = logging.getLogger("kd")
+
+
+def load_teacher(
+    section: TeacherSection,
+    classes: Sequence[str],
+    image_size: int,
+    features: bool = False,
+    folder: str = "",
+    on_meta: bool = False,
+    where: str = "teacher",
+) -> Classifier:
+    """Load one teacher with its weights; its classes must be the data's.
+
+    Args:
+        section: of the configuration; of several teachers, the first is loaded.
+        classes: class names in the data's order.
+        image_size: of the data, pixels.
+        features: return pooled features too.
+        folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
+        on_meta: build it without weights, on the meta device: another rank has them.
+        where: its config path, for messages.
+    """
+    if folder:
+        kind, options = "timm", parts.default_options("teachers", "timm")
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True)
+    else:
+        kind, options, own = section.kind, section.options, not section.checkpoint
+        spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, exact_head=True)
+    if not on_meta:
+        return parts.build("teachers", kind, options, where, spec=spec, image_size=image_size, features=features)
+    spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
+    with torch.device("meta"):
+        return parts.build("teachers", kind, options, where, spec=spec, image_size=image_size, features=features)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherReport:
+    """The live teacher, and what was found out about it."""
+
+    live: Teacher
+    mode: str = ""
+    """Its execution mode, as text; "" without a teacher."""
+    table: Table = field(default_factory=dict)
+    """Milliseconds of each candidate."""
+    summary: str = ""
+    """What was taken, why, and how far its logits are from torch float32's; "" where that is plain float32."""
+    error: dict[str, float] = field(default_factory=dict)
+    """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
+    standard deviation (`of_std`), and `images`; empty where nothing was compared."""
+
+
+def choose_teacher(
+    session: Session, section: TeacherSection, model: TeacherModel | None, images: int, recorded: str
+) -> TeacherReport:
+    """Build the live teacher as configured, with the fastest frozen forward where that is left open.
+
+    Args:
+        session: the backend, the sizes, and validation images to compare logits on.
+        section: of the configuration.
+        model: the loaded teacher, or None.
+        images: how many this rank will ask of it; with none, no compiler and no runtime is tried.
+        recorded: the mode of an earlier start of this run, or "".
+
+    Raises:
+        KdError: what is asked for by name, or was chosen when the run began, cannot be run here.
+    """
+    if model is None:
+        return TeacherReport(NoTeacher())
+    backend, size = session.backend, session.image_size
+    factory = TeacherFactory(section, model, backend, size)
+    batch = noise(trial_images(session.split.micro_batch, backend), size, backend)
+
+    def work(name: str) -> Work:
+        live = factory(name)
+        return lambda: live(batch).logits
+
+    table, summary, name = {}, "", recorded or named_mode(section, backend)
+    if not name:
+        name, table = choose_plain(section.precision, section.attention, model, work, backend)
+        if section.compile == "on":
+            name += "+compiled"
+        else:
+            workload = Workload(images, len(batch.label), table.get(name, 0.0))
+            others = candidates(section, name, model, backend)
+            name, more, summary = compare(name, others, work, workload, backend)
+            table |= more
+    mode = ExecutionMode.parse(name)
+    if mode.rebuilt:
+        require(lambda: work(name)(), f"teacher.{mode.key}", f"'{name}' is asked for")
+    live, error = factory(name), {}
+    if not recorded and name not in PLAIN:
+        error, text = logit_error(live, factory, session)
+        summary = f"{summary or name}; {text}"
+    live.images = 0
+    return TeacherReport(live, name, table, summary, error)
+
+
+def named_mode(section: TeacherSection, backend: Backend) -> str:
+    """Return the mode outside torch that a configuration asks for by name; "" where torch or auto is named."""
+    runtime = section.exported(cpu=backend.device.type == "cpu")
+    return str(ExecutionMode("int8" if section.precision == "int8" else "fp32", runtime)) if runtime else ""
+
+
+def candidates(section: TeacherSection, best: str, model: TeacherModel, backend: Backend) -> list[str]:
+    """Return the names of the forms that may be compared with the best mode in plain torch."""
+    if section.shard or section.pipeline or backend.fixed_mode:
+        return []
+    names = []
+    exact = section.precision in ("auto", "fp32") and not getattr(model, "with_features", False)
+    if section.runtime == "auto" and backend.device.type == "cpu" and exact:
+        names = [str(ExecutionMode("fp32", runtime)) for runtime in RUNTIMES if installed(runtime)]
+    return [*names, f"{best}+compiled"] if section.compile == "auto" else names
+
+
+class TeacherFactory:
+    """Make the live teacher that a mode's name stands for; what takes seconds to make is made once."""
+
+    def __init__(self, section: TeacherSection, model: TeacherModel, backend: Backend, image_size: int) -> None:
+        self.section, self.model, self.backend, self.image_size = section, model, backend, image_size
+        self._kept: dict[str, LiveTeacher] = {}
+
+    def __call__(self, name: str) -> LiveTeacher:
+        """Return the live teacher."""
+        mode = ExecutionMode.parse(name)
+        if not mode.rebuilt:
+            return self._make(mode)
+        if name not in self._kept:
+            self._kept[name] = self._make(mode)
+        return self._kept[name]
+
+    def _make(self, mode: ExecutionMode) -> LiveTeacher:
+        section, backend = self.section, self.backend
+        # On a GPU the quantizers' kernels take bfloat16 beside the quantized numbers.
+        wide = mode.exported or backend.device.type == "cpu"
+        dtype = DTYPES.get(mode.precision, torch.float32 if wide else torch.bfloat16)
+        place = backend.shard if section.shard else None
+        stages = backend.pipeline if section.pipeline else None
+        change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
+        live = LiveTeacher(self.model, backend.device, dtype, section.micro_batch, place, stages, change)
+        set_attention(live.model, mode.backend == "fused")
+        return live
+
+
+def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
+    """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
+    if mode.exported:
+        joined, int8 = isinstance(frozen, Ensemble), mode.precision == "int8"
+        graphs: Any = [Exported(one, size, mode.backend, int8) for one in (frozen.members if joined else [frozen])]
+        return Ensemble(graphs, frozen.shares) if joined else graphs[0]
+    if mode.quantized:
+        quantize(frozen, mode.precision)
+    return compile_forward(frozen) if mode.compiled else frozen
+
+
+def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) -> tuple[dict[str, float], str]:
+    """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
+    if factory.section.shard or factory.section.pipeline or session.backend.fixed_mode:
+        return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
+    images = validation_images(session.data)
+    batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
+    reference_BC, logits_BC = factory(PLAIN[1])(batch).logits, live(batch).logits
+    largest = (logits_BC - reference_BC).abs().max().item()
+    spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
+    error = {"largest": largest, "of_std": largest / spread, "images": len(images)}
+    return error, (
+        f"its logits differ from torch float32's by {largest:.2g} at most, {error['of_std']:.2g} of their standard "
+        f"deviation ({len(images)} validation images)"
+    )
+
+
+def validation_images(data: Data) -> torch.Tensor:
+    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them.
+
+    Raises:
+        DataError: none of those looked at can be decoded.
+    """
+    show, found, broken = data.evaluate(), [], None
+    for id in evenly_spaced(len(data.val), COMPARED):
+        try:
+            found.append(np.asarray(show(data.val.decode(id), Random(0))).transpose(2, 0, 1))
+        except DataError as error:  # data.on_corrupt decides where the run reads it
+            broken = error
+    if not found and broken is not None:
+        raise broken
+    return torch.from_numpy(np.stack(found))
+
+
+# ---------------------------------------------------------------------------------------------------------- cache
+
+
+def open_cache(
+    section: TeacherSection, run_folder: str, seed: int, report: TeacherReport, model: TeacherModel, session: Session
+) -> CachedTeacher:
+    """Put the cache of a configuration before the live teacher.
+
+    One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
+
+    Args:
+        section: of the configuration.
+        run_folder: `run.folder`, below which the cache lies unless it names its path.
+        seed: of the run, which the views depend on.
+        report: the live teacher and its mode.
+        model: the loaded teacher.
+        session: backend and data.
+
+    Raises:
+        ModelError: the cache was made from something else; the field is named.
+        RunError: its folder cannot be used.
+    """
+    backend, data, cache = session.backend, session.data, section.cache
+    classes, mode = len(data.train.classes), ExecutionMode.parse(report.mode)
+    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
+    codec = Codec(classes, cache.dtype, topk if topk < classes else 0)
+    made_from = {
+        **model.identity(),
+        "precision": mode.numerics,
+        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
+        "data": data.train.fingerprint,
+        "images": len(data.train),
+        "classes": list(data.train.classes),
+        "seed": seed,
+        "dtype": cache.dtype,
+        "topk": codec.topk,
+    }
+    if data.kept is not None:  # a store changes the pixels
+        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
+    folder = (
+        Path(cache.path)
+        if cache.path
+        else hashed_folder(Path(run_folder) / "caches", Path(section.model).name.replace(":", "_"), made_from)
+    )
+    mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
+    writable = bool(backend.reduce_sum(mine).item())
+    if backend.rank == 0 and not writable:
+        told = f"'{folder}' has another writer, or may not be written: it is read, the teacher answers what is missing"
+        log.info("teacher.cache: %s.", told)
+    store = None
+    for turn in (True, False):  # rank 0 begins the folder, then the others find it
+        if turn == (backend.rank == 0):
+            store = open_store(folder, made_from, codec, len(data.train), writable)
+        backend.barrier()
+    assert store is not None
+    return CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)

@@ -1,0 +1,22 @@
+"""Any timm classifier: by name, from a folder that timm or `kd-export` wrote, or from the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kd.models.classifier import Classifier
+from kd.models.load import Spec, load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options beside those of every teacher."""
+
+
+def build(options: Options, spec: Spec, image_size: int, features: bool) -> Classifier:
+    """Load the classifier.
+
+    Raises:
+        ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
+    """
+    return load(spec, image_size, features)

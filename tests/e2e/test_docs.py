@@ -1,0 +1,314 @@
+"""The commands, snippets, keys, flags and paths in README.md and docs/ exist and work.
+
+Every fenced shell command and Python snippet runs as written, in a working folder with tiny models, little data and
+few steps. Commands of `NOT_RUN` need hardware, a network or docker: only their arguments are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from pieces import tiny
+from PIL import Image
+from serving import ROOT, Running
+
+import kd
+from kd.errors import KdError
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "parts")
+WITH_CONFIG = ("train", "teach", "cache")
+NOT_RUN = {
+    "git": "needs a network",
+    "pip": "needs a network",
+    "docker": "needs docker",
+    "make": "installs packages or runs the whole suite",
+    "pytest": "this suite",
+    "torchrun": "starts several processes; tests/distributed does that",
+    "mpirun": "needs MPI",
+    "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
+}
+SERVED = "localhost:8080"
+Command = Callable[..., Any]
+"""The fixture `command`."""
+
+PINNED = {
+    "run": {"steps": 2, "every": {"log": 20, "evaluate": 0}},
+    "data": {"batch_size": 8, "micro_batch": 0, "eval_batch": 8, "image_size": 16, "workers": 0},
+    "teacher": {**tiny(), "precision": "fp32", "min_accuracy": 0.0, "pretrained": False, "fit": {"epochs": 1}},
+    "student": {**tiny(), "init": "scratch"},
+    "backend": {"precision": "fp32"},
+}
+"""Laid over every configuration that is run; the configuration as written is loaded before."""
+FEW_PICTURES = {"train_images": 4, "val_images": 2}
+"""The same for food_mini."""
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    place: str
+    language: str
+    text: str
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    found = []
+    text = page.read_text()
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, match.start()) + 1
+        language = match[1] or ("bash" if re.search(r"^(kd-|curl|docker|make)", match[2], re.MULTILINE) else "")
+        found.append(Block(f"{page.name}:{line}", language, match[2]))
+    return found
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Split the lines of a shell block into the arguments of each command."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for part in line.split(" && "):
+            if argv := shlex.split(part, comments=True):
+                yield argv
+
+
+def spans(page: Path) -> list[str]:
+    """Return the inline code of a page."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def help_of(command: Command, name: str) -> str:
+    answer = command(name, "--help")
+    assert answer.code == 0, answer
+    return answer.out
+
+
+# ------------------------------------------------------------------------------------------------------------- checking
+
+
+def check_flags(argv: list[str], text: str) -> None:
+    """Check that every flag stands in the help `text`."""
+    for arg in argv:
+        if arg.startswith("--"):
+            assert re.search(re.escape(arg.split("=")[0]) + r"(?![\w-])", text), f"no flag {arg}: {shlex.join(argv)}"
+
+
+def check_arguments(argv: list[str], command: Command) -> None:
+    """Check flags, keys and values of a kd command without running it."""
+    name = argv[0].removeprefix("kd-")
+    assert name in COMMANDS, argv
+    check_flags(argv, help_of(command, name))
+    if name in WITH_CONFIG:
+        path, *overrides = [arg for arg in argv[1:] if not arg.startswith("--")]
+        kd.load_config(path, overrides)
+
+
+def check_not_run(argv: list[str], command: Command) -> None:
+    """Check what a command of `NOT_RUN` names: arguments, targets, extras, files."""
+    program, *rest = argv
+    if program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(rest)
+        assert given.module, argv
+        assert given.training_script.startswith("kd.cli."), argv
+        check_arguments(["kd-" + given.training_script.removeprefix("kd.cli."), *given.training_script_args], command)
+    elif program in ("mpirun", "PJRT_DEVICE=CPU"):
+        start = next(i for i, arg in enumerate(argv) if arg.startswith("kd-"))
+        check_arguments(argv[start:], command)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), argv
+    elif program == "pip":
+        extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        assert all(extra in extras for extra in re.findall(r"\[(\w+)\]", shlex.join(rest))), argv
+    elif program == "pytest":
+        assert all((ROOT / path).exists() for path in rest if not path.startswith("-")), argv
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+class Session:
+    """Runs the blocks of one page in the current folder, in order."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.server: Running | None = None
+
+    def run(self, block: Block) -> None:
+        if block.language == "bash":
+            for argv in commands(block.text):
+                self.shell(argv)
+        elif block.language == "python":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # Python hides it from users too
+                exec(compile(self.short(block.text), block.place, "exec"), {"__name__": "__main__"})
+        elif block.language == "yaml":
+            self.settings(block.text)
+        elif block.language == "json":
+            json.loads(block.text)
+        else:
+            assert block.language == "", f"{block.place}: a block in an unknown language"
+
+    def shell(self, argv: list[str]) -> None:
+        program, *rest = argv = [self.short(arg) for arg in argv]
+        if program == "cd":
+            return
+        if program in NOT_RUN:
+            check_not_run(argv, self.command)
+        elif program == "curl":
+            if shutil.which("curl"):
+                done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
+                assert done.returncode == 0, (argv, done)
+        elif program == "kd-serve":
+            check_arguments(argv, self.command)
+            self.stop()
+            self.server = Running(Path(rest[0]), *rest[1:])
+        else:
+            assert program.removeprefix("kd-") in COMMANDS, f"neither run nor listed in NOT_RUN: {argv}"
+            answer = self.command(program.removeprefix("kd-"), *rest)
+            assert answer.code == 0, (argv, answer)
+
+    def settings(self, text: str) -> None:
+        """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
+        written = yaml.safe_load(text.replace("FOLDER", "images"))
+        whole = "student" in written
+        kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
+        if name := re.match(r"# ([\w-]+\.yaml)\b", text):
+            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, PINNED)))
+
+    def short(self, text: str) -> str:
+        if self.server is not None:
+            text = text.replace(SERVED, f"{self.server.host}:{self.server.port}")
+        return re.sub(r"\brun\.steps=\d+", "run.steps=2", text)
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+
+
+def overlaid(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `old` with the keys of each section of `new` replaced."""
+    sections = {key: {**old.get(key, {}), **value} if isinstance(value, dict) else value for key, value in new.items()}
+    return {**old, **sections}
+
+
+def shipped(name: str) -> str:
+    return (ROOT / "configs" / f"{name}.yaml").read_text()
+
+
+def folder(photos: Path, distilled: Path) -> None:
+    """Put into the current folder what the reader has: configs, images, and a finished run for deploy.md."""
+    shutil.copytree(ROOT / "configs", "configs")
+    food = overlaid(overlaid(yaml.safe_load(shipped("vit_food")), PINNED), {"data": FEW_PICTURES})
+    Path("configs/vit_food.yaml").write_text(yaml.safe_dump(food))
+    Path("images").symlink_to(photos)
+    Path("runs").mkdir()
+    shutil.copytree(distilled, "runs/deployed")
+    Path("export").symlink_to(Path("runs", "vit_food", "export"))
+    shutil.copy(ROOT / "kd" / "pixels.py", "pixels.py")
+    for name in ("dish.jpg", "one.jpg", "two.png"):
+        Image.new("RGB", (40, 30), "red").save(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_snippets_work(page, photos, distilled, command, inside, monkeypatch):
+    folder(photos, distilled)
+    monkeypatch.syspath_prepend(str(inside))
+    if page.name == "deploy.md":  # it begins where a run has ended
+        os.rename("runs/deployed", "runs/vit_food")
+    session = Session(command)
+    try:
+        for block in blocks(page):
+            try:
+                session.run(block)
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{block.place}: {error}") from error
+    finally:
+        session.stop()
+
+
+# ---------------------------------------------------------------------------------------------------------- inline code
+
+
+@pytest.fixture
+def helps(command) -> dict[str, str]:
+    return {name: help_of(command, name) for name in COMMANDS}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_inline_keys_flags_and_paths_exist(page, helps):
+    keys = set(re.findall(r"^  ([a-z][\w.\[\]]+)  \(", helps["train"], re.MULTILINE))
+    keys = {key.replace("[]", "") for key in keys} | {re.sub(r"\[\].*", "", key) for key in keys}
+    sections = {key.split(".")[0] for key in keys}
+    for span in spans(page):
+        key = re.match(r"([a-z]+\.[a-z_.]+?)(?:=|: |$)", span)
+        if key and key[1].split(".")[0] in sections:
+            assert any(known == key[1] or known.startswith(key[1] + ".") for known in keys), f"no key {span}"
+        if " " in span and span.startswith("kd-"):
+            argv = shlex.split(span)
+            check_flags(argv[1:], helps[argv[0].removeprefix("kd-")])
+        if span.startswith("python "):
+            argv = shlex.split(span)
+            check_flags(argv[2:], (ROOT / argv[1]).read_text())
+        if re.fullmatch(r"(kd|docs|tests|tools|configs|examples|benchmarks)/[\w./*-]*", span):
+            assert list(ROOT.glob(span.rstrip("/*") + "*")), f"no path {span}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_links_and_result_files_exist(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), f"no file {target}"
+    for name in re.findall(r"`([\w-]+_\*\.csv)`", page.read_text()):
+        assert list((ROOT / "benchmarks").glob(name)), f"no file {name}"
+
+
+def test_every_csv_is_listed_with_its_command_and_commit():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    listed = {row[0]: row for row in re.findall(r"^\| `([\w-]+)` \|.*\| `(.*)` \| (\w+) \|", text, re.MULTILINE)}
+    files = sorted((ROOT / "benchmarks").glob("*.csv"))
+    for path in files:
+        told = dict(re.findall(r"^# (\w+): (.*)$", path.read_text(), re.MULTILINE))
+        name, command, commit = listed[path.name.removesuffix(f"_{told['hardware']}_{told['date']}.csv")]
+        assert told["command"].startswith(command), name
+        assert told["commit"].startswith(commit), name
+    assert len(listed) == len(files)
+
+
+# ------------------------------------------------------------------------------------------------ the test itself fails
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("bash", "kd-train configs/vit_food.yaml --chek"),
+        ("bash", "kd-train configs/vit_food.yaml sifter.kept=0.6"),
+        ("bash", "kd-serve runs/vit_food/export --prot 1"),
+        ("bash", "torchrun --standalone --nproc-per-node 2 -m kd.cli.train configs/vit_food.yaml optimizer.zeroo=true"),
+        ("bash", "torchrun --standing --nproc-per-node 2 -m kd.cli.train configs/vit_food.yaml"),
+        ("bash", "make rum"),
+        ("bash", "kd-trian configs/vit_food.yaml"),
+        ("yaml", "teacher: {modle: vit_base_patch16_224}"),
+        ("python", "import kd\nkd.load_cfg"),
+    ],
+)
+def test_a_wrong_name_is_found(language, text, photos, distilled, command, inside):
+    folder(photos, distilled)
+    with pytest.raises((AssertionError, AttributeError, KdError, SystemExit)):
+        Session(command).run(Block("made up", language, text))

@@ -1,0 +1,102 @@
+"""The gate: its arithmetic against the cost model of the literature, its measurement, and what it does to a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kd import config
+from kd.artifacts.memory import Memory
+from kd.report.console import Console
+from kd.setup.build import build_backend, build_run
+from kd.setup.data import open_sources
+from kd.setup.gate import saving
+from kd.setup.teacher import load_teacher
+from kd.sifters import history, random, relative
+from kd.sifters.none import Everything
+from kd.types import Costs, SiftContext
+
+
+def context() -> SiftContext:
+    return SiftContext.alone(torch.zeros(64, dtype=torch.int64), 16)
+
+
+def costs(teacher: float, load: float = 0.0, overlapped: bool = False) -> Costs:
+    """A student whose backward costs twice its forward."""
+    return Costs(teacher=teacher, forward=1.0, step=3.0, load=load, overlapped=overlapped)
+
+
+def saved(sifter, measured: Costs) -> float:
+    return 1 - sifter.cost(measured) / measured.per_image()
+
+
+@pytest.mark.parametrize(
+    ("score", "beta", "teacher", "expected"),
+    [
+        ("loss", 0.5, 0.0, 0.0),  # SageMaker's documented example, teacher's answers stored: exactly nothing
+        ("loss", 1.0, 0.0, 1 / 6),
+        ("loss", 3.0, 0.0, 5 / 12),
+        ("loss", 1.0, 3.0, 1 / 12),  # answers reused: T + S + 3rS of T + 3S
+        ("loss", 0.5, 3.0, 0.0),
+        ("entropy", 0.5, 1.0, 1 / 12),  # S + r (T + 3S)
+        ("entropy", 1.0, 10.0, 1 - 7.5 / 13),
+    ],
+)
+def test_relative_costs_what_the_model_says(score, beta, teacher, expected):
+    sifter = relative.build(relative.Options(beta_value=beta, score=score), context())
+    assert saved(sifter, costs(teacher)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("teacher", [0.0, 1.0, 10.0])
+def test_history_and_random_save_what_they_leave_out(teacher):
+    for made in (history.build(history.Options(keep=0.6), context()), random.Random(random.Options(), context())):
+        assert saved(made, costs(teacher)) == pytest.approx(0.4)
+
+
+def test_a_run_that_waits_for_its_loader_gains_only_what_is_not_loaded():
+    starved = costs(1.0, load=8.0, overlapped=True)
+    assert saved(relative.build(relative.Options(beta_value=3.0), context()), starved) == 0.0
+    assert saved(history.build(history.Options(keep=0.5), context()), starved) == pytest.approx(0.5)
+
+
+def test_a_losing_sifter_is_turned_off_and_says_why():
+    sifter = relative.build(relative.Options(beta_value=0.4), context())
+    pays, text = saving("relative", sifter.cost(costs(0.0)), costs(0.0))
+    assert not pays
+    assert text.startswith("sifter 'relative' would make a sifted epoch 5 % longer (teacher 0.00, student forward 1.00")
+    assert "sifter.gate=off" in text
+
+
+def test_a_paying_sifter_stays():
+    sifter = history.build(history.Options(keep=0.6), context())
+    pays, text = saving("history", sifter.cost(costs(1.0)), costs(1.0))
+    assert pays
+    assert text.startswith("sifter 'history' will save 40 % of a sifted epoch's time")
+
+
+@pytest.mark.parametrize("decided", ["none", "relative", None])
+def test_the_decision_is_pinned(settings, decided):
+    """Measured once a run: a resumed run, which finds the decision in its manifest, must not decide otherwise."""
+    chosen = config.load(settings, ["sifter.kind=relative"])
+    data, backend = open_sources(chosen.data), build_backend(chosen.backend)
+    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+    pinned = {"sifter": decided} if decided else {}
+    built = build_run(chosen, data, backend, teacher, Memory(), Console("", quiet=True), pinned)
+    run, facts = built.run, built.facts
+    made = facts["choices"]["sifter"]
+    assert made == (decided or made)
+    assert isinstance(run.sifter, relative.Relative if made == "relative" else Everything)
+
+
+def test_measuring_leaves_the_student_as_it_was(settings):
+    args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
+    norm = ["student.model=xcit_nano_12_p8_224", f"student.args={args}"]
+    runs = []
+    for extra in ([], ["sifter.kind=history"]):
+        chosen = config.load(settings, [*norm, *extra])
+        data, backend = open_sources(chosen.data), build_backend(chosen.backend)
+        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+        runs.append(build_run(chosen, data, backend, teacher, Memory(), Console("", quiet=True)).run)
+    one, other = (run.distillation.state_dict() for run in runs)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(parameter.grad is None for parameter in runs[1].distillation.parameters())
