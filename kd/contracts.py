@@ -81,13 +81,12 @@ class Loader(Protocol):
 class Score(Protocol):
     """The scoring pass that the engine lends to a sifter: eval mode, no gradients, nothing random."""
 
-    def __call__(self, batches: Sequence[Batch], by: str, size: int = 0) -> tuple[Tensor, list[Batch]]:
+    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
         """Score the micro-batches of one step's worth of images.
 
         Args:
             batches: this rank's micro-batches of the step, all of them.
             by: "loss" (the distillation loss, unweighted) or "entropy" (the student's; the teacher is not asked).
-            size: side in pixels at which the student looks at them; 0: as in training.
 
         Returns:
             float32 [global batch] on the CPU, of all ranks, in the plan's order; and the batches, which now carry the
@@ -102,9 +101,6 @@ class Score(Protocol):
 
 class Sifter(Protocol):
     """Decides which images an epoch visits: `sifters/NAME.py: build(options, context) -> Sifter`."""
-
-    score_size: int
-    """Side in pixels at which it has images scored; 0: as in training, or never."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size.

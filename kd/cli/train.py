@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kd.jobs.check import check
         from kd.jobs.precompile import compile_only
         from kd.jobs.train import train
-        from kd.setup.recipe import resolve
+        from kd.setup.recipe import Recipe
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(check(resolve(settings), given.config))
+            print(check(Recipe(settings), given.config))
             return
         if given.compile_only:
             print(compile_only(settings))

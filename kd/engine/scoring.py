@@ -5,14 +5,11 @@ Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from kd.engine.criterion import Distillation
 from kd.engine.run import Run
@@ -26,7 +23,7 @@ class Scoring:
         self.run = run
 
     @torch.no_grad()
-    def __call__(self, batches: Sequence[Batch], by: str, size: int = 0) -> tuple[Tensor, list[Batch]]:
+    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
         """Return the scores of all ranks' images in the plan's order, and the batches with the teacher's answers."""
         backend, distillation = self.run.backend, self.run.distillation
         distillation.eval()  # batch norm's statistics and dropout's draws belong to training
@@ -34,8 +31,8 @@ class Scoring:
         for batch in batches:
             if by == "loss":
                 batch = replace(batch, teacher_outputs=TeacherOutputs(self.run.teacher(batch)))
-            with backend.autocast(), at_size(distillation.student, size):
-                value_M = score(distillation, resized(batch, size), by)
+            with backend.autocast():
+                value_M = score(distillation, batch, by)
             scored.append(batch)
             values.append(value_M.float())
         distillation.train()
@@ -57,24 +54,3 @@ def score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
         return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
     log_prob_MC = distillation.student(batch.image).logits.float().log_softmax(-1)
     return -(log_prob_MC.exp() * log_prob_MC).sum(-1)  # UNIX, arXiv:2012.09413
-
-
-def resized(batch: Batch, size: int) -> Batch:
-    """Return the batch with its images at `size` x `size`, float32; 0: as they are."""
-    if not size:
-        return batch
-    image = F.interpolate(batch.image.float(), size=(size, size), mode="bilinear", antialias=True)
-    return replace(batch, image=image)
-
-
-@contextmanager
-def at_size(student: nn.Module, size: int) -> Iterator[None]:
-    """Let the student take images of `size` as they are, instead of resizing them to its own input size."""
-    own: Any = getattr(student, "input_size", 0)
-    if size and own:
-        student.input_size = 0  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if size and own:
-            student.input_size = own

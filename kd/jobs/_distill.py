@@ -48,14 +48,30 @@ class Result:
 
 
 def distill(
-    recipe: Recipe, data: Data, backend: Backend, teacher: TeacherModel | None, folder: RunDir, title: str
+    recipe: Recipe,
+    data: Data,
+    backend: Backend,
+    teacher: TeacherModel | None,
+    folder: RunDir,
+    title: str,
+    batch_size: int = 0,
 ) -> Result:
-    """Train one student in an opened run folder, from where it stands."""
+    """Train one student in an opened run folder, from where it stands.
+
+    Args:
+        recipe: what is trained.
+        data: both splits.
+        backend: set up.
+        teacher: the loaded teacher, or None for labels alone.
+        folder: of the run.
+        title: what a person sees.
+        batch_size: where `data.batch_size` is auto and another run has found it.
+    """
     known = folder.manifest()
     names = recipe.run.trackers if backend.rank == 0 else ()
     trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
-        recorded = known.get("choices", {})
+        recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
         built = build_run(recipe, data, backend, teacher, folder, console, recorded)
         run, facts = built.run, built.facts
         facts |= {

@@ -21,7 +21,7 @@ from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.models.load import export_files
-from kd.setup.recipe import Recipe, resolve
+from kd.setup.recipe import Recipe
 from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
@@ -47,7 +47,7 @@ def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
     """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
     folder = RunDir(recipe.path, rank, recipe.run.keep)
     stored = folder.stored_config()
-    differences = different_keys(resolve(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
+    differences = different_keys(Recipe(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
     folder.open(recipe.yaml, differences)
     try:
         yield folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +14,13 @@ from kd.config import Config
 from kd.contracts import Backend, Teacher
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
-from kd.jobs.teach import obtain_teacher, teacher_recipes
+from kd.jobs.teach import obtain_teacher
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.data import loaders, open_data, split_batch, views
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Recipe, Session, resolve
+from kd.setup.recipe import Recipe, Session
 from kd.setup.teacher import choose_teacher, open_cache
 from kd.types import Plan
 
@@ -76,9 +76,9 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe = resolve(settings)
+    recipe = Recipe(settings)
     with distributed(recipe.backend) as backend:
-        parts = _parts(recipe, teacher_recipes(settings), backend)
+        parts = _parts(recipe, backend)
         if not verify:
             _require_writable(parts.cache.store)
         start = time.perf_counter()
@@ -98,10 +98,10 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     return done
 
 
-def _parts(recipe: Recipe, fits: Mapping[str, Recipe], backend: Backend) -> _Parts:
+def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     section, seed = recipe.data, recipe.seed
     data = open_data(section, recipe.run.folder, backend)
-    teacher = obtain_teacher(recipe, fits, data, backend)
+    teacher = obtain_teacher(recipe, data, backend)
     assert teacher is not None
     size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
     split = split_batch(section, backend.world_size, len(data.train), size)

@@ -10,7 +10,7 @@ import torch
 
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.data.store import slot_bytes
-from kd.jobs.teach import merge_teachers, split_teachers
+from kd.jobs.teach import merge_teachers
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
@@ -47,7 +47,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
     ]
     teacher = None
     if recipe.teacher.model:
-        found = [_teacher(where, one, classes, size, features) for where, one in split_teachers(recipe.teacher)]
+        found = [_teacher(where, one, classes, size, features) for where, one in recipe.teachers.items()]
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from kd import config
 from kd.jobs._folder import load_student, opened_run
-from kd.jobs.teach import obtain_teacher, teacher_recipes
+from kd.jobs.teach import obtain_teacher
 from kd.report.console import Console
 from kd.setup.build import build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.recipe import resolve
+from kd.setup.recipe import Recipe
 
 
 def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split."""
     folder, stored = opened_run(path)
     settings = config.load(config.to_dict(stored), overrides)
-    recipe = resolve(settings)
+    recipe = Recipe(settings)
     best, recorded = folder.best()[1], folder.manifest()["choices"]
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        teacher = obtain_teacher(recipe, teacher_recipes(settings), data, backend)
+        teacher = obtain_teacher(recipe, data, backend)
         run = build_run(recipe, data, backend, teacher, folder, Console("", quiet=True), recorded).run
         load_student(run.distillation.student, best)
         return run.evaluator(run.distillation.student)

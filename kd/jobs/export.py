@@ -16,7 +16,7 @@ from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
 from kd.models.classifier import Classifier
 from kd.models.load import export_files
-from kd.setup.recipe import Recipe, resolve
+from kd.setup.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def export(
     """
     options = options or Options()
     folder, settings = opened_run(path)
-    recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
+    recipe = Recipe(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from kd.artifacts.memory import Memory
@@ -11,13 +10,12 @@ from kd.config.schema import Cache
 from kd.contracts import Backend
 from kd.engine.precompile import precompile
 from kd.jobs.check import check
-from kd.jobs.teach import merge_teachers, split_teachers, teacher_recipes
-from kd.jobs.train import labels_only
+from kd.jobs.teach import merge_teachers
 from kd.models.classifier import TeacherModel
 from kd.report.console import Console
 from kd.setup.build import build_run, distributed
-from kd.setup.data import Data, fixed_batch, open_data
-from kd.setup.recipe import Recipe, resolve
+from kd.setup.data import Data, open_data
+from kd.setup.recipe import Recipe
 from kd.setup.student import build_student
 from kd.setup.teacher import load_teacher
 
@@ -36,12 +34,11 @@ def compile_only(settings: Config) -> str:
     """
     views = replace(settings.data, views=settings.data.views or settings.teacher.cache.views)
     settings = replace(settings, data=views, teacher=replace(settings.teacher, cache=Cache()))
-    recipe, lines = resolve(settings), []
+    recipe, lines = Recipe(settings), []
     check(recipe)
-    baseline = [labels_only(settings, fixed_batch(recipe.data))] if recipe.run.baseline else []
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        for title, run, teacher in _runs(recipe, teacher_recipes(settings), baseline, data, backend):
+        for title, run, teacher in _runs(recipe, data, backend):
             built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
@@ -50,21 +47,20 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(
-    recipe: Recipe, fits: Mapping[str, Recipe], baseline: list[Recipe], data: Data, backend: Backend
-) -> list[tuple[str, Recipe, TeacherModel | None]]:
+def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
     section, models = recipe.teacher, []
-    if section.model:
-        if section.shard or section.pipeline:
-            backend.check_divided(section.pipeline)
-        classes, size = data.train.classes, recipe.data.image_size
-        for where, alone in split_teachers(section):
-            if where in fits:
-                models.append(build_student(fits[where].student, recipe.seed, classes, size, recipe.features))
-            else:
-                models.append(load_teacher(alone, classes, size, recipe.features, where=where))
+    if section.shard or section.pipeline:
+        backend.check_divided(section.pipeline)
+    classes, size = data.train.classes, recipe.data.image_size
+    fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
+    for where, alone in recipe.teachers.items():
+        if where in fits:
+            models.append(build_student(fits[where].student, recipe.seed, classes, size, recipe.features))
+        else:
+            models.append(load_teacher(alone, classes, size, recipe.features, where=where))
     teacher = merge_teachers(section, models) if models else None
+    baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [
         *((where, fit, None) for where, fit in fits.items()),
         (recipe.name, recipe, teacher),

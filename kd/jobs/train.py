@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from kd.config import Config
-from kd.config.schema import LossSection, SifterSection, TeacherSection
 from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
 from kd.jobs.check import check
-from kd.jobs.teach import obtain_teacher, teacher_recipes
-from kd.parts import default_options
+from kd.jobs.teach import obtain_teacher
 from kd.report.console import percent, table
 from kd.setup.build import distributed
 from kd.setup.data import open_data
-from kd.setup.recipe import Recipe, resolve
+from kd.setup.recipe import Recipe
 from kd.storage import write_text
 
 
@@ -25,39 +22,22 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    recipe = resolve(settings)
+    recipe = Recipe(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend)
         with open_run(recipe, backend.rank) as folder:
-            teacher = obtain_teacher(recipe, teacher_recipes(settings), data, backend)
+            teacher = obtain_teacher(recipe, data, backend)
             result = distill(recipe, data, backend, teacher, folder, recipe.name)
-            if recipe.run.baseline:
-                alone = labels_only(settings, result.batch_size)
+            if recipe.baseline is not None:
+                alone, title = Recipe(recipe.baseline, recipe.path / "labels_only"), f"{recipe.name} (labels only)"
                 with open_run(alone, backend.rank) as inner:
-                    baseline = distill(alone, data, backend, None, inner, f"{recipe.name} (labels only)")
+                    baseline = distill(alone, data, backend, None, inner, title, result.batch_size)
                 result = replace(result, baseline=baseline)
             result = replace(result, report=report(recipe.name, recipe.seed, result))
             if backend.rank == 0:
                 write_text(recipe.path / "report.md", result.report)
     return result
-
-
-def labels_only(settings: Config, batch_size: int) -> Recipe:
-    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only.
-
-    It lies inside the run's own folder.
-    """
-    run, views = settings.run, settings.data.views or settings.teacher.cache.views
-    alone = replace(
-        settings,
-        data=replace(settings.data, batch_size=batch_size, views=views),
-        run=replace(run, baseline=False),
-        teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
-        sifter=SifterSection(options=default_options("sifters", "none")),
-    )
-    return replace(resolve(alone), path=Path(run.folder) / run.name / "labels_only")
 
 
 def report(name: str, seed: int, result: Result) -> str:

@@ -170,12 +170,11 @@ def build_run(
     distillation.to(backend.device)
 
     visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
-    asked = (min(visits, kept * len(data.train) // backend.world_size) if kept else visits) * (
-        "teacher" in recipe.needs
-    )
-    report = choose_teacher(session, recipe.teacher, teacher, asked, chosen.teacher)
-    answering: Teacher = report.live if "teacher" in recipe.needs else NoTeacher()
-    if teacher is not None and kept and "teacher" in recipe.needs:
+    asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
+    reads = "teacher" in recipe.needs
+    report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
+    answering: Teacher = report.live if reads else NoTeacher()
+    if teacher is not None and kept and reads:
         answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)

@@ -12,7 +12,7 @@ from kd.config.schema import SifterSection
 from kd.contracts import Backend, Dataset, Sifter, Teacher
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
-from kd.errors import ConfigError, DataError
+from kd.errors import DataError
 from kd.setup.data import BatchSplit, evenly_spaced
 from kd.setup.recipe import Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
@@ -70,35 +70,13 @@ def choose_sifter(
         The sifter, the decision to record ("" where there was none to make), and a line for a person.
     """
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
-    require_score_size(session, distillation, made.score_size, teacher)
     if recorded == "none":
         return everything(context), recorded, ""
     if section.kind == "none" or section.gate == "off" or recorded:
         return made, recorded, ""
-    costs = measure(session, distillation, made.score_size, teacher, loader, asked)
+    costs = measure(session, distillation, teacher, loader, asked)
     pays, summary = saving(section.kind, made.cost(costs), costs)
     return (made, section.kind, summary) if pays else (everything(context), "none", summary)
-
-
-def require_score_size(session: Session, distillation: Distillation, size: int, teacher: Teacher) -> None:
-    """Require that the student can look at images of the size at which a sifter scores.
-
-    Raises:
-        ConfigError: its architecture takes one size only.
-    """
-    if not size:
-        return
-    try:
-        with Trial(distillation, teacher, session.backend, session.image_size, 1) as trial:
-            trial.score(size)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            "sifter.score_size",
-            f"is {size}, but the student cannot look at images of that size ({reason})",
-            "0, or a size that the architecture takes (a ViT needs student.args.dynamic_img_size=true)",
-            "Set sifter.score_size=0",
-        ) from error
 
 
 def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
@@ -125,14 +103,12 @@ def everything(context: SiftContext) -> Sifter:
     return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", context=context)
 
 
-def measure(
-    session: Session, distillation: Distillation, score_size: int, teacher: Teacher, loader: LocalLoader, asked: float
-) -> Costs:
+def measure(session: Session, distillation: Distillation, teacher: Teacher, loader: LocalLoader, asked: float) -> Costs:
     """Time the parts of a step on noise, and loading on a few images; all ranks take rank 0's numbers."""
     backend, size = session.backend, session.image_size
     count = trial_images(session.split.micro_batch, backend)
     with Trial(distillation, teacher, backend, size, count) as trial:
-        work = {"teacher": trial.ask, "forward": lambda: trial.score(score_size), "step": trial.step}
+        work = {"teacher": trial.ask, "forward": trial.score, "step": trial.step}
         table = fastest(work, backend, warm=True)[1]  # a compiled student meets new shapes here
     load = loading_ms(loader.dataset) / max(1, loader.workers)
     numbers = of_rank_0([*(table[name] / count for name in work), load], backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kd.config.schema import (
     BackendSection,
     Config,
     DataSection,
+    Intervals,
     LossSection,
     OptimizerSection,
     RunSection,
@@ -21,10 +22,11 @@ from kd.config.schema import (
 )
 from kd.config.validate import needs
 from kd.contracts import Backend
+from kd.parts import default_options
 from kd.setup.data import BatchSplit, Data
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Recipe:
     """The training of one student. Everything below the jobs takes this, or a part of it, and no configuration."""
 
@@ -37,6 +39,10 @@ class Recipe:
     views: int
     """How many views an image has; 0: a fresh one every epoch."""
     teacher: TeacherSection
+    teachers: Mapping[str, TeacherSection]
+    """Each teacher alone, by its config path; empty without a teacher."""
+    fits: Mapping[str, Config]
+    """The runs that fit the teachers that have no checkpoint, by the same path."""
     student: StudentSection
     losses: tuple[LossSection, ...]
     needs: frozenset[str]
@@ -44,10 +50,37 @@ class Recipe:
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
+    baseline: Config | None
+    """The run of the same student on the labels alone, where one is asked for."""
     yaml: str
     """The configuration, every key written out; the run folder keeps it."""
     keys: Mapping[str, Any]
     """The same as {"section.key": value}, to compare and to show."""
+
+    def __init__(self, config: Config, path: Path | None = None) -> None:
+        """Resolve a configuration.
+
+        Args:
+            config: of the run.
+            path: the run folder, where it is not `run.folder`/`run.name`.
+        """
+        run, teachers = config.run, split_teachers(config.teacher)
+        unfitted = [where for where, one in teachers.items() if one.fit.epochs and not one.checkpoint]
+        values = {
+            **{section.name: getattr(config, section.name) for section in fields(config)},
+            "name": run.name,
+            "path": path or Path(run.folder) / run.name,
+            "seed": run.seed,
+            "views": config.data.views or config.teacher.cache.views,
+            "teachers": teachers,
+            "fits": {where: teacher_fit(config, teachers[where]) for where in unfitted},
+            "needs": frozenset().union(*needs(config.losses)),
+            "baseline": labels_only(config) if run.baseline else None,
+            "yaml": configuration.dump(config),
+            "keys": flatten(configuration.to_dict(config)),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def features(self) -> bool:
@@ -55,24 +88,53 @@ class Recipe:
         return "pooled" in self.needs
 
 
-def resolve(config: Config) -> Recipe:
-    """Resolve a configuration."""
-    return Recipe(
-        name=config.run.name,
-        path=Path(config.run.folder) / config.run.name,
-        seed=config.run.seed,
-        run=config.run,
-        data=config.data,
-        views=config.data.views or config.teacher.cache.views,
-        teacher=config.teacher,
-        student=config.student,
-        losses=config.losses,
-        needs=frozenset().union(*needs(config.losses)),
-        sifter=config.sifter,
-        optimizer=config.optimizer,
+def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
+    """Return for each teacher, by its config path, a section in which it is the only one."""
+    found = {}
+    for i, one in enumerate([section, *section.also] if section.model else []):
+        where = f"teacher.also[{i - 1}]" if i else "teacher"
+        found[where] = replace(section, model=one.model, args=one.args, checkpoint=one.checkpoint, also=())
+    return found
+
+
+def teacher_fit(config: Config, section: TeacherSection) -> Config:
+    """Return the run that fits a teacher: the teacher as a student of the labels."""
+    fit = section.fit
+    ce = default_options("losses", "ce", label_smoothing=fit.label_smoothing)
+    return Config(
+        run=RunSection(
+            folder=fit.folder,
+            seed=config.run.seed,
+            epochs=fit.epochs,
+            steps=fit.steps,
+            every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
+            keep=1,
+        ),
+        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
+        data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
+        student=StudentSection(
+            model=section.model,
+            args=section.args,
+            init="pretrained" if section.pretrained else "scratch",
+            attention=section.attention,
+        ),
+        teacher=TeacherSection(options=default_options("teachers", "timm")),
+        losses=(LossSection(kind="ce", options=ce),),
+        sifter=SifterSection(options=default_options("sifters", "none")),
+        optimizer=OptimizerSection(lr=fit.lr, weight_decay=fit.weight_decay, warmup=fit.warmup),
         backend=config.backend,
-        yaml=configuration.dump(config),
-        keys=flatten(configuration.to_dict(config)),
+    )
+
+
+def labels_only(config: Config) -> Config:
+    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
+    return replace(
+        config,
+        data=replace(config.data, views=config.data.views or config.teacher.cache.views),
+        run=replace(config.run, baseline=False),
+        teacher=TeacherSection(options=default_options("teachers", "timm")),
+        losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
+        sifter=SifterSection(options=default_options("sifters", "none")),
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from kd.contracts import Backend, Teacher
 from kd.engine.criterion import Distillation
-from kd.engine.scoring import at_size, resized
 from kd.errors import KdError
 from kd.types import Batch, Outputs
 
@@ -90,15 +89,11 @@ class Trial:
         self.backend.end_step()
         return loss.detach()
 
-    def score(self, size: int = 0) -> torch.Tensor:
-        """Run the student's forward as a scoring pass does; return the losses [B].
-
-        Args:
-            size: side in pixels at which the student looks at the images; 0: as in training.
-        """
+    def score(self) -> torch.Tensor:
+        """Run the student's forward as a scoring pass does; return the losses [B]."""
         self._begin(training=False)
-        with torch.no_grad(), self.backend.autocast(), at_size(self.distillation.student, size):
-            loss = self.distillation(resized(self.batch, size), self.outputs)[1]["loss"]
+        with torch.no_grad(), self.backend.autocast():
+            loss = self.distillation(self.batch, self.outputs)[1]["loss"]
         self.backend.end_step()
         return loss
 

@@ -17,7 +17,6 @@ class Planned:
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
-    score_size = 0
 
     def __init__(self, context: SiftContext) -> None:
         self.context = context

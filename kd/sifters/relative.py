@@ -37,9 +37,6 @@ class Options:
     """What is compared. loss: the distillation loss; the teacher's answers are kept for the step. entropy: of the
     student's prediction alone, so that the teacher runs on kept images only (arXiv:2012.09413)."""
 
-    score_size: int = field(default=0, metadata={"low": 0})
-    """Side in pixels at which the student scores, for students that take any size. 0: as in training."""
-
 
 class Relative:
     """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.contracts.Sifter`.
@@ -54,7 +51,6 @@ class Relative:
 
     def __init__(self, options: Options, context: SiftContext) -> None:
         self.options, self.context = options, context
-        self.score_size = options.score_size
         self.window = LossWindow(options.loss_history_length)
         self.epoch = NOTHING
         self.counts: list[int] = []
@@ -125,7 +121,7 @@ class Relative:
         count = self.counts[number]
         if count == self.context.micro_batch:
             return group
-        losses_B, scored = score(group, self.options.score, self.score_size)
+        losses_B, scored = score(group, self.options.score)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
         picked = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]

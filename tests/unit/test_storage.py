@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -209,6 +210,16 @@ def test_a_lock_has_one_owner_and_ends_with_it(tmp_path):
     assert lock(tmp_path / ".lock", "run.name") is None
     first.close()
     assert lock(tmp_path / ".lock", "run.name") is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_not_another_owner(tmp_path, monkeypatch, number):
+    def without(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' lies on a file system without locks"):
+        lock(tmp_path / ".lock", "teacher.cache.path")
 
 
 def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):

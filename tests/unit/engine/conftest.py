@@ -13,8 +13,9 @@ from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.engine.run import Run
 from kd.report.console import Console
-from kd.setup.build import build_backend, build_run, needed_by
+from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
+from kd.setup.recipe import Recipe
 from kd.setup.teacher import load_teacher
 
 
@@ -30,13 +31,11 @@ def make(settings) -> Callable[..., Made]:
     def made(*overrides: str, folder: Path | None = None, logger: Any = None) -> Made:
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher = load_teacher(
-            chosen.teacher, data.train.classes, chosen.data.image_size, "pooled" in needed_by(chosen.losses)
-        )
+        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, Recipe(chosen).features)
         store = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
         if isinstance(store, RunDir):
             store.open(config.dump(chosen))
-        run = build_run(chosen, data, backend, teacher, store, logger or Console("", quiet=True)).run
+        run = build_run(Recipe(chosen), data, backend, teacher, store, logger or Console("", quiet=True)).run
         return Made(run, store)
 
     return made

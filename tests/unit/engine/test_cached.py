@@ -85,14 +85,15 @@ def test_a_cache_works_with_a_sifter(make, tmp_path):
     assert sum(taught(second)) == 0
 
 
-def test_verify_finds_what_is_wrong(settings, tmp_path, capsys):
+def test_verify_finds_what_is_wrong(settings, tmp_path, caplog):
+    caplog.set_level("INFO", "kd")
     overrides = ["data.augment.crop=0.5", *keys(tmp_path / "c")]
     chosen = config.load(settings, overrides)
     job.cache(chosen)
     assert job.cache(chosen, verify=True).difference < 1e-4
     again = job.cache(chosen)
     assert (again.computed, again.missing) == (0, 0)
-    assert "view 1: 0 of 36" in capsys.readouterr().out
+    assert "view 1: 0 of 36" in caplog.text
 
 
 def test_what_cannot_be_cached(make, settings, tmp_path):

@@ -40,7 +40,7 @@ def up_to(limit: int):
 def test_the_largest_power_of_two_that_is_executed(limit, most, expected):
     found = largest(up_to(limit), most, world())
     assert found.size == expected
-    assert f"{expected} fits" in found.told
+    assert f"{expected} fits" in found.summary
 
 
 def test_not_even_one_image():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from kd.engine.criterion import Criterion
-from kd.engine.loop import advance, due, grouped, train
+from kd.engine.loop import advance, due, train
 from kd.engine.run import RunLength
 from kd.errors import NonFiniteLoss
 from kd.losses import ce, kl
@@ -222,8 +223,23 @@ def test_views(views, expected):
     assert [RunLength(1, 0, 1, 1, views, 1, 0, 0).view(epoch) for epoch in range(5)] == expected
 
 
-def test_unfinished_groups_are_dropped():
-    assert list(grouped(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5]]
+def test_the_loop_marks_what_it_does(make):
+    """A listener sees every part of a step, in order; it changes no bit of the run."""
+    seen = []
+
+    @contextmanager
+    def span(name):
+        seen.append(name)
+        yield
+
+    overrides = ("run.steps=2", "run.every.log=1", "data.batch_size=8", "data.micro_batch=4")
+    heard, alone = make(*overrides), make(*overrides)
+    train(replace(heard.run, span=span))
+    train(alone.run)
+    micro = ["teacher", "forward", "backward"]
+    step = ["data", *micro, *micro, "optimizer"]
+    assert seen == [*step, *step, "evaluation", "checkpoint"]
+    assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
 
 
 # ------------------------------------------------------------------------------------------------------ resuming

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
-from torch.nn import functional as F
 
 from kd.engine.loop import train
 from kd.engine.scoring import Scoring
-from kd.errors import ConfigError
 
 RELATIVE = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=3")
 SIFTERS = {
@@ -18,7 +16,6 @@ SIFTERS = {
     "relative": (*RELATIVE, "sifter.beta_value=0.5"),
     "relative, in micros": (*RELATIVE, "data.micro_batch=4", "sifter.beta_value=2"),
     "relative, by entropy": (*RELATIVE, "sifter.score=entropy"),
-    "relative, scored small": (*RELATIVE, "sifter.score_size=8", "student.args.dynamic_img_size=true"),
     "relative, delayed in each epoch": (*RELATIVE, "sifter.repeat_delay_per_epoch=true", "sifter.sift_delay=1"),
 }
 
@@ -138,24 +135,3 @@ def test_scoring_leaves_the_student_as_it_was(make):
     assert torch.equal(draw, torch.rand(1))
     assert sifted.run.distillation.training
     assert same(before, sifted.run.distillation.state_dict())
-
-
-def test_a_small_look_is_the_student_on_small_images(make):
-    """Against the network itself on images that were resized beforehand."""
-    made = make(*RELATIVE, "sifter.score=entropy", "student.args.dynamic_img_size=true").run
-    batch = next(iter(made.loader.epoch(made.sifter.plan(0, 0.0), 0)))
-    found, scored = Scoring(made)([batch], "entropy", 8)
-    student = made.distillation.student
-    small = F.interpolate(batch.image.float(), size=(8, 8), mode="bilinear", antialias=True)
-    pixels = (small - 127.5) / 127.5  # this ViT's mean and deviation are 0.5
-    with torch.no_grad():
-        probability = student.network.eval()(pixels).double().softmax(1)
-    expected = -(probability * probability.log()).sum(1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-    assert scored[0].image.shape[-1] == 16  # what is trained on keeps its size
-    assert student.input_size == 16
-
-
-def test_a_student_of_one_size_cannot_look_small(make):
-    with pytest.raises(ConfigError, match=r"^sifter\.score_size: is 8, but the student .* cannot look at images"):
-        make(*RELATIVE, "sifter.score_size=8")

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kd.errors import ModelError
-from kd.models.load import Spec, digest, export_files, folder_classes, load
+from kd.models.classifier import digest
+from kd.models.load import Spec, export_files, folder_classes, load
 
 NAME = "vit_tiny_patch16_224"
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}

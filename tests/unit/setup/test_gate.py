@@ -11,6 +11,7 @@ from kd.report.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.gate import saving
+from kd.setup.recipe import Recipe
 from kd.setup.teacher import load_teacher
 from kd.sifters import history, random, relative
 from kd.sifters.none import Everything
@@ -81,7 +82,7 @@ def test_the_decision_is_pinned(settings, decided):
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
     teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
     pinned = {"sifter": decided} if decided else {}
-    built = build_run(chosen, data, backend, teacher, Memory(), Console("", quiet=True), pinned)
+    built = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True), pinned)
     run, facts = built.run, built.facts
     made = facts["choices"]["sifter"]
     assert made == (decided or made)
@@ -96,7 +97,7 @@ def test_measuring_leaves_the_student_as_it_was(settings):
         chosen = config.load(settings, [*norm, *extra])
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
         teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
-        runs.append(build_run(chosen, data, backend, teacher, Memory(), Console("", quiet=True)).run)
+        runs.append(build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True)).run)
     one, other = (run.distillation.state_dict() for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(parameter.grad is None for parameter in runs[1].distillation.parameters())

@@ -19,9 +19,10 @@ from kd.engine.loop import train
 from kd.errors import ConfigError, KdError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, Ensemble
 from kd.report.console import Console
-from kd.setup.build import build_backend, build_run, needed_by
-from kd.setup.data import open_sources
+from kd.setup.build import build_backend, build_run
+from kd.setup.data import open_sources, split_batch
 from kd.setup.modes import ExecutionMode, Workload, compare, require, worth_trying
+from kd.setup.recipe import Recipe, Session
 from kd.setup.teacher import choose_teacher, load_teacher, validation_images
 from kd.setup.trial import attempt, fastest, milliseconds
 
@@ -34,13 +35,13 @@ def built(settings, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
     def alone(chosen):
-        features = "pooled" in needed_by(chosen.losses)
+        features = Recipe(chosen).features
         return load_teacher(chosen.teacher, ("apple", "fig", "pear"), chosen.data.image_size, features)
 
     def make(*overrides, pinned=None, model=alone):
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        built = build_run(chosen, data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
+        built = build_run(Recipe(chosen), data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
         return built.run, built.facts, capsys.readouterr().out
 
     return make
@@ -221,9 +222,11 @@ def test_the_error_is_that_of_the_logits(built, settings):
     chosen = config.load(settings, ["teacher.precision=int8"])
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
     model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
-    images = validation_images(chosen, data.val)
+    images = validation_images(data)
     assert images.shape == (13, 3, 16, 16)
-    live, taught = choose_teacher(chosen, model, data.val, 8, backend, {})
+    session = Session(backend, data, split_batch(chosen.data, 1, len(data.train)))
+    taught = choose_teacher(session, chosen.teacher, model, 0, "")
+    live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
         reference = model.eval()(images).logits
@@ -236,7 +239,7 @@ def test_the_error_is_that_of_the_logits(built, settings):
 
 def test_several_teachers_are_as_many_graphs(built):
     def ensemble(settings):
-        alone = load_teacher(settings.teacher, ("apple", settings.data.image_size, "fig", "pear"), False)
+        alone = load_teacher(settings.teacher, ("apple", "fig", "pear"), settings.data.image_size)
         other = copy.deepcopy(alone)
         with torch.no_grad():
             other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
@@ -276,12 +279,15 @@ def test_without_a_compiler(written, tmp_path):
     script = (
         "import sys; from kd import config; from kd.errors import KdError\n"
         "from kd.artifacts.memory import Memory; from kd.report.console import Console\n"
+        "from kd.setup.build import build_backend, build_run; from kd.setup.data import open_sources\n"
+        "from kd.setup.recipe import Recipe; from kd.setup.teacher import load_teacher\n"
         "for mode in ('auto', 'on'):\n"
         "    c = config.load(sys.argv[1], [*sys.argv[2:], 'teacher.runtime=torch', 'teacher.compile=' + mode])\n"
         "    data, backend = open_sources(c.data), build_backend(c.backend)\n"
-        "    teacher = load_teacher(c.teacher, data.train.classes, c.data.image_size, False)\n"
+        "    teacher = load_teacher(c.teacher, data.train.classes, c.data.image_size)\n"
         "    try:\n"
-        "        print(build_run(c, data, backend, teacher, Memory(), Console(''))[1]['choices']['teacher'])\n"
+        "        built = build_run(Recipe(c), data, backend, teacher, Memory(), Console(''))\n"
+        "        print(built.facts['choices']['teacher'])\n"
         "    except KdError as error:\n"
         "        print(error.exit_code, error)\n"
     )
@@ -304,7 +310,7 @@ def test_without_a_compiler(written, tmp_path):
 def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     plain, _, _ = built()
     compiled, facts, out = built("teacher.compile=on", "student.compile=on")
-    assert facts["choices"] == {"teacher": "fp32+unfused+compiled", "student": "fp32+unfused+compiled"}
+    assert facts["choices"] == dict.fromkeys(("teacher", "student"), "fp32+unfused+compiled") | {"threads": "1"}
     assert "teacher: fp32+unfused+compiled; its logits differ from torch float32's by" in out
     first = curve(compiled)
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(first), rtol=1e-3, atol=1e-5)
