@@ -154,8 +154,11 @@ def quick(caplog, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.parametrize(("number", "lasting"), FAULTS, ids=IDS)
-@pytest.mark.parametrize("step", [1, 3, 5])
+# All faults where a checkpoint is the new best and others are removed; a kill and one error elsewhere.
+CASES = [(3, *fault) for fault in FAULTS] + [(step, number, False) for step in (1, 5) for number in (KILLED, errno.EIO)]
+
+
+@pytest.mark.parametrize(("step", "number", "lasting"), CASES)
 def test_a_checkpoint(tmp_path, step, number, lasting):
     """The first one, one that is the new best and removes the old best, and one that removes a worse one."""
     base = RunDir(tmp_path / "base", keep=1)
