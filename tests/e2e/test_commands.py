@@ -109,8 +109,9 @@ def test_an_export_scores_what_the_run_scored(written, command, tmp_path, photos
 def test_the_best_weights_are_exported(written, command, tmp_path, decay, prefix):
     assert command("train", written(optimizer={"ema": decay})).code == 0
     assert command("export", tmp_path / "runs" / "tiny").code == 0
-    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
-    tensors = load_file(checkpoints / (checkpoints / "best").read_text().strip() / "tensors.safetensors")
+    from kd.artifacts.run_dir import RunDir
+
+    tensors = RunDir(tmp_path / "runs" / "tiny").best()[1]
     exported = load_file(tmp_path / "runs" / "tiny" / "export" / "model.safetensors")
     assert exported
     assert all(torch.equal(tensors[prefix + name], tensor) for name, tensor in exported.items())
@@ -147,6 +148,32 @@ def test_the_resolved_config_is_an_input(written, command, tmp_path):
     assert command("train", stored, "run.name=copy").code == 0
     one, other = ((tmp_path / "runs" / name / weights).read_bytes() for name in ("tiny", "copy"))
     assert one == other
+
+
+@pytest.mark.parametrize("fit", [True, False], ids=["teacher", "student"])
+def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, monkeypatch, tmp_path, fit):
+    """Of the fit of a teacher every later start exited with 2; a student was the best it had been before, or none."""
+    from kd.artifacts import checkpoint
+
+    args = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+    section = {"epochs": 1, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
+    taught = {"model": "vit_tiny_patch16_224", "args": args, "fit": section, "min_accuracy": 0.0}
+    path = written(run={"epochs": 1}, **({"teacher": taught} if fit else {}))
+    write = checkpoint.write
+
+    def killed(*args, **options):
+        write(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write", killed)
+        assert command("train", path).code == 130
+    again = command("train", path)
+    assert again.code == 0, again
+    assert command("export", tmp_path / "runs" / "tiny").code == 0
+    rows = [json.loads(row) for row in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    exported = json.loads((tmp_path / "runs" / "tiny" / "export" / "kd.json").read_text())
+    assert exported["metrics"]["accuracy"] == max(row["accuracy"] for row in rows if row["kind"] == "val")
 
 
 def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
