@@ -231,7 +231,7 @@ def _distillation(
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
-    """Return what the manifest says of the live teacher besides its mode, where there is something to say."""
+    """Return facts about the live teacher for the manifest, besides its mode."""
     facts: dict[str, Any] = {"teacher_error": report.error} if report.error else {}
     held = backend.counters().get("teacher_mib")
     if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks

@@ -218,7 +218,7 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
     """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
 
     Args:
-        data: the splits; `data.store` says where their pixels are kept.
+        data: the splits; with `data.store`, where their pixels are kept.
         folder: below which a store on disk lies.
         backend: its ranks agree on whether there is room.
         fill: keep pixels. False: the same pixels, decoded each time.
@@ -241,7 +241,7 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
 def _require_room(
     data: Data, rules: tuple[Shrunk, Cropped], folder: Path, folders: list[Path], backend: Backend
 ) -> None:
-    """Require room for a store, as rank 0 finds it, and say what it takes."""
+    """Require room for a store, as rank 0 finds it, and log what it takes."""
     ram, ranks = data.section.store == "ram", backend.local_world_size
     numbers = [0.0, 0.0, 0.0]
     if backend.rank == 0:

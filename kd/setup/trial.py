@@ -192,7 +192,7 @@ def attempt(work: Work, backend: Backend) -> str:
 
 
 def in_short(error: Any) -> str:
-    """Return what an error says, short enough to stand inside a sentence."""
+    """Return the message of an error, short enough for one line."""
     if isinstance(error, KdError):
         return error.wrong
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
