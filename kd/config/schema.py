@@ -238,8 +238,8 @@ class StudentSection:
     """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
-    init: Literal["scratch", "pretrained", "teacher"] = "scratch"
-    """Where the weights start. teacher: selected from the larger model (arXiv:2311.18823)."""
+    init: Literal["scratch", "pretrained"] = "scratch"
+    """Where the weights start."""
     checkpoint: str = ""
     """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
     attention: Literal["auto", "fused", "unfused"] = "auto"

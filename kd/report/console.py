@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -114,11 +113,6 @@ def _validation_text(values: Mapping[str, float]) -> str:
 def percent(share: float) -> str:
     """Return 0.934 as `93.4 %`."""
     return f"{100 * share:.1f} %"
-
-
-def warn(text: str) -> None:
-    """Print a warning to stderr."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -17,8 +17,7 @@ from kd.data.loader import evaluation_plan
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
-from kd.models.classifier import TeacherModel, first
-from kd.models.load import select_weights
+from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
@@ -224,8 +223,6 @@ def _distillation(
 ) -> Distillation:
     """Build the student and what it minimizes as one module."""
     student = build_student(section, seed, data.train.classes, data.section.image_size, features)
-    if section.init == "teacher" and teacher is not None:
-        select_weights(student.network, first(teacher).network)
     dims = Dims(len(data.train.classes), student.num_features, teacher.num_features if teacher is not None else 0)
     return Distillation(student, build_criterion(losses, dims, seed))
 

@@ -15,8 +15,7 @@ from kd.config.schema import Augment, DataSection
 from kd.contracts import Backend, Source
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
-from kd.data.transforms import Evaluate, Train, build_policy
-from kd.data.views import Mixing, Views
+from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import cores, free_mib
 from kd.storage import hashed_folder

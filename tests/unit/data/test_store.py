@@ -22,8 +22,7 @@ from PIL import Image
 from kd import config
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
-from kd.data.transforms import Evaluate, Train, random_box
-from kd.data.views import Mixing, Views
+from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
 from kd.setup.build import build_backend
