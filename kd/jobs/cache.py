@@ -69,7 +69,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
 
     Raises:
         ConfigError: no teacher, or no views to cache.
-        ModelError: a verified record is not what the teacher says.
+        ModelError: a verified record differs from the teacher's logits.
         RunError: the cache cannot be written.
     """
     count = settings.teacher.cache.views
@@ -174,7 +174,7 @@ def _require(parts: _Parts, view: int, difference: float, largest: float) -> Non
         raise ModelError(
             "teacher.cache.path",
             f"'{parts.cache.store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the "
-            "teacher says now",
+            "teacher computes now",
             f"At most {parts.tolerance:g} of the largest logit ({largest:.3g})",
             "Remove the folder, or choose another teacher.cache.path",
         )

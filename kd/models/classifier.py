@@ -143,11 +143,6 @@ TeacherModel = Classifier | Ensemble
 """The models that a run can distill."""
 
 
-def first(model: TeacherModel) -> Classifier:
-    """Return the teacher that `teacher.model` names."""
-    return model.members[0] if isinstance(model, Ensemble) else model  # type: ignore[return-value]
-
-
 def digest(network: nn.Module) -> str:
     """Return a hash of the weights (names, shapes, dtypes, bits)."""
     sha = hashlib.sha256()

@@ -272,8 +272,7 @@ def open_cache(
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
     if backend.rank == 0 and not writable:
-        told = f"'{folder}' has another writer, or may not be written: it is read, the teacher answers what is missing"
-        log.info("teacher.cache: %s.", told)
+        log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):
