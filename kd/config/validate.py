@@ -36,8 +36,8 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _student(config.student, config.teacher, config.run.baseline)
     yield from _optimizer(config.optimizer)
+    yield from _divided(config.teacher)
     if config.teacher.model:
-        yield from _divided(config.teacher)
         yield from _several(config.teacher, features)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
@@ -46,10 +46,8 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
 
 def needs(losses: Sequence[LossSection]) -> list[frozenset[str]]:
     """Return what each loss needs: "teacher", "hard_labels", and names of features such as "pooled"."""
-    return [
-        parts.build("losses", term.kind, term.options, f"losses[{i}]", dims=Dims(2, 1, 1)).needs
-        for i, term in enumerate(losses)
-    ]
+    built = [parts.build("losses", term.kind, term.options, "losses", dims=Dims(2, 1, 1)) for term in losses]
+    return [getattr(term, "needs", frozenset()) for term in built]
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:

@@ -14,8 +14,9 @@ from kd.errors import PartNotFound
 PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
 CONTEXT = {
     "losses": ["options", "dims"],
-    "sifters": ["options", "population"],
+    "sifters": ["options", "context"],
     "datasets": ["options", "split", "classes"],
+    "teachers": ["options", "spec", "image_size", "features"],
     "backends": ["options", "precision", "timeout_seconds"],
 }
 

@@ -58,6 +58,7 @@ def test_what_it_depends_on_names_every_member():
     one, two, three = member(0), member(1), member(2)
     pair, other = Ensemble((one, two), (1.0, 1.0)), Ensemble((one, three), (1.0, 1.0))
     assert digest(pair.network) != digest(other.network)
-    assert pair.input_spec == other.input_spec
-    assert pair.input_spec != Ensemble((one, two), (1.0, 2.0)).input_spec
+    assert pair.identity() != other.identity()
+    assert pair.identity() != Ensemble((one, two), (1.0, 2.0)).identity()
+    assert pair.identity() == Ensemble((one, two), (2.0, 2.0)).identity()
     assert first(pair) is one

@@ -62,7 +62,7 @@ def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES
     plan = sifter.plan(number, 0.0)
     first = sifter.first(start)
     scores = Scores(plan, losses)
-    return list(sifter.stream(scores.loaded(sifter.population, first), scores, start))
+    return list(sifter.stream(scores.loaded(sifter.context, first), scores, start))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 9.0])
@@ -111,7 +111,7 @@ def test_a_resumed_epoch_goes_on_with_the_images_that_were_waiting(beta):
         before = made(beta)
         plan = before.plan(0, 0.0)
         scores = Scores(plan)
-        stream = before.stream(scores.loaded(before.population, 0), scores, 0)
+        stream = before.stream(scores.loaded(before.context, 0), scores, 0)
         for _ in range(2 * stop):
             next(stream)
         resumed = made(beta)
