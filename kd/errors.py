@@ -1,15 +1,15 @@
-"""What can go wrong, as one tree.
+"""The error tree.
 
-    KdError                 every error that a user can cause and repair; the CLI prints it without a traceback
+    KdError                 an error that a user can cause and fix; the CLI prints it without a traceback
     |-- ConfigError         a key or value of the configuration
     |   `-- ConfigErrors    several of them, reported at once
     |-- PartNotFound        no loss, sifter, dataset or backend of that name
     |-- MissingExtra        an optional package is not installed
     |-- DataError           a folder, an image or a label
     |-- ModelError          a model, its weights, its classes
-    |-- BackendError        the world of processes is not what the launcher promised
+    |-- BackendError        the processes or devices of a run are not as configured
     |-- RunError            the run folder, a checkpoint, the disk
-    `-- NonFiniteLoss       training diverged
+    `-- NonFiniteLoss       a loss is NaN or infinite
 
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 
 class KdError(Exception):
-    """Tell the user in one line what is wrong, what is allowed and what to do."""
+    """A user's error in one line: what is wrong, what is allowed, what to do."""
 
     exit_code = 2
 
@@ -31,7 +31,7 @@ class KdError(Exception):
         super().__init__(f"{where}: {' '.join(sentences)}")
 
     def __reduce__(self):
-        # Exceptions cross the process border of the data loader's workers; four fields must survive it.
+        # The data loader's workers pickle exceptions; the four fields must survive it.
         return type(self), (self.where, self.wrong, self.allowed, self.remedy)
 
 
@@ -45,7 +45,7 @@ class ConfigError(KdError):
 
 
 class ConfigErrors(ConfigError):
-    """Several configuration errors, one a line."""
+    """Several configuration errors, one per line."""
 
     def __init__(self, errors: Iterable[KdError]) -> None:
         self.errors = list(errors)
@@ -62,11 +62,11 @@ class PartNotFound(ConfigError):
 
 
 class MissingExtra(KdError):
-    """An optional package is not installed; the remedy names the extra that brings it."""
+    """An optional package is not installed; the remedy names the extra that installs it."""
 
 
 class DataError(KdError):
-    """A dataset cannot be used as it is."""
+    """A dataset, an image or a label cannot be used."""
 
 
 class ModelError(KdError):
@@ -74,7 +74,7 @@ class ModelError(KdError):
 
 
 class BackendError(KdError):
-    """The processes of this run do not form the world that the launcher promised."""
+    """The processes or devices of this run are not as the launcher or the configuration requires."""
 
 
 class RunError(KdError):

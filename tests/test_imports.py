@@ -40,7 +40,7 @@ MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),
     "accelerate": ("report/trackers.py", "setup/batch.py"),
-    "timm": ("models/", "sagemaker/handler.py", "data/transforms.py"),
+    "timm": ("models/", "sagemaker/handler.py", "data/views.py"),
     "omegaconf": ("config/load.py", "jobs/_folder.py"),
     "safetensors": ("models/", "artifacts/"),
     "boto3": ("sagemaker/",),

@@ -31,5 +31,5 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     total = 0
     for name, tensor in sorted(tensors.items()):
         total = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), total)
-        total = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), total)
+        total = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
     return total

@@ -110,10 +110,9 @@ def distill(
         if names:
             folder.record(unreadable=names)
             console.info(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
-    rows = folder.metrics("val") if backend.rank == 0 else []
     return Result(
         folder=folder.path,
-        metrics=max(rows, key=lambda row: row["accuracy"]) if rows else {},
+        metrics=folder.best_row() if backend.rank == 0 else {},
         parameters=count_parameters(run.distillation.student),
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(teacher) if teacher is not None else 0,

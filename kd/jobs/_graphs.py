@@ -155,6 +155,4 @@ def _origin(recipe: Recipe, student: Classifier) -> str:
     if section.init == "pretrained":
         known = getattr(student.network, "pretrained_cfg", None) or {}
         return f"started from timm's pretrained `{section.model}`, licence: {known.get('license', 'not recorded')}"
-    if section.init == "teacher":
-        return "started from layers of the teacher: the teacher's licence may apply"
     return "trained from random initial weights"

@@ -65,7 +65,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
 
     Raises:
         ConfigError: no teacher, or no views to cache.
-        ModelError: a verified record is not what the teacher says.
+        ModelError: a verified record differs from the teacher's logits.
         RunError: the cache cannot be written.
     """
     count = settings.teacher.cache.views

@@ -45,7 +45,7 @@ def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> TeacherModel
         return None
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
-    on_meta = section.shard and backend.rank != 0 and recipe.student.init != "teacher"
+    on_meta = section.shard and backend.rank != 0
     models, classes, size = [], data.train.classes, recipe.data.image_size
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""

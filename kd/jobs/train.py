@@ -17,7 +17,7 @@ from kd.storage import write_text
 
 
 def train(settings: Config) -> Result:
-    """Run a configuration: fit the teacher if needed, distil, train the baseline if asked, write the report.
+    """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
     Raises:
         KdError: anything that the user can repair, in one line.

@@ -1,7 +1,7 @@
-"""Other forms of a frozen forward: an exported graph that onnxruntime or OpenVINO runs on the CPU, int8 and float8.
+"""Other ways to run a frozen model: an exported graph in onnxruntime or OpenVINO on the CPU, int8, float8.
 
-int8 and float8 in torch go through torchao. They are never chosen unasked, since they change the answers. On a GPU they
-were not run yet. On a CPU int8 in torch was 15 times slower than float32; onnxruntime's int8 is the fast one there.
+int8 and float8 in torch use torchao. `auto` never chooses them, since they change the outputs. They were not run on a
+GPU yet. On a CPU, torch's int8 was 15 times slower than float32; use onnxruntime's int8 there.
 
 Shape legend: B images of a batch, C classes, S pixels a side.
 """
@@ -24,29 +24,29 @@ from kd.models.onnx import export_program, onnx_runner, openvino_runner, quiet, 
 from kd.types import Outputs
 
 FP8_CAPABILITY = (8, 9)
-"""The first NVIDIA generation (Ada) with float8 products."""
+"""Compute capability of the first NVIDIA GPUs (Ada) with float8 matrix products."""
 
 
 class Exported(nn.Module):
-    """A classifier as a graph: uint8 [B, 3, S, S] on the CPU in, logits [B, C] out; no features, no gradients.
+    """A classifier as an exported graph, from uint8 [B, 3, S, S] on the CPU to logits [B, C]; no features or gradients.
 
-    It holds no torch weights. The graph stays in memory, and with it nothing is left on the disk: a session has a fixed
-    number of threads and another one is made when torch's changes, as the probes of a run do, in turns of two.
+    It has no torch weights and no files: the graph stays in memory. A session has a fixed number of threads, so another
+    one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
     """
 
     def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
-        """Export a classifier; takes seconds.
+        """Export a classifier, which takes seconds.
 
         Args:
             model: in eval mode, float32, on the CPU, without features.
             size: S.
             runtime: "onnxruntime" or "openvino".
-            int8: quantize the weights of its matrix products, and their inputs as they come.
+            int8: quantize the weights of matrix products, and their inputs dynamically.
 
         Raises:
             MissingExtra: a package is not installed.
-            ModelError: the network cannot be expressed as a graph. A runtime may still refuse the graph when it first
-                runs, in an error of its own.
+            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
+                with its own error.
         """
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, int8)
@@ -63,11 +63,11 @@ class Exported(nn.Module):
     def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
         if self.runtime == "openvino":
             return openvino_runner(self.graph, threads)
-        return onnx_runner(self.graph, threads, spin=False)  # between two calls torch's threads want the cores
+        return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
 
 
 def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
-    """Return an ONNX file of a classifier; what is written on the way is removed."""
+    """Return the bytes of a classifier's ONNX file; temporary files are removed."""
     with tempfile.TemporaryDirectory(prefix="kd-") as folder:
         path = Path(folder) / "model.onnx"
         write_onnx(export_program(model, size), path)
@@ -80,15 +80,15 @@ def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
 def quantize(model: nn.Module, precision: str) -> nn.Module:
     """Quantize the linear layers of a frozen classifier's network, in place, and return it.
 
-    Weights get one scale an output channel, inputs are quantized as they come.
+    Weights have one scale per output channel. Inputs are quantized dynamically.
 
     Args:
-        model: with a `network`, on its device.
+        model: has a `network`, which is on its device.
         precision: "int8" or "fp8".
 
     Raises:
         MissingExtra: torchao is not installed.
-        BackendError: the device has no float8.
+        BackendError: the device does not support float8.
     """
     network: Any = model.network
     if precision == "fp8":
@@ -104,22 +104,22 @@ def packaged() -> Any:
     """Import torchao's quantization.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: torchao is not installed.
     """
     try:
         return importlib.import_module("torchao.quantization")
     except ImportError as error:
         remedy = "pip install 'kd[quantize]', or set teacher.precision=auto"
         raise MissingExtra(
-            "teacher.precision", "torch quantizes by torchao, which is not installed", "", remedy
+            "teacher.precision", "torch quantizes with torchao, which is not installed", "", remedy
         ) from error
 
 
 def require_fp8(device: torch.device) -> None:
-    """Require a device that multiplies in float8.
+    """Require a device with float8 matrix products.
 
     Raises:
-        BackendError: it does not; the device is named.
+        BackendError: the device has none; the message names it.
     """
     name, capability = str(device), (0, 0)
     if device.type == "cuda":
@@ -129,6 +129,6 @@ def require_fp8(device: torch.device) -> None:
         raise BackendError(
             "teacher.precision",
             f"is fp8, which the device '{name}'{found} does not have",
-            "float8 goes with NVIDIA GPUs of compute capability 8.9 or above",
+            "float8 needs an NVIDIA GPU of compute capability 8.9 or above",
             "Set teacher.precision=auto",
         )

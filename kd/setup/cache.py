@@ -105,8 +105,7 @@ def open_cache(
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
     if backend.rank == 0 and not writable:
-        told = f"'{folder}' has another writer, or may not be written: it is read, the teacher answers what is missing"
-        log.info("teacher.cache: %s.", told)
+        log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):
@@ -160,8 +159,8 @@ def require_close(store: Store, view: int, difference: float, largest: float, to
     if not difference <= tolerance * max(1.0, largest):
         raise ModelError(
             "teacher.cache.path",
-            f"'{store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the teacher answers "
-            "now",
+            f"'{store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the teacher "
+            "computes now",
             f"At most {tolerance:g} of the largest logit ({largest:.3g})",
             "Remove the folder, or choose another teacher.cache.path",
         )

@@ -1,4 +1,4 @@
-"""Visit a fresh random subset each epoch: the baseline that every cleverer sifter must beat at equal keep."""
+"""Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Options:
 class Random(Planned):
     """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
 
-    With distillation a strong baseline: arXiv:2403.07854 finds it no worse than cleverer pruning.
+    A strong baseline for distillation: arXiv:2403.07854 finds it no worse than other pruning methods.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:

@@ -1,4 +1,4 @@
-"""`SiftingDataloader` in a plain loop: what it gives, what it leaves alone, how it goes on."""
+"""`SiftingDataloader` in a plain loop: its batches, its side effects, resuming, metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(beta: float = 1.0, delay: int = 0, repeat: bool = False, length: int 
 
 
 class OwnLoss(Loss):
-    """A sample's loss is its first number: the loader's choices can be told by hand."""
+    """A sample's loss is its first number, so that the expected choices can be computed by hand."""
 
     def __init__(self, shape: str = "flat"):
         self.shape, self.sizes = shape, []
@@ -78,7 +78,7 @@ def test_batches_are_full_and_what_is_left_goes_into_the_next_epoch(beta, pick):
         assert trained + waiting == int(600 / (1 + beta) + 1e-9)
     trained_ids = [id for epoch in given for ids in epoch for id in ids]
     counts = torch.bincount(torch.tensor(trained_ids), minlength=100)
-    assert counts.max() <= 6  # nobody twice in an epoch
+    assert counts.max() <= 6  # no sample twice in an epoch
     assert counts[:50].sum() < counts[50:].sum()  # the higher half of the losses
 
 
@@ -128,7 +128,7 @@ def test_a_short_last_batch_of_the_delay_is_given_as_it_is():
 
 
 class Noisy(nn.Module):
-    """Everything that a forward pass can leave behind: batch norm's statistics, dropout's draws, modes."""
+    """All side effects that a forward pass can have: batch norm's statistics, dropout's draws, modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_column_of_losses_is_understood():
 
 def test_a_loss_need_not_derive_from_ours_and_may_hide_itself():
     class Documented:
-        """As in Amazon's examples: no base class, and the attribute has the method's name."""
+        """As in Amazon's examples: no base class, and an attribute with the method's name."""
 
         def __init__(self):
             self.loss = nn.MSELoss(reduction="none")
@@ -268,9 +268,7 @@ def test_a_transform_must_give_a_sifting_batch():
         def transform(self, batch):
             return batch
 
-    with pytest.raises(
-        UnsupportedDataFormatException, match=r"transform\(\) returned a list. It must return a Sifting"
-    ):
+    with pytest.raises(UnsupportedDataFormatException, match=r"transform\(\) returned a list.*SiftingBatch"):
         next(iter(sifting(batch_transforms=Wrong())))
 
 
@@ -305,7 +303,7 @@ def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last
     promised = loader.epoch_lengths(5)
     for epoch in range(5):
         if not repeat and loader.steps < delay:
-            with pytest.raises(TypeError, match="no length before sift_delay is over"):
+            with pytest.raises(TypeError, match="no length before sift_delay"):
                 len(loader)
         else:
             assert len(loader) == promised[epoch]
@@ -326,7 +324,7 @@ def test_a_dataset_smaller_than_a_batch():
 
 def test_an_epoch_without_a_batch_is_reported(caplog):
     assert ids_of(sifting(beta=10.0)) == []
-    assert "an epoch of 8 batches gave no full batch of 8 kept samples; 5 wait" in caplog.text
+    assert "no full batch of 8 kept samples; 5" in caplog.text
 
 
 def test_lengths_that_are_not_known():
@@ -341,7 +339,7 @@ def test_lengths_that_are_not_known():
 
 
 def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None, delay: int = 2):
-    """A loop with live weights, dropout and a shuffled loader; return what it saw and its state after `steps`."""
+    """A loop with trained weights, dropout and a shuffled loader; return its samples and its state after `steps`."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -468,7 +466,7 @@ def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, cap
     assert loader.metrics["predicted_saving"] == loader.meter.saving
     judged = [record for record in caplog.records if "of the time is saved" in record.message]
     assert [record.levelname for record in judged] == ["INFO" if saves else "WARNING"]
-    assert judged[0].message.startswith("sifting saves nothing here") != saves
+    assert ("saves nothing" in judged[0].message) != saves
     assert "50.0% are kept" in judged[0].message
 
 

@@ -1,4 +1,4 @@
-"""The core of relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
+"""Relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def naive(history: list[float], batch: list[float], place: list[float]) -> list[float]:
-    """The definition, one loss after the other."""
+    """The definition, for one loss at a time."""
     pool = history + batch
     ranks = []
     for loss, at in zip(batch, place, strict=True):
@@ -73,7 +73,7 @@ def test_the_first_losses_of_a_run_are_calibrated_too(batch):
 
 
 def test_a_strict_percentile_would_starve_constant_losses():
-    """What the jitter repairs: counting only smaller losses gives every one of them probability 0."""
+    """Without random ties, counting only smaller losses gives each of them probability 0."""
     window = LossWindow(20)
     window.push(torch.ones(20))
     assert window.percentile(torch.ones(4), torch.zeros(4)).tolist() == [0.0] * 4
