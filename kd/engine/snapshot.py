@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kd.engine.agreement import agree, checksum
 from kd.engine.run import Run
-from kd.errors import NonFiniteLoss
+from kd.errors import NonFiniteLoss, RunError
 from kd.types import State
 
 # The same command would resume from the last checkpoint and diverge in the same step again.
@@ -63,8 +64,22 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
+    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State().
+
+    Raises:
+        RunError: the ranks do not find the same checkpoint; on all ranks.
+    """
     found = run.store.restore()
+    step = found[0].step if found is not None else 0
+    content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
+    if not agree(run.backend, content):
+        raise RunError(
+            "run.folder",
+            f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds "
+            + (f"one of step {step}" if found is not None else "none"),
+            "All ranks resume from one run folder",
+            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
+        )
     if found is None:
         return State()
     state, tensors, info = found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Source
+from kd.engine.agreement import agree
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
-from kd.errors import DataError, ModelError
+from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
 from kd.models.classifier import Ensemble, TeacherModel, digest
@@ -67,7 +69,9 @@ def distill(
         title: what a person sees.
         batch_size: where `data.batch_size` is auto and another run has found it.
     """
+    backend.barrier()  # rank 0 has opened the folder
     known = folder.manifest()
+    require_same_folder(backend, known)
     names = recipe.run.trackers if backend.rank == 0 else ()
     trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
@@ -115,6 +119,23 @@ def distill(
         sifting=sifting,
         batch_size=run.length.batch_size,
     )
+
+
+def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
+    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others.
+
+    Raises:
+        RunError: they do not; on all ranks.
+    """
+    choices = known.get("choices", {})
+    if not agree(backend, json.dumps(choices, sort_keys=True)):
+        found = "finds those of an earlier start" if choices else "finds none"
+        raise RunError(
+            "run.folder",
+            f"the ranks do not read the same manifest.json; rank {backend.rank} {found}",
+            "All ranks of a run share one run folder",
+            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
+        )
 
 
 def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:

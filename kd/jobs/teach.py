@@ -59,6 +59,19 @@ def merge_teachers(section: TeacherSection, models: Sequence[Classifier]) -> Tea
     return models[0] if len(models) == 1 else Ensemble(models, weights)
 
 
+def fit_key(fit: Recipe, fingerprint: str) -> str:
+    """Return a hash of everything that the weights of a fitted teacher depend on.
+
+    Args:
+        fit: the teacher as a student of the labels.
+        fingerprint: of the data.
+    """
+    # How often it is evaluated decides which weights are the best ones, and those are kept.
+    counts = {key: value for key, value in fit.keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}
+    content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
 def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     """Fit a teacher on the labels and keep its best epoch; one fitted before from the same content is reused.
 
@@ -70,8 +83,7 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     Returns:
         An export folder, named by a hash of everything that the weights depend on.
     """
-    values = [value for key, value in sorted(Recipe(plan).keys.items()) if not key.startswith(FREE)]
-    key = hashlib.sha256((json.dumps(values, default=str) + data.fingerprint).encode()).hexdigest()[:12]
+    key = fit_key(Recipe(plan), data.fingerprint)
     name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
     recipe = Recipe(replace(plan, run=replace(plan.run, name=name)))
     target = recipe.path / "export"

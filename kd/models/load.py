@@ -48,6 +48,8 @@ def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
     source = _source(spec)
     weights = _weights(spec)
     pretrained = spec.pretrained and weights is None
+    if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
+        _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
     network = _create(spec, source, pretrained, image_size)
     if spec.exact_head and pretrained:
         _check_pretrained_head(spec, network)
@@ -84,6 +86,21 @@ def _source(spec: Spec) -> str:
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
+
+
+def _require_safetensors(spec: Spec, folder: Path) -> None:
+    """Refuse a folder whose weights are not safetensors: other formats are pickles, and loading one may run its code.
+
+    Raises:
+        ModelError: there is no model.safetensors.
+    """
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError(
+            f"{spec.where}.model",
+            f"no model.safetensors in '{folder}'",
+            "Weights as safetensors; other formats may run code when they are loaded",
+            "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)",
+        )
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
+from kd.setup.cache import open_cache
 from kd.setup.data import BatchSplit, Data, loaders, split_batch, views
 from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student
-from kd.setup.teacher import TeacherReport, choose_teacher, open_cache
+from kd.setup.teacher import TeacherReport, choose_teacher
 from kd.types import Dims
 
 
