@@ -143,9 +143,9 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
-            made = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
-            self._optimizer = made.optim
-            return made
+            optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+            self._optimizer = optimizer.optim
+            return optimizer
         self._optimizer = cls(groups, **options)
         return self._optimizer
 

@@ -157,13 +157,13 @@ class XLA:
         """
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
-            made = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = made.base_optimizer
+            optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
+            inner = optimizer.base_optimizer
         else:
-            made = inner = cls(groups, **options)
+            optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
         self._optimizer = inner
-        return made
+        return optimizer
 
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
         """Reduce, clip, step and set gradients to None."""

@@ -112,10 +112,10 @@ def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:
 def sheet(groups: Sequence[Sequence[Image.Image]], side: int = 64, columns: int = 12) -> Image.Image:
     """Arrange images in rows, one group below the other with a margin between."""
     heights = [-(-len(group) // columns) * side for group in groups]
-    made = Image.new("RGB", (columns * side, sum(heights) + MARGIN * (len(groups) - 1)), "white")
+    canvas = Image.new("RGB", (columns * side, sum(heights) + MARGIN * (len(groups) - 1)), "white")
     top = 0
     for group, height in zip(groups, heights, strict=True):
         for i, image in enumerate(group):
-            made.paste(image.resize((side, side)), (i % columns * side, top + i // columns * side))
+            canvas.paste(image.resize((side, side)), (i % columns * side, top + i // columns * side))
         top += height + MARGIN
-    return made
+    return canvas

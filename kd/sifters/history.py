@@ -29,9 +29,9 @@ class Options:
     floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
     """Lowest probability of keeping an easy image; so its weight, 1/probability, is at most 1/floor."""
     warmup: int = field(default=1, metadata={"low": 1})
-    """First epochs that visit everything."""
+    """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run in which epochs visit everything."""
+    """Last share of the run, in which epochs visit all images."""
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for this many epochs is visited, whatever its loss."""
     reweight: bool = False
@@ -82,12 +82,12 @@ class History(Planned):
             self.epoch = epoch
         options = self.options
         if sees_everything(epoch, progress, options.warmup, options.anneal):
-            made = everything(self.context, epoch)
+            plan = everything(self.context, epoch)
         else:
-            made = shuffled(self.context, epoch, *self._sifted(epoch))
+            plan = shuffled(self.context, epoch, *self._sifted(epoch))
         if new:
-            self.visits_N[made.ids] += 1
-        return made
+            self.visits_N[plan.ids] += 1
+        return plan
 
     def _sifted(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the ids [K] and weights [K] of a sifted epoch."""

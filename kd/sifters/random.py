@@ -17,9 +17,9 @@ class Options:
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits."""
     warmup: int = field(default=1, metadata={"low": 0})
-    """First epochs that visit everything."""
+    """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run in which epochs visit everything."""
+    """Last share of the run, in which epochs visit all images."""
 
 
 class Random(Planned):
@@ -33,7 +33,7 @@ class Random(Planned):
         self.options, self.keep = options, options.keep
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return `keep` of all images, or everything in the first and last epochs."""
+        """Return the share `keep` of all images, or all of them in the first and last epochs."""
         if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
             return everything(self.context, epoch)
         count = count_kept(self.context, self.options.keep)

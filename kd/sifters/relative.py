@@ -63,8 +63,8 @@ class Relative:
         if epoch != self.epoch:
             self.epoch, self.decided = epoch, {}
             self.counts = self._counts(epoch)
-        made = everything(self.context, epoch)
-        return Plan(made.ids, made.weights, steps=sum(self.counts) // self.context.micro_batch)
+        plan = everything(self.context, epoch)
+        return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
 
     def _counts(self, epoch: int) -> list[int]:
         candidates = self.context.num_images // self.context.batch_size

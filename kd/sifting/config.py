@@ -25,7 +25,7 @@ class LossImplementationNotProvidedException(KdError):
 
 
 _REQUIRED: Any = object()
-"""Marks a required key, so that a missing one raises our exception for keyword arguments and dicts alike."""
+"""Marks a required key, so that a missing one raises our exception both for keyword arguments and for dicts."""
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,10 @@ class SiftingDataloader:
             self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
             self.meter.log(len(batch), time.perf_counter() - start)
             with self.meter.timed("reverse_transform"):
-                given = self.transform.reverse_transform(batch)
+                converted = self.transform.reverse_transform(batch)
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device, pilot)
-            yield given
+            yield converted
             if pilot:
                 self.meter.trained(now(device, True) - start, len(batch), self.keep)
         if not self.steps_in_epoch:
@@ -229,18 +229,18 @@ class SiftingDataloader:
         size = self.size or min(size, samples)
         base, lengths = self.sift_config.base, []
         under_way = 0 < self.position <= batches
-        position, given = (self.position, self.steps_in_epoch) if under_way else (0, 0)
+        position, yielded = (self.position, self.steps_in_epoch) if under_way else (0, 0)
         steps, seen, pending = self.steps, self.seen, len(self.pending)
         for _ in range(epochs):
-            delay = base.sift_delay - (given if base.repeat_delay_per_epoch else steps)
+            delay = base.sift_delay - (yielded if base.repeat_delay_per_epoch else steps)
             flushed, pending = divmod(pending, size)
             passed = min(batches - position, max(0, delay - flushed))
             rest = max(0, samples - (position + passed) * size)
             kept = quota(seen, rest, float(self.sift_config.beta_value))
             full, pending = divmod(pending + kept, size)
-            lengths.append(given + flushed + passed + full)
+            lengths.append(yielded + flushed + passed + full)
             steps, seen = steps + flushed + passed + full, seen + rest
-            position = given = 0
+            position = yielded = 0
         return lengths
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,14 +97,14 @@ def test_samples_are_joined_in_every_format(name):
         (torch.eye(4), "batch_format_index"),
     ],
 )
-def test_other_formats_are_refused_with_the_documented_words(batch, message):
+def test_other_formats_are_refused_with_the_documented_error(batch, message):
     with pytest.raises(UnsupportedDataFormatException) as caught:
         DefaultTransform(4, None, alone=False).transform(batch)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_shorter_batch_later_on_is_understood():
+def test_a_later_batch_may_be_shorter():
     transform = DefaultTransform(4, None, alone=False)
     transform.transform([X, Y])
     last = transform.transform([X[:2], Y[:2]])
@@ -113,7 +113,7 @@ def test_a_shorter_batch_later_on_is_understood():
 
 
 @pytest.mark.parametrize(("expected", "alone"), [(None, False), (32, True)])
-def test_a_loader_that_does_not_say_its_batch_size(expected, alone):
+def test_a_loader_without_a_known_batch_size(expected, alone):
     assert len(DefaultTransform(expected, None, alone).transform([X, Y])) == 4
     assert len(DefaultTransform(expected, None, alone).transform({"x": X, "k": 1})) == 4
 

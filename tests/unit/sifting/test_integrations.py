@@ -109,7 +109,7 @@ def test_the_hugging_face_trainer_with_max_steps(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_hugging_face_trainer_without_either_says_what_it_needs(tmp_path):
+def test_the_hugging_face_trainer_requires_max_steps_or_epochs(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=2)
     enable_sifting(trainer, config(0), loss=DictLoss())
     with pytest.raises(ValueError, match="max_steps"):
@@ -202,7 +202,7 @@ def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
     assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
 
 
-def test_the_recorder_without_lightning_says_what_it_needs(monkeypatch):
+def test_the_recorder_requires_lightning(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match="Lightning is not installed"):

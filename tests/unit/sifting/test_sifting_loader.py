@@ -64,7 +64,7 @@ def ids_of(loader) -> list[list[int]]:
 
 @pytest.mark.parametrize("pick", ["fixed", "bernoulli"])
 @pytest.mark.parametrize("beta", [0.1, 1.0, 3.0, 10.0])
-def test_batches_are_full_and_what_is_left_goes_into_the_next_epoch(beta, pick):
+def test_batches_are_full_and_the_remainder_goes_into_the_next_epoch(beta, pick):
     torch.manual_seed(0)
     loader = sifting(DataLoader(data(100), batch_size=8, shuffle=True), beta, pick=pick)
     given = [ids_of(loader) for _ in range(6)]
@@ -82,7 +82,7 @@ def test_batches_are_full_and_what_is_left_goes_into_the_next_epoch(beta, pick):
     assert counts[:50].sum() < counts[50:].sum()  # the higher half of the losses
 
 
-def test_bernoulli_draws_are_by_the_sample():
+def test_bernoulli_draws_each_sample_independently():
     order = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0))
     given = [len(ids_of(sifting(order, pick="bernoulli", seed=seed))) for seed in range(30)]
     assert len(set(given)) > 1
@@ -100,7 +100,7 @@ def test_samples_stay_whole():
         assert torch.equal(x[:, 0], ids.float() / 64)
 
 
-def test_the_delay_gives_everything_and_scores_nothing():
+def test_the_delay_yields_all_samples_unscored():
     loss = OwnLoss()
     loader = sifting(loss=loss, delay=11)
     plain = ids_of(DataLoader(data(), batch_size=8))
@@ -123,7 +123,7 @@ def test_the_delay_of_each_epoch():
         assert len(loss.sizes) == 2 * (epoch + 1)
 
 
-def test_a_short_last_batch_of_the_delay_is_given_as_it_is():
+def test_a_short_last_batch_of_the_delay_is_unchanged():
     assert [len(ids) for ids in ids_of(sifting(DataLoader(data(20), batch_size=8), delay=99))] == [8, 8, 4]
 
 
@@ -147,7 +147,7 @@ class Random(Loss):
         return model(original_batch[0]) + torch.rand(len(original_batch[1]))
 
 
-def test_scoring_leaves_no_trace():
+def test_scoring_has_no_side_effects():
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -165,7 +165,7 @@ def test_scoring_leaves_no_trace():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_modes_come_back_after_an_error_too():
+def test_the_modes_are_restored_after_an_error_too():
     model = Noisy()
 
     class Broken(Loss):
@@ -186,7 +186,7 @@ def test_weights_get_their_gradients_inside_an_outer_autocast():
     assert model.weight.grad is not None
 
 
-def test_the_live_model_decides():
+def test_the_current_weights_decide():
     model = nn.Linear(2, 1, bias=False)
 
     class Live(Loss):
@@ -207,16 +207,16 @@ def test_the_live_model_decides():
 
 
 @pytest.mark.parametrize("shape", ["mean", "float"])
-def test_a_loss_that_is_no_loss_a_sample_is_refused(shape):
+def test_a_loss_without_one_value_per_sample_is_refused(shape):
     with pytest.raises(LossImplementationNotProvidedException, match='Use reduction="none"'):
         next(iter(sifting(loss=OwnLoss(shape))))
 
 
-def test_a_column_of_losses_is_understood():
+def test_a_column_of_losses_is_accepted():
     assert ids_of(sifting(loss=OwnLoss("column"))) == ids_of(sifting())
 
 
-def test_a_loss_need_not_derive_from_ours_and_may_hide_itself():
+def test_a_loss_need_not_derive_from_loss_and_may_be_hidden_by_an_attribute():
     class Documented:
         """As in Amazon's examples: no base class, and an attribute with the method's name."""
 
@@ -373,7 +373,7 @@ def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None
 @pytest.mark.parametrize("transform", [None, Tensors, Lists])
 @pytest.mark.parametrize("pick", ["fixed", "bernoulli"])
 @pytest.mark.parametrize("steps", [1, 4, 5, 9])
-def test_a_run_goes_on_to_the_bit(steps, pick, transform, tmp_path):
+def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     make = transform or (lambda: None)
     whole, saved = train(steps, None, 4, pick, make())
     assert len(whole) > steps + 4
@@ -383,7 +383,7 @@ def test_a_run_goes_on_to_the_bit(steps, pick, transform, tmp_path):
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
 
 
-def test_a_state_between_two_epochs_begins_an_epoch():
+def test_a_state_between_two_epochs_starts_an_epoch():
     loader = sifting()
     first = ids_of(loader)
     again = sifting()
@@ -393,7 +393,7 @@ def test_a_state_between_two_epochs_begins_an_epoch():
     assert again.metrics["num_orig_samples_seen"] == 128
 
 
-def test_a_broken_off_epoch_keeps_what_waits():
+def test_an_aborted_epoch_keeps_the_pending_samples():
     loader = sifting(beta=0.25)  # 6 or 7 of 8 are kept
     next(iter(loader))
     waiting = len(loader.pending)
@@ -434,7 +434,7 @@ def test_the_metrics_have_the_documented_names(caplog):
     assert loader.metrics["relevance_values_kept"] == pytest.approx([i / 64 for i in given[-1][-4:]])
 
 
-def test_relevance_values_are_not_copied_unless_asked_for():
+def test_relevance_values_are_copied_only_with_log_batch_data():
     loader = sifting()
     ids_of(loader)
     assert not any(name.startswith("relevance") for name in loader.metrics)
