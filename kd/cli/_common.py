@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from kd.errors import KdError
+from kd.references import redact
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -24,7 +25,7 @@ def guarded(command: Callable[[], None]) -> int:
         command()
     except KdError as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
@@ -33,7 +34,7 @@ def guarded(command: Callable[[], None]) -> int:
         sys.stderr.close()
         return EXIT_OK
     except Exception:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:
@@ -47,7 +48,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(record.getMessage(), file=stream, flush=True)
+        print(redact(record.getMessage()), file=stream, flush=True)
 
 
 class KeysHelp(argparse.Action):

@@ -73,7 +73,7 @@ def distill(
     known = folder.manifest()
     require_same_folder(backend, known)
     names = recipe.run.trackers if backend.rank == 0 else ()
-    trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
+    trackers = Trackers(names, recipe.name, folder.path, recipe.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
         recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
         built = build_run(recipe, data, backend, teacher, folder, console, recorded)

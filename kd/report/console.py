@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kd.references import redact
 from kd.report.trackers import Trackers
 from kd.types import State
 
@@ -55,7 +56,7 @@ class Console:
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
         if text and not self.quiet:
-            (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+            (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
         """Move the bar."""

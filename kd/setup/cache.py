@@ -30,6 +30,8 @@ TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
 """Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
 BF16_TOLERANCE = 0.05
 """The same for a teacher in bfloat16: between its two attention kernels 0.014 was measured on untrained ViTs."""
+TF32_TOLERANCE = 0.01
+"""The same where products may be rounded to TensorFloat-32, 10 bits: which are depends on the batch's shape."""
 QUANTIZED_TOLERANCE = 0.1
 """The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
 
@@ -71,11 +73,14 @@ def codec(section: TeacherSection, classes: int) -> Codec:
     return Codec(classes, cache.dtype, topk if topk < classes else 0)
 
 
-def tolerance(mode: ExecutionMode, dtype: str) -> float:
+def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
     """Return how far a stored logit may lie from a computed one, as a share of the largest."""
     if mode.quantized:
         return QUANTIZED_TOLERANCE
-    return BF16_TOLERANCE if mode.precision == "bf16" else TOLERANCE[dtype]
+    if mode.precision == "bf16":
+        return BF16_TOLERANCE
+    rounded = device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
 
 
 def open_cache(
@@ -113,7 +118,7 @@ def open_cache(
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
-    check_records(cached, seed, session, tolerance(mode, section.cache.dtype))
+    check_records(cached, seed, session, tolerance(mode, section.cache.dtype, backend.device))
     return cached
 
 

@@ -349,3 +349,22 @@ def test_a_tracker_that_is_not_installed(written, refused):
         pytest.skip("every tracker is installed here")
     message = refused("train", written(run={"trackers": [absent[0]]}))
     assert message == f"run.trackers: '{absent[0]}' is not installed. pip install {absent[0]}."
+
+
+def test_no_secret_is_printed_or_kept(written, command, photos, tmp_path, monkeypatch):
+    secret = "s3cret-value-of-a-token"
+    root = tmp_path / secret
+    shutil.copytree(photos, root)
+    monkeypatch.setenv("KD_TOKEN", secret)
+    monkeypatch.setattr("sys.argv", ["kd-train", f"data.root={root}"])
+    overrides = [f"data.root={tmp_path}/${{oc.env:KD_TOKEN}}", "run.epochs=1", "run.trackers=[tensorboard]"]
+    done = command("train", written(), *overrides, "run.baseline=true")
+    assert done.code == 0, done
+    held = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert {"config.yaml", "manifest.json", "report.md"} <= {path.name for path in held}
+    assert [path.name for path in held if secret.encode() in path.read_bytes()] == []
+    broken = next((root / "train").rglob("*.jpg"))
+    broken.write_bytes(b"")
+    again = command("train", written(), *overrides, "run.name=again")
+    assert again.code == 2
+    assert secret not in done.out + done.err + again.out + again.err
