@@ -24,5 +24,5 @@ def main(argv: list[str]) -> None:
     backend.setup()
     limit = 9 if backend.rank == 1 else 100
     found = largest(lambda size: torch.empty(size if size <= limit else 2**60), 64, backend)
-    (Path(argv[0]) / f"{backend.rank}.json").write_text(json.dumps([found.size, found.told]))
+    (Path(argv[0]) / f"{backend.rank}.json").write_text(json.dumps([found.size, found.summary]))
     backend.close()

@@ -39,7 +39,7 @@ def test_two_teachers_are_fitted_checked_and_averaged(several, command, tmp_path
 def test_another_weight_is_another_cache(several, command, tmp_path, refused):
     place = ("teacher.cache.views=1", f"teacher.cache.path={tmp_path / 'cache'}")
     assert command("cache", several, *place).code == 0
-    assert "was made with another input" in refused("cache", several, *place, "teacher.also.0.weight=2")
+    assert "was made with another shares" in refused("cache", several, *place, "teacher.also.0.weight=2")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_everything_wrong_is_in_one_report():
         "data.batch_size": "data.batch_size: is 'many'. Allowed: auto or a whole number >= 1. Change the value.",
         "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1. Change the value.",
         "data.root": "data.root: is missing. Allowed: text. Add it.",
-        "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained, teacher. Change the value.",
+        "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained. Change the value.",
         "teacher.fit.lr": "teacher.fit.lr: is 0. Allowed: a number > 0. Change the value.",
         "losses[1].wieght": "losses[1].wieght: no such key. Allowed: kind, label_smoothing, weight. "
         "Did you mean 'weight'?",

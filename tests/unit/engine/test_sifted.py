@@ -129,7 +129,7 @@ def test_scoring_leaves_the_student_as_it_was(make):
     batch = next(iter(plain.run.loader.epoch(plan, 0)))
     sifted.run.distillation.train()
     torch.manual_seed(5)
-    Scoring(sifted.run)([batch], "loss")
+    Scoring(sifted.run.backend, sifted.run.teacher, sifted.run.distillation)([batch], "loss")
     draw = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(draw, torch.rand(1))
