@@ -45,7 +45,7 @@ COMMON = (
 
 
 def photographs(root: str) -> dict[str, Any]:
-    """Return a configuration of a folder of photographs at 224 px. Teachers are hardly fitted: only time is measured."""
+    """Return a configuration of a folder of photographs at 224 px. Only time is measured."""
     return {
         "data": {"kind": "imagefolder", "root": root, "image_size": 224, "batch_size": 32},
         "student": {"model": "vit_tiny_patch16_224"},

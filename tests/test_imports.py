@@ -50,7 +50,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/onnx.py",),
     "onnxruntime": ("models/onnx.py", "serve/model.py"),
     "openvino": ("models/onnx.py", "serve/model.py"),
-    "torchao": ("models/runtime.py",),
+    "torchao": ("models/teacher.py",),
     "ray": ("data/remote.py",),
     "transformers": (),
     "pickle": (),

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Source
-from kd.engine.agreement import agree
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
+from kd.engine.snapshot import agree
 from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same

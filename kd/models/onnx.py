@@ -1,4 +1,4 @@
-"""Export a student to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR.
+"""Export a classifier to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR; run one.
 
 Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C]. It contains
 the normalization, and the resize where the network has another input size, so that users need no other constants.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from kd.errors import MissingExtra, ModelError
 from kd.models.classifier import Classifier
+from kd.types import Outputs
 
 OPSET = 20
 LARGEST_BATCH = 4096
@@ -217,3 +219,53 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+
+
+class Exported(nn.Module):
+    """A classifier as an exported graph, from uint8 [B, 3, S, S] on the CPU to logits [B, C]; no features or gradients.
+
+    It has no torch weights and no files: the graph stays in memory. A session has a fixed number of threads, so another
+    one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
+    """
+
+    def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
+        """Export a classifier, which takes seconds.
+
+        Args:
+            model: in eval mode, float32, on the CPU, without features.
+            size: S.
+            runtime: "onnxruntime" or "openvino".
+            int8: quantize the weights of matrix products, and their inputs dynamically.
+
+        Raises:
+            MissingExtra: a package is not installed.
+            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
+                with its own error.
+        """
+        super().__init__()
+        self.runtime, self.graph = runtime, exported(model, size, int8)
+        self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Classify uint8 images [B, 3, S, S]; return float32 logits [B, C]."""
+        threads = torch.get_num_threads()
+        if threads not in self._sessions:
+            latest = dict(list(self._sessions.items())[-1:])
+            self._sessions = {**latest, threads: self._start(threads)}
+        return Outputs(torch.from_numpy(self._sessions[threads](image.contiguous().numpy())))
+
+    def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
+        if self.runtime == "openvino":
+            return openvino_runner(self.graph, threads)
+        return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
+
+
+def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
+    """Return the bytes of a classifier's ONNX file; temporary files are removed."""
+    with tempfile.TemporaryDirectory(prefix="kd-") as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(export_program(model, size), path)
+        if int8:
+            write_int8(path, path.with_suffix(".int8.onnx"))
+            path = path.with_suffix(".int8.onnx")
+        return path.read_bytes()

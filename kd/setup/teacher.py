@@ -19,8 +19,8 @@ from kd.contracts import Backend, Teacher
 from kd.errors import DataError
 from kd.models.classifier import Classifier, Ensemble, TeacherModel, compile_forward, set_attention
 from kd.models.load import Spec
-from kd.models.runtime import Exported, quantize
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.onnx import Exported
+from kd.models.teacher import LiveTeacher, NoTeacher, quantize
 from kd.setup.data import Data, evenly_spaced
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
 from kd.setup.recipe import Session
