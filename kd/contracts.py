@@ -52,7 +52,11 @@ class Source(Protocol):
         ...
 
     def decode(self, id: int) -> Image.Image:
-        """Return the image as RGB, 8 bits a channel; raise DataError with its name where it cannot be read."""
+        """Return the image as RGB, 8 bits a channel; raise DataError with its name where that fails.
+
+        CorruptImage: the bytes were read whole and cannot be decoded. Any other DataError (the storage is away) ends
+        the run, whatever `data.on_corrupt` says.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from kd.contracts import Dataset
-from kd.errors import KdError
+from kd.errors import DataError, KdError
 from kd.types import Batch, Plan
 
 
@@ -40,6 +40,7 @@ class LocalLoader:
         workers: int,
         pin_memory: bool = False,
         ahead: int = 4,
+        max_skipped: float = 1.0,
     ) -> None:
         """Put a loader before a dataset; its workers start with the first epoch.
 
@@ -52,9 +53,10 @@ class LocalLoader:
             workers: processes; 0: this one.
             pin_memory: for copies that do not wait.
             ahead: micro-batches that each worker makes before they are asked for.
+            max_skipped: share of the dataset's images that may be unreadable, but always one image.
         """
         self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
-        self.dataset, self.workers = dataset, workers
+        self.dataset, self.workers, self.max_skipped = dataset, workers, max_skipped
         self.unreadable: set[int] = set()
         """Ids of images that could not be decoded, as far as they were asked for."""
         self._requests = _Requests()
@@ -71,7 +73,11 @@ class LocalLoader:
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `start` on."""
+        """Yield this rank's micro-batches of the steps from `start` on.
+
+        Raises:
+            DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
+        """
         micro = self.batch_size // (self.accumulate * self.world_size)
         # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
         ids, weights = plan.ids.tolist(), plan.weights.tolist()
@@ -88,7 +94,19 @@ class LocalLoader:
                 finally:
                     del batch  # its traceback holds this frame: in a circle the workers would outlive the loader
             self.unreadable.update(batch.unreadable)
+            self._require_few_skipped()
             yield batch
+
+    def _require_few_skipped(self) -> None:
+        most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
+        if len(self.unreadable) > most:
+            ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
+            raise DataError(
+                "data.max_skipped",
+                f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}",
+                f"At most {most} (a share of {self.max_skipped:g}, and always one)",
+                "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
+            )
 
 
 class _Requests(Sampler[Request]):

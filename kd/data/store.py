@@ -159,7 +159,8 @@ class Stored:
         """Return what is kept of an image, RGB.
 
         Raises:
-            DataError: it is not kept and cannot be decoded.
+            CorruptImage: it is not kept and cannot be decoded.
+            DataError: it is not kept and cannot be read.
         """
         image = self.slots.read(id) if self.slots is not None else None
         if image is None:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from kd.contracts import Source
-from kd.errors import DataError
+from kd.errors import CorruptImage
 from kd.seeds import seed_from
 from kd.types import Sample
 
@@ -61,7 +61,8 @@ class Views:
         """Return one view of one image.
 
         Raises:
-            DataError: the image cannot be decoded and `data.on_corrupt` is `error`.
+            CorruptImage: the image cannot be decoded and `data.on_corrupt` is `error`.
+            DataError: it cannot be read.
         """
         rng = random.Random(seed_from(self.seed, "view", view, id))
         label = self.source.label(id)
@@ -82,7 +83,7 @@ class Views:
     def _pixels(self, id: int, rng: random.Random) -> Tensor | None:
         try:
             image = self.source.decode(id)
-        except DataError:
+        except CorruptImage:
             if self.on_corrupt == "skip":
                 return None
             raise

@@ -9,20 +9,54 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from kd.errors import DataError, did_you_mean
+from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.pixels import to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+T = TypeVar("T")
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 SIZES_PROBED = 256
 """How many image sizes enter a fingerprint where each costs a request to the storage."""
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds between the tries to read a file: a network storage that fails over is back within a second or two."""
+
+
+def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -> T:
+    """Return what `read` returns; try again after short pauses where the storage fails.
+
+    Args:
+        read: reads from the storage; an OSError is a failure.
+        subject: what a person would call the file, for messages.
+        where: config path for messages.
+        remedy: what to do, where it is not to bring the storage back.
+
+    Raises:
+        DataError: the last try failed too. It ends the run, whatever `data.on_corrupt` says.
+    """
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read()
+    except OSError as error:
+        raise DataError(
+            where,
+            f"{subject}: it cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries: the storage is "
+            "away, or the file is",
+            "Every listed file can be read; data.on_corrupt=skip is for damaged images only",
+            remedy or "Bring the storage back and run the same command again: it resumes",
+        ) from error
 
 
 def decode(data: bytes, subject: str, where: str) -> Image.Image:
@@ -36,7 +70,7 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
         where: config path for messages.
 
     Raises:
-        DataError: empty, truncated, no image, too large, or of pixels without a known range.
+        CorruptImage: empty, truncated, no image, too large, or of pixels without a known range.
     """
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
@@ -62,9 +96,9 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
         raise refuse(subject, where, f"the image {verb} ({detail})") from error
 
 
-def refuse(subject: str, where: str, wrong: str) -> DataError:
-    """Return the error for an image that cannot be used."""
-    return DataError(
+def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
+    """Return the error for an image that was read and cannot be used."""
+    return CorruptImage(
         where,
         f"{subject}: {wrong}",
         f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",

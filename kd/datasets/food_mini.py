@@ -21,7 +21,7 @@ from random import Random
 
 from PIL import Image
 
-from kd.datasets._decode import decode
+from kd.datasets._decode import decode, retried
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION
 from kd.errors import DataError
@@ -88,15 +88,12 @@ class FoodMini:
         """Return a picture as RGB.
 
         Raises:
-            DataError: it was not painted, or somebody damaged it.
+            CorruptImage: somebody damaged it.
+            DataError: it was not painted, or cannot be read.
         """
         file = self.folder.parent / self.name(id)
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            remedy = f"Remove '{self.folder}'; the next run paints it anew"
-            raise DataError("data.root", f"cannot read '{file}' ({error.strerror})", "", remedy) from error
-        return decode(data, f"file '{file}'", "data.root")
+        subject, remedy = f"file '{file}'", f"Remove '{self.folder}'; the next run paints it anew"
+        return decode(retried(file.read_bytes, subject, "data.root", remedy), subject, "data.root")
 
 
 def folder_name(options: Options) -> str:

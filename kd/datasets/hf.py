@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, probe, refuse
+from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, probe, refuse, retried
 from kd.errors import DataError, MissingExtra, did_you_mean
 
 WHERE = "data.path"
@@ -78,7 +79,8 @@ class HuggingFace:
         """Return one image as RGB, 8 bits a channel.
 
         Raises:
-            DataError: the row holds no whole image, or names a file that is gone.
+            CorruptImage: the row holds no whole image.
+            DataError: the file that it names is gone or cannot be read.
         """
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
@@ -86,11 +88,7 @@ class HuggingFace:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
             subject = f"image '{self.name(id)}' ({os.path.basename(path)})"
-            try:
-                with open(path, "rb") as file:
-                    data = file.read()
-            except OSError as error:
-                raise refuse(subject, WHERE, f"it cannot be read ({error.strerror})") from error
+            data = retried(Path(path).read_bytes, subject, WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:

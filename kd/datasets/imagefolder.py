@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, hold_out, probe, refuse
+from kd.datasets._decode import Names, assign_labels, decode, fingerprint, hold_out, probe, retried
 from kd.errors import DataError, did_you_mean
 
 WHERE = "data.root"
@@ -82,15 +82,11 @@ class ImageFolder:
         """Return one image as RGB, 8 bits a channel.
 
         Raises:
-            DataError: the file is gone, unreadable or no whole image.
+            CorruptImage: the file is no whole image.
+            DataError: it is gone or cannot be read.
         """
         subject = f"file '{self.name(id)}'"
-        try:
-            with open(self._path(id), "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise refuse(subject, WHERE, f"it cannot be read ({error.strerror})") from error
-        return decode(data, subject, WHERE)
+        return decode(retried(lambda: _content(self._path(id)), subject, WHERE), subject, WHERE)
 
     def _path(self, id: int) -> bytes:
         return os.path.join(self._root, self._names[id])
@@ -160,6 +156,11 @@ def _scan(root: str, folder: bytes) -> list[bytes]:
             elif entry.name.lower().endswith(ENDINGS):
                 found.append(prefix + entry.name)
     return found
+
+
+def _content(path: bytes) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

@@ -188,7 +188,7 @@ def build_run(
         split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
 
-    loader, val_loader = loaders(views(data, seed), recipe.data.workers, split, backend)
+    loader, val_loader = loaders(views(data, seed), recipe.data, split, backend)
     length = run_length(recipe.run, split, recipe.views)
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0

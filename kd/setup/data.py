@@ -17,7 +17,7 @@ from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
-from kd.errors import ConfigError, DataError, RunError
+from kd.errors import ConfigError, CorruptImage, DataError, RunError
 from kd.host import cores, free_mib
 from kd.storage import hashed_folder
 
@@ -194,14 +194,15 @@ def default_workers(backend: Backend) -> int:
 
 
 def loaders(
-    both: tuple[Views, Views], workers: int | str, split: BatchSplit, backend: Backend
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader of this rank; `workers` as configured."""
-    count = default_workers(backend) if workers == "auto" else int(workers)
-    place, pin = (backend.rank, backend.world_size, count), backend.device.type == "cuda"
+    """Build the training and the validation loader of this rank."""
+    count = default_workers(backend) if section.workers == "auto" else int(section.workers)
+    place = (backend.rank, backend.world_size, count)
+    common = {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
     return (
-        LocalLoader(both[0], split.batch_size, split.accumulate, *place, pin_memory=pin),
-        LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, pin_memory=pin),
+        LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common),
+        LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common),
     )
 
 
@@ -280,7 +281,7 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
     for id in evenly_spaced(len(source), SAMPLE):
         try:
             image = rule(source.decode(id))
-        except DataError:
+        except CorruptImage:
             continue  # training will ask for it, and data.on_corrupt decide
         found.append(slot_bytes(image.width * image.height))
     return sum(found) / len(found) if found else float(slot_bytes(rule.most))

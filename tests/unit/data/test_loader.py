@@ -129,6 +129,16 @@ def test_an_error_of_a_worker_stays_one_line(workers):
     assert told == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
 
 
+@pytest.mark.parametrize(("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)])
+def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
+    loader = LocalLoader(Numbers(24, frozenset(range(broken))), 8, 1, 0, 1, 0, max_skipped=share)
+    if broken <= most:
+        assert len(list(loader.epoch(plan_of(24), 0))) == 3
+        return
+    with pytest.raises(DataError, match=rf"^data\.max_skipped: {broken} of 24 images .* At most {most} "):
+        list(loader.epoch(plan_of(24), 0))
+
+
 def test_a_rest_is_dropped_and_nothing_is_fine():
     assert [len(b.ids) for b in load(8, plan=plan_of(23))] == [8, 8]
     assert load(8, plan=Plan(torch.zeros(0, dtype=torch.int64), torch.zeros(0))) == []

@@ -25,7 +25,7 @@ from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, ope
 from kd.data.transforms import Evaluate, Train, random_box
 from kd.data.views import Mixing, Views
 from kd.datasets import imagefolder
-from kd.errors import DataError, RunError
+from kd.errors import CorruptImage, DataError, RunError
 from kd.setup.build import build_backend
 from kd.setup.data import Data, open_store
 from kd.storage import Records
@@ -55,7 +55,7 @@ class Pictures:
 
     def decode(self, id: int) -> Image.Image:
         if self.broken and id == 3:
-            raise DataError("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
+            raise CorruptImage("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
         self.decoded += 1
         width, height = self.sizes[id % len(self.sizes)]
         return Image.fromarray(np.random.default_rng(id).integers(0, 256, (height, width, 3), np.uint8))
