@@ -313,7 +313,7 @@ class BackendSection:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the student's forward and backward. auto: measured at start, recorded in the manifest."""
     timeout_seconds: float = ranged(600.0, above=0.0)
-    """How long a rank waits for the others before it gives up."""
+    """How long a rank waits for the others, or for a batch of its data workers, before it gives up."""
     options: Any = None
 
 

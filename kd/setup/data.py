@@ -17,8 +17,9 @@ from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
 from kd.data.transforms import Evaluate, Train, build_policy
 from kd.data.views import Mixing, Views
+from kd.data.workers import require_shared_memory
 from kd.errors import ConfigError, CorruptImage, DataError, RunError
-from kd.host import cores, free_mib
+from kd.host import cores, free_mib, shared_memory_mib
 from kd.storage import hashed_folder
 
 SAMPLE = 16
@@ -194,16 +195,23 @@ def default_workers(backend: Backend) -> int:
 
 
 def loaders(
-    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader of this rank."""
+    """Build the training and the validation loader of this rank.
+
+    Raises:
+        RunError: the batches of their workers do not fit into the shared memory.
+    """
     count = default_workers(backend) if section.workers == "auto" else int(section.workers)
     place = (backend.rank, backend.world_size, count)
-    common = {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
-    return (
-        LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common),
-        LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common),
-    )
+    pin = backend.device.type == "cuda"
+    common = {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
+    train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
+    val = LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    # Both at once: an evaluation may take place in the middle of an epoch.
+    needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
+    require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
+    return train, val
 
 
 # ---------------------------------------------------------------------------------------------------------- store
