@@ -14,11 +14,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from kd.errors import KdError
-from kd.types import Batch, Costs, Outputs, Plan, Sample, State
+from kd.types import Batch, Costs, Decoded, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
@@ -32,7 +31,7 @@ class Source(Protocol):
     classes: Sequence[str]
     """Class names; the position is the label."""
     fingerprint: str
-    """A hash of the listing (names, labels, sizes), the same wherever the data lies."""
+    """A hash of the listing (names, labels, the sizes of all files), the same wherever the data lies."""
 
     def __len__(self) -> int: ...
 
@@ -51,11 +50,12 @@ class Source(Protocol):
         """
         ...
 
-    def decode(self, id: int) -> Image.Image:
-        """Return the image as RGB, 8 bits a channel; raise DataError with its name where that fails.
+    def decode(self, id: int) -> Decoded:
+        """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
 
-        CorruptImage: the bytes were read whole and cannot be decoded. Any other DataError (the storage is away) ends
-        the run, whatever `data.on_corrupt` says.
+        Raises:
+            CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
+            DataError: they cannot be read. It ends the run.
         """
         ...
 

@@ -203,6 +203,7 @@ class _Fetch(TorchDataset[Batch | KdError]):
             lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
             weight=torch.tensor(request.weights, dtype=torch.float32) * readable,
             view=request.view,
+            crc=tuple(sample.crc for sample in samples),
             unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
         )
 

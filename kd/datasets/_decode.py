@@ -11,6 +11,7 @@ import io
 import re
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -19,13 +20,12 @@ from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.pixels import to_rgb
+from kd.types import Decoded
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
 T = TypeVar("T")
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-SIZES_PROBED = 256
-"""How many image sizes enter a fingerprint where each costs a request to the storage."""
 PAUSES = (0.1, 0.4, 1.5)
 """Seconds between the tries to read a file: a network storage that fails over is back within a second or two."""
 
@@ -59,8 +59,8 @@ def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -
         ) from error
 
 
-def decode(data: bytes, subject: str, where: str) -> Image.Image:
-    """Turn the bytes of an image file into RGB, 8 bits a channel, upright.
+def decode(data: bytes, subject: str, where: str) -> Decoded:
+    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
     How each kind of pixel becomes RGB is said in `kd.pixels`. Not handled: damage that leaves a JPEG decodable.
 
@@ -83,7 +83,7 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image)
                 image.load()
-                return to_rgb(image)
+                return Decoded(to_rgb(image), zlib.crc32(data))
     except UnidentifiedImageError as error:
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
@@ -212,17 +212,11 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     return held
 
 
-def probe(num_images: int) -> np.ndarray:
-    """Return evenly spaced ids, the images whose sizes enter the fingerprint.
-
-    Asking the size of every image is a request each on network storage. A sample costs little and still notices what
-    happens in practice: a whole dataset resized or encoded anew under the same names.
-    """
-    return np.linspace(0, num_images - 1, min(num_images, SIZES_PROBED)).astype(np.int64)
-
-
 def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:
-    """Hash a listing; equal listings hash alike on every machine."""
+    """Hash a listing; equal listings hash alike on every machine.
+
+    The sizes of all files are part of it, times are not: a copy of the data is the same data.
+    """
     digest = hashlib.sha256()
     parts = (
         "\0".join(classes).encode("utf-8", "surrogatepass"),

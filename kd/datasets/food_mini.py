@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from PIL import Image
-
 from kd.datasets._decode import decode, retried
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION
 from kd.errors import DataError
 from kd.host import cores
+from kd.types import Decoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class FoodMini:
         if not (self.folder / "manifest.json").is_file():
             paint(self.options, self.folder)
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return a picture as RGB.
 
         Raises:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
 
 from kd.datasets._decode import Names, assign_labels, decode, fingerprint, name_labels, retried
 from kd.errors import DataError, did_you_mean
+from kd.types import Decoded
 
 BLOCK = 512
 """Bytes of a tar block; headers and contents begin on its multiples."""
@@ -107,7 +107,7 @@ class WebDataset:
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
 
         The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file

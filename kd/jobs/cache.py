@@ -159,6 +159,7 @@ def _verify(parts: _Parts, views: int) -> float:
         for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(_padded(chosen, parts.batch_size), view))):
             assert batch.teacher_outputs is not None
             kept = batch.weight > 0
+            kept[[row for row, _ in batch.teacher_outputs.missing]] = False  # its image has changed: it is not used
             stored_BC = batch.teacher_outputs.outputs.logits.float()[kept]
             said_BC = parts.live(replace(batch, teacher_outputs=None)).logits[kept]
             if not len(said_BC):

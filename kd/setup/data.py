@@ -244,7 +244,15 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
-    return Stored(data.train, rules[0], slots[0]), Stored(data.val, rules[1], slots[1])
+    kept = Stored(data.train, rules[0], slots[0]), Stored(data.val, rules[1], slots[1])
+    if backend.rank == 0 and not ram:
+        for split, stored in zip(("training", "validation"), kept, strict=True):
+            sample = evenly_spaced(len(stored), SAMPLE)
+            if changed := stored.refresh(sample):
+                told = "%d of %d sampled %s images have changed since they were decoded: all are decoded again"
+                log.warning("data.store: " + told, changed, len(sample), split)
+    backend.barrier()
+    return kept
 
 
 def _require_room(
@@ -288,7 +296,7 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
     found = []
     for id in evenly_spaced(len(source), SAMPLE):
         try:
-            image = rule(source.decode(id))
+            image = rule(source.decode(id).image)
         except CorruptImage:
             continue  # training will ask for it, and data.on_corrupt decide
         found.append(slot_bytes(image.width * image.height))

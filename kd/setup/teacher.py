@@ -217,7 +217,7 @@ def validation_images(data: Data) -> torch.Tensor:
     show, found, broken = data.evaluate(), [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
-            found.append(np.asarray(show(data.val.decode(id), Random(0))).transpose(2, 0, 1))
+            found.append(np.asarray(show(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
         except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error
     if not found and broken is not None:

@@ -45,7 +45,7 @@ def load(batch_size=8, accumulate=1, rank=0, world_size=1, workers=0, dataset=No
 
 def same(one: Batch, other: Batch) -> bool:
     equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
-    return equal and (one.view, one.unreadable) == (other.view, other.unreadable)
+    return equal and (one.view, one.unreadable, one.crc) == (other.view, other.unreadable, other.crc)
 
 
 @pytest.mark.parametrize(("ranks", "micros"), [(1, 1), (1, 4), (2, 2), (4, 1), (2, 1), (8, 1)])

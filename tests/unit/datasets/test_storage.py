@@ -59,5 +59,5 @@ def test_a_storage_that_comes_back_is_not_noticed(source, tmp_path, monkeypatch)
 
     back = threading.Thread(target=come_back)
     back.start()
-    assert source.decode(0).size == (4, 4)
+    assert source.decode(0).image.size == (4, 4)
     back.join()

@@ -53,7 +53,7 @@ def test_integers_over_several_shards(tmp_path):
     assert source.classes == ("0", "1", "2")
     assert labels(source) == [number % 3 for number in range(11)]
     assert source.name(10) == "train-000010.tar/10"
-    assert [source.decode(id).getpixel((0, 0))[0] for id in range(11)] == list(range(11))
+    assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(11)] == list(range(11))
     wild = build(options(tmp_path, train=str(tmp_path / "train-*.tar")), "train", None)
     assert wild.fingerprint == source.fingerprint
 
@@ -115,9 +115,9 @@ def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
     }
     shard(tmp_path / "train.tar", members)
     source = build(options(tmp_path, image_keys="png;jpg"), "train", None)
-    assert [source.decode(id).getpixel((0, 0))[0] for id in range(len(source))] == [2, 3]
+    assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(len(source))] == [2, 3]
     source = build(options(tmp_path), "train", None)
-    assert source.decode(0).getpixel((0, 0))[0] == pytest.approx(1, abs=2)  # JPEG loses a little
+    assert source.decode(0).image.getpixel((0, 0))[0] == pytest.approx(1, abs=2)  # JPEG loses a little
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -127,7 +127,7 @@ def test_tar_dialects_with_long_names(tmp_path, kind):
     shard(tmp_path / "train.tar", members, format=kind)
     source = build(options(tmp_path), "train", None)
     assert source.name(0) == f"train.tar/{long}"
-    assert source.decode(1).getpixel((0, 0))[0] == 6
+    assert source.decode(1).image.getpixel((0, 0))[0] == 6
 
 
 def test_every_cut_is_noticed(tmp_path):
