@@ -14,11 +14,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from kd.errors import KdError
-from kd.types import Batch, Costs, Outputs, Plan, Sample, State
+from kd.types import Batch, Costs, Decoded, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
@@ -32,7 +31,7 @@ class Source(Protocol):
     classes: Sequence[str]
     """Class names; the position is the label."""
     fingerprint: str
-    """A hash of the listing (names, labels, sizes), independent of the location of the data."""
+    """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
 
     def __len__(self) -> int: ...
 
@@ -51,8 +50,13 @@ class Source(Protocol):
         """
         ...
 
-    def decode(self, id: int) -> Image.Image:
-        """Return the image as RGB, 8 bits per channel; raise DataError with its name if it cannot be read."""
+    def decode(self, id: int) -> Decoded:
+        """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
+
+        Raises:
+            CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
+            DataError: they cannot be read. It ends the run.
+        """
         ...
 
 

@@ -6,6 +6,7 @@
     |-- PartNotFound        no loss, sifter, dataset or backend of that name
     |-- MissingExtra        an optional package is not installed
     |-- DataError           a folder, an image or a label
+    |   `-- CorruptImage    bytes that were read whole and are no image
     |-- ModelError          a model, its weights, its classes
     |-- BackendError        the processes or devices of a run are not as configured
     |-- RunError            the run folder, a checkpoint, the disk
@@ -67,6 +68,10 @@ class MissingExtra(KdError):
 
 class DataError(KdError):
     """A dataset, an image or a label cannot be used."""
+
+
+class CorruptImage(DataError):
+    """An image was read whole and cannot be decoded; `data.on_corrupt` decides. What cannot be read is none."""
 
 
 class ModelError(KdError):

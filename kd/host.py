@@ -74,6 +74,15 @@ def _number(path: str | Path) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def shared_memory_mib(folder: str = "/dev/shm") -> float:
+    """Return the MiB that are free in the shared memory; infinity where the system has no folder for it."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return math.inf
+    return found.f_bavail * found.f_frsize / 2**20
+
+
 def environment() -> dict[str, Any]:
     """Return versions, machine and command of this process; see `kd.references.redact`."""
     return {

@@ -289,6 +289,10 @@ class Records:
         if reason:
             self.stop.set(reason)
 
+    def clear(self) -> None:
+        """Remove all records; a reader finds none that is whole."""
+        os.ftruncate(self._file, 0)
+
     def _checksum(self, id: int, content: bytes) -> int:
         return zlib.crc32(content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode()))
 

@@ -10,10 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 """The tensor fields of every batch."""
+
+
+class Decoded(NamedTuple):
+    """One image as its source has it."""
+
+    image: Image.Image
+    """RGB, 8 bits a channel."""
+    crc: int
+    """CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows."""
 
 
 class Sample(NamedTuple):
@@ -28,6 +38,8 @@ class Sample(NamedTuple):
     """The share of `label` in the pixels, 0 to 1; 1.0 without mixing."""
     readable: bool = True
     """False where the image could not be decoded and `data.on_corrupt` is `skip`; the pixels are then grey."""
+    crc: int = 0
+    """CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class Batch:
     """Number of the view: `epoch mod views`, or the epoch itself."""
     unreadable: tuple[int, ...] = ()
     """Ids of images that could not be decoded; their weight is 0."""
+    crc: tuple[int, ...] = ()
+    """`Sample.crc` of each image; empty if unknown. Only the host reads it."""
     teacher_outputs: TeacherOutputs | None = None
     """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
 
@@ -77,6 +91,8 @@ class Batch:
         """Return some rows of the batch, in the order of `rows`, int64 [K] on the CPU."""
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
+        if self.crc:
+            taken = replace(taken, crc=tuple(self.crc[row] for row in rows.tolist()))
         if self.teacher_outputs is None or not self.teacher_outputs.missing:
             return taken
         ids = dict(self.teacher_outputs.missing)
@@ -91,6 +107,7 @@ class Batch:
         known = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
         joined["teacher_outputs"] = TeacherOutputs.cat(known) if len(known) == len(batches) else None
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
+        joined["crc"] = tuple(c for batch in batches for c in batch.crc) if all(batch.crc for batch in batches) else ()
         return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:

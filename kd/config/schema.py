@@ -121,7 +121,11 @@ class DataSection:
     """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""
     on_corrupt: Literal["error", "skip"] = "error"
-    """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name."""
+    """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name. A file that
+    cannot be read ends the run in either case."""
+    max_skipped: float = ranged(0.01, low=0.0, high=1.0)
+    """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
+    the images that it has asked for."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
     options: Any = None
@@ -309,7 +313,7 @@ class BackendSection:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the student's forward and backward. auto: measured at start, recorded in the manifest."""
     timeout_seconds: float = ranged(600.0, above=0.0)
-    """How long a rank waits for the others before it gives up."""
+    """How long a rank waits for the others, or for a batch of its data workers, before it gives up."""
     options: Any = None
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from kd.contracts import Dataset
-from kd.errors import KdError
+from kd.data.workers import Watch, connection_error, worker_error
+from kd.errors import DataError, KdError
 from kd.types import Batch, Plan
 
 
@@ -40,6 +45,8 @@ class LocalLoader:
         workers: int,
         pin_memory: bool = False,
         ahead: int = 4,
+        max_skipped: float = 1.0,
+        timeout_seconds: float = 600.0,
     ) -> None:
         """Put a loader before a dataset; its workers start with the first epoch.
 
@@ -52,9 +59,12 @@ class LocalLoader:
             workers: processes; 0: this one.
             pin_memory: for copies that do not wait.
             ahead: micro-batches that each worker makes before they are asked for.
+            timeout_seconds: that a batch of a worker may take.
+            max_skipped: share of the dataset's images that may be unreadable, but always one image.
         """
         self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
-        self.dataset, self.workers = dataset, workers
+        self.dataset, self.workers, self.ahead = dataset, workers, ahead if workers else 0
+        self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
         self.unreadable: set[int] = set()
         """Ids of images that could not be decoded, as far as they were asked for."""
         self._requests = _Requests()
@@ -71,7 +81,12 @@ class LocalLoader:
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `start` on."""
+        """Yield this rank's micro-batches of the steps from `start` on.
+
+        Raises:
+            DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
+            RunError: a worker process has ended, or makes no batch in time.
+        """
         micro = self.batch_size // (self.accumulate * self.world_size)
         # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
         ids, weights = plan.ids.tolist(), plan.weights.tolist()
@@ -81,14 +96,80 @@ class LocalLoader:
                 first = step * self.batch_size + (i * self.world_size + self.rank) * micro
                 requests.append(Request(ids[first : first + micro], weights[first : first + micro], view))
         self._requests.now = requests
-        for batch in self._batches:
+        for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
                     raise batch
                 finally:
                     del batch  # its traceback holds this frame: in a circle the workers would outlive the loader
             self.unreadable.update(batch.unreadable)
+            self._require_few_skipped()
             yield batch
+
+    def _arriving(self) -> Iterator[Batch | KdError]:
+        """Yield what is loaded. If a worker ends or stands still, that is one line instead of a traceback or a wait."""
+        if not self.workers:
+            yield from self._batches
+            return
+        watch, forked = Watch(self._processes, self.timeout_seconds), bool(self._processes())
+        try:
+            if forked:
+                watch.start()
+            batches = iter(self._batches)
+            if not forked:
+                watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
+            for batch in batches:
+                watch.waiting = False
+                yield batch
+                watch.number += 1
+                watch.waiting = True
+        except (RuntimeError, OSError, EOFError) as error:
+            known = watch.error() or worker_error(error) or connection_error(error, self._processes())
+            if known is None:
+                raise
+            self._abandon()
+            raise known from error
+        finally:
+            watch.close()
+
+    def _processes(self) -> list[BaseProcess]:
+        """Return the worker processes; torch has no public name for them."""
+        return list(getattr(self._batches._iterator, "_workers", []))
+
+    def _abandon(self) -> None:
+        """Kill what is left of the workers, and keep torch's signal handler from raising again because of it."""
+        iterator, processes = self._batches._iterator, self._processes()
+        if iterator is None:
+            return
+        with suppress(RuntimeError, ValueError):
+            _remove_worker_pids(id(iterator))
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(5)
+        iterator._shutdown = True  # type: ignore[attr-defined]  # its orderly way could wait for a lock that a worker held
+        self._batches._iterator = None
+
+    def batch_bytes(self, size: int) -> int:
+        """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels a side.
+
+        Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
+        """
+        images = self.batch_size // (self.accumulate * self.world_size)
+        return (
+            (self.workers * self.ahead + 2) * (images * (3 * size**2 + 36) + 7 * mmap.PAGESIZE) if self.workers else 0
+        )
+
+    def _require_few_skipped(self) -> None:
+        most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
+        if len(self.unreadable) > most:
+            ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
+            raise DataError(
+                "data.max_skipped",
+                f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}",
+                f"At most {most} (a share of {self.max_skipped:g}, and always one)",
+                "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
+            )
 
 
 class _Requests(Sampler[Request]):
@@ -122,6 +203,7 @@ class _Fetch(TorchDataset[Batch | KdError]):
             lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
             weight=torch.tensor(request.weights, dtype=torch.float32) * readable,
             view=request.view,
+            crc=tuple(sample.crc for sample in samples),
             unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
         )
 

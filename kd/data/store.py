@@ -1,8 +1,8 @@
 """Decode once: a Source that keeps decoded pixels, on a disk or in memory, in front of one that decodes.
 
-One file a split, one record an image (`kd.storage.Records`): width, height, then uint8 RGB. The first process that
-decodes an image writes its record: any worker of any rank of any run. All would write the same bytes, so no process
-waits for another. An image without a whole record is decoded (again).
+One file a split, one record an image (`kd.storage.Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
+The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
+bytes, so no process waits for another. An image without a whole record is decoded (again).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ import PIL
 from PIL import Image, features
 
 from kd.contracts import Source
-from kd.errors import DataError, RunError
+from kd.errors import CorruptImage, DataError, RunError
 from kd.pixels import centre_crop
 from kd.storage import Records, Stop, disk_error, open_folder, record_bytes
+from kd.types import Decoded
 
-FORMAT = 2
-SIDES = struct.Struct("<II")
-"""Width and height."""
+FORMAT = 3
+HEAD = struct.Struct("<III")
+"""Width, height, and the CRC-32 of the encoded bytes."""
 WHERE = "data.store"
 PIXELS = "pixels"
 """Name of the file in a store's folder."""
@@ -95,18 +97,20 @@ class Slots:
         """Take over an open file for images of at most `pixels`; `path`: where another process can open it again."""
         self.pixels, self.path = pixels, path
         stop = Stop(f"{WHERE}: {name}", "What it holds is used, the other images are decoded each time.")
-        self.records = Records(file, SIDES.size + 3 * pixels, stop, align=mmap.PAGESIZE)
+        self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
-    def read(self, id: int) -> Image.Image | None:
-        """Return an image as RGB, or None if its record is not whole."""
+    def read(self, id: int) -> Decoded | None:
+        """Return an image, or None if its record is not whole."""
         content = self.records.read(id)
         if content is None:
             return None
-        return Image.frombytes("RGB", SIDES.unpack_from(content), memoryview(content)[SIDES.size :])  # type: ignore[arg-type]
+        width, height, crc = HEAD.unpack_from(content)
+        pixels: Any = memoryview(content)[HEAD.size :]
+        return Decoded(Image.frombytes("RGB", (width, height), pixels), crc)
 
-    def write(self, id: int, image: Image.Image) -> None:
+    def write(self, id: int, found: Decoded) -> None:
         """Keep an image, if it has at most `pixels` pixels and the disk is not full."""
-        self.records.write(id, SIDES.pack(*image.size) + image.tobytes())
+        self.records.write(id, HEAD.pack(*found.image.size, found.crc) + found.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # workers that are started anew, as on macOS, inherit no memory
@@ -117,7 +121,7 @@ class Slots:
 
 def slot_bytes(pixels: int) -> int:
     """Return how many bytes so many pixels take in the file: whole pages, so that no two images share one."""
-    return record_bytes(SIDES.size + 3 * pixels, mmap.PAGESIZE)
+    return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
@@ -125,7 +129,7 @@ class Stored:
 
     An image is the same whether it comes out of its slot or has just been decoded. What cannot be decoded raises as
     before and is not kept. Not kept either: images over 4 times as long as wide that have more pixels than a slot.
-    Not noticed: a file that was replaced under its name after it was kept, where the listing's fingerprint is equal.
+    A file that was replaced by one of the same size is noticed by `refresh` only, in a sample.
     """
 
     def __init__(self, source: Source, keep: Callable[[Image.Image], Image.Image], slots: Slots | None = None) -> None:
@@ -155,18 +159,35 @@ class Stored:
         """Make the images exist."""
         self.source.prepare()
 
-    def decode(self, id: int) -> Image.Image:
-        """Return what is kept of an image, RGB.
+    def decode(self, id: int) -> Decoded:
+        """Return what is kept of an image, RGB, with the CRC of the encoded bytes that it came from.
 
         Raises:
-            DataError: it is not kept and cannot be decoded.
+            CorruptImage: it is not kept and cannot be decoded.
+            DataError: it is not kept and cannot be read.
         """
-        image = self.slots.read(id) if self.slots is not None else None
-        if image is None:
-            image = self.keep(self.source.decode(id))
+        found = self.slots.read(id) if self.slots is not None else None
+        if found is None:
+            image, crc = self.source.decode(id)
+            found = Decoded(self.keep(image), crc)
             if self.slots is not None:
-                self.slots.write(id, image)
-        return image
+                self.slots.write(id, found)
+        return found
+
+    def refresh(self, ids: Iterable[int]) -> int:
+        """Read some images again and return how many have changed since they were kept; then nothing is kept any more.
+
+        What can be changed under its name can be changed anywhere: all images are decoded again, not only these.
+        """
+        changed = 0
+        for id in ids:
+            kept = self.slots.read(id) if self.slots is not None else None
+            if kept is not None and kept.crc:
+                with suppress(CorruptImage):  # training will ask for it, and data.on_corrupt decide
+                    changed += self.source.decode(id).crc not in (0, kept.crc)
+        if changed and self.slots is not None:
+            self.slots.records.clear()
+        return changed
 
 
 def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from kd.contracts import Source
-from kd.errors import DataError
+from kd.errors import CorruptImage
 from kd.pixels import centre_crop
 from kd.seeds import seed_from
 from kd.types import Sample
@@ -65,33 +66,36 @@ class Views:
         """Return one view of one image.
 
         Raises:
-            DataError: the image cannot be decoded and `data.on_corrupt` is `error`.
+            CorruptImage: the image cannot be decoded and `data.on_corrupt` is `error`.
+            DataError: it cannot be read.
         """
         rng = random.Random(seed_from(self.seed, "view", view, id))
         label = self.source.label(id)
-        pixels = self._pixels(id, rng)
-        if pixels is None:
+        found = self._pixels(id, rng)
+        if found is None:
             grey = torch.full((3, self.size, self.size), 127, dtype=torch.uint8)
             return Sample(grey, label, label, 1.0, readable=False)
+        pixels, crc = found
         if self.mixing is None or rng.random() >= self.mixing.probability:
-            return Sample(pixels, label, label, 1.0)
+            return Sample(pixels, label, label, 1.0, crc=crc)
         partner = rng.randrange(len(self.source))
         # The partner is seen through its own transform, with a seed of this pair, not of the partner's own view.
         other = self._pixels(partner, random.Random(rng.getrandbits(64)))
         if other is None:
-            return Sample(pixels, label, label, 1.0)
-        mixed, lam = mix(pixels, other, self.mixing, rng)
-        return Sample(mixed, label, self.source.label(partner), lam)
+            return Sample(pixels, label, label, 1.0, crc=crc)
+        mixed, lam = mix(pixels, other[0], self.mixing, rng)
+        both = zlib.crc32(other[1].to_bytes(4, "little"), crc) if crc and other[1] else 0
+        return Sample(mixed, label, self.source.label(partner), lam, crc=both)
 
-    def _pixels(self, id: int, rng: random.Random) -> Tensor | None:
+    def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
         try:
-            image = self.source.decode(id)
-        except DataError:
+            image, crc = self.source.decode(id)
+        except CorruptImage:
             if self.on_corrupt == "skip":
                 return None
             raise
         array = np.asarray(self.transform(image, rng))
-        return torch.from_numpy(array.transpose(2, 0, 1).copy())
+        return torch.from_numpy(array.transpose(2, 0, 1).copy()), crc
 
 
 def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tuple[Tensor, float]:

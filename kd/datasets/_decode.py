@@ -9,24 +9,58 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import time
 import warnings
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from kd.errors import DataError, did_you_mean
+from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.pixels import to_rgb
+from kd.types import Decoded
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+T = TypeVar("T")
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-SIZES_PROBED = 256
-"""How many image sizes enter a fingerprint where each costs a request to the storage."""
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds between the tries to read a file: a network storage that fails over is back within a second or two."""
 
 
-def decode(data: bytes, subject: str, where: str) -> Image.Image:
-    """Turn the bytes of an image file into RGB, 8 bits a channel, upright.
+def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -> T:
+    """Return what `read` returns; try again after short pauses where the storage fails.
+
+    Args:
+        read: reads from the storage; an OSError is a failure.
+        subject: what a person would call the file, for messages.
+        where: config path for messages.
+        remedy: what to do, where it is not to bring the storage back.
+
+    Raises:
+        DataError: the last try failed too. It ends the run, whatever `data.on_corrupt` says.
+    """
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read()
+    except OSError as error:
+        raise DataError(
+            where,
+            f"{subject}: it cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries: the storage is "
+            "away, or the file is",
+            "Every listed file can be read; data.on_corrupt=skip is for damaged images only",
+            remedy or "Bring the storage back and run the same command again: it resumes",
+        ) from error
+
+
+def decode(data: bytes, subject: str, where: str) -> Decoded:
+    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
     How each kind of pixel becomes RGB is said in `kd.pixels`. Not handled: damage that leaves a JPEG decodable.
 
@@ -36,7 +70,7 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
         where: config path for messages.
 
     Raises:
-        DataError: empty, truncated, no image, too large, or of pixels without a known range.
+        CorruptImage: empty, truncated, no image, too large, or of pixels without a known range.
     """
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
@@ -49,7 +83,7 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image)
                 image.load()
-                return to_rgb(image)
+                return Decoded(to_rgb(image), zlib.crc32(data))
     except UnidentifiedImageError as error:
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
@@ -62,9 +96,9 @@ def decode(data: bytes, subject: str, where: str) -> Image.Image:
         raise refuse(subject, where, f"the image {verb} ({detail})") from error
 
 
-def refuse(subject: str, where: str, wrong: str) -> DataError:
-    """Return the error for an image that cannot be used."""
-    return DataError(
+def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
+    """Return the error for an image that was read and cannot be used."""
+    return CorruptImage(
         where,
         f"{subject}: {wrong}",
         f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",
@@ -178,17 +212,11 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     return held
 
 
-def probe(num_images: int) -> np.ndarray:
-    """Return evenly spaced ids, the images whose sizes enter the fingerprint.
-
-    Asking the size of every image is a request each on network storage. A sample costs little and still notices what
-    happens in practice: a whole dataset resized or encoded anew under the same names.
-    """
-    return np.linspace(0, num_images - 1, min(num_images, SIZES_PROBED)).astype(np.int64)
-
-
 def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:
-    """Hash a listing; equal listings hash alike on every machine."""
+    """Hash a listing; equal listings hash alike on every machine.
+
+    The sizes of all files are part of it, times are not: a copy of the data is the same data.
+    """
     digest = hashlib.sha256()
     parts = (
         "\0".join(classes).encode("utf-8", "surrogatepass"),

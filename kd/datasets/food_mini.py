@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from PIL import Image
-
-from kd.datasets._decode import decode
+from kd.datasets._decode import decode, retried
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION
 from kd.errors import DataError
 from kd.host import cores
+from kd.types import Decoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,19 +83,16 @@ class FoodMini:
         if not (self.folder / "manifest.json").is_file():
             paint(self.options, self.folder)
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return a picture as RGB.
 
         Raises:
-            DataError: it was not painted, or somebody damaged it.
+            CorruptImage: somebody damaged it.
+            DataError: it was not painted, or cannot be read.
         """
         file = self.folder.parent / self.name(id)
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            remedy = f"Remove '{self.folder}'; the next run paints it anew"
-            raise DataError("data.root", f"cannot read '{file}' ({error.strerror})", "", remedy) from error
-        return decode(data, f"file '{file}'", "data.root")
+        subject, remedy = f"file '{file}'", f"Remove '{self.folder}'; the next run paints it anew"
+        return decode(retried(file.read_bytes, subject, "data.root", remedy), subject, "data.root")
 
 
 def folder_name(options: Options) -> str:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, probe, refuse
+from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, refuse, retried
 from kd.errors import DataError, MissingExtra, did_you_mean
+from kd.types import Decoded
 
 WHERE = "data.path"
+ROWS = 10_000
+"""Rows whose sizes are looked up at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,7 @@ class HuggingFace:
     ) -> None:
         self.classes = tuple(classes)
         self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
-        sizes = [self._size(id) for id in probe(len(rows))]
+        sizes = _sizes(table, image_key)[rows]
         self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes)
 
     def __len__(self) -> int:
@@ -74,11 +78,12 @@ class HuggingFace:
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
 
         Raises:
-            DataError: the row holds no whole image, or names a file that is gone.
+            CorruptImage: the row holds no whole image.
+            DataError: the file that it names is gone or cannot be read.
         """
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
@@ -86,22 +91,12 @@ class HuggingFace:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
             subject = f"image '{self.name(id)}' ({os.path.basename(path)})"
-            try:
-                with open(path, "rb") as file:
-                    data = file.read()
-            except OSError as error:
-                raise refuse(subject, WHERE, f"it cannot be read ({error.strerror})") from error
+            data = retried(Path(path).read_bytes, subject, WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
         cell = self._table[int(self._rows[id])][self._image_key] or {}
         return cell.get("bytes"), cell.get("path")
-
-    def _size(self, id: int) -> int:
-        data, path = self._stored(id)
-        if data is not None:
-            return len(data)
-        return os.path.getsize(path) if path and os.path.isfile(path) else -1
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None) -> HuggingFace:
@@ -137,6 +132,23 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> Huggin
             raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, labels[rows], order, wanted, image_key)
+
+
+def _sizes(table: Any, image_key: str) -> np.ndarray:
+    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none; no image is read for it."""
+    compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
+
+    found, raw = [], table.with_format("arrow")
+    for start in range(0, len(table), ROWS):
+        cells = raw[start : start + ROWS][image_key].combine_chunks()
+        lengths = compute.binary_length(compute.struct_field(cells, "bytes"))
+        sizes = compute.fill_null(lengths, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        paths = compute.struct_field(cells, "path").to_pylist() if (sizes < 0).any() else []
+        for row in np.flatnonzero(sizes < 0):
+            if paths[row] and os.path.isfile(paths[row]):
+                sizes[row] = os.path.getsize(paths[row])
+        found.append(sizes)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
 def _import_datasets() -> Any:

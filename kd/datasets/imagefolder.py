@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, hold_out, probe, refuse
+from kd.datasets._decode import Names, assign_labels, decode, fingerprint, hold_out, retried
 from kd.errors import DataError, did_you_mean
+from kd.types import Decoded
 
 WHERE = "data.root"
 ENDINGS = (b".jpg", b".jpeg", b".png", b".bmp", b".webp", b".gif", b".tif", b".tiff")
@@ -56,12 +56,13 @@ class Options:
 class ImageFolder:
     """A listing of image files. Its memory is three arrays, cheap to pickle and to share with forked workers."""
 
-    def __init__(self, root: str, names: Sequence[bytes], labels: np.ndarray, classes: Sequence[str]) -> None:
+    def __init__(
+        self, root: str, names: Sequence[bytes], sizes: Sequence[int], labels: np.ndarray, classes: Sequence[str]
+    ) -> None:
         self.classes = tuple(classes)
         self._root = os.fsencode(root)
         self._names = Names(names)
         self._labels = labels
-        sizes = [self._size(id) for id in probe(len(names))]
         self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, sizes)
 
     def __len__(self) -> int:
@@ -78,28 +79,18 @@ class ImageFolder:
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
 
         Raises:
-            DataError: the file is gone, unreadable or no whole image.
+            CorruptImage: the file is no whole image.
+            DataError: it is gone or cannot be read.
         """
         subject = f"file '{self.name(id)}'"
-        try:
-            with open(self._path(id), "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise refuse(subject, WHERE, f"it cannot be read ({error.strerror})") from error
-        return decode(data, subject, WHERE)
+        return decode(retried(lambda: _content(self._path(id)), subject, WHERE), subject, WHERE)
 
     def _path(self, id: int) -> bytes:
         return os.path.join(self._root, self._names[id])
-
-    def _size(self, id: int) -> int:
-        try:
-            return os.stat(self._path(id)).st_size
-        except OSError:
-            return -1  # a dangling link: decode will say so, and data.on_corrupt decide
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None) -> ImageFolder:
@@ -112,16 +103,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> ImageF
     _check_root(root)
     folder = b""
     if options.train_list:
-        names = _from_list(options, split, root)
+        files = _from_list(options, split, root)
         if split == "val":
-            _check_apart(options, root, names)
+            _check_apart(options, root, files)
     elif options.val_fraction:
-        names = _scan(root, b"")
-        _check_unsplit(options, names)
+        files = _scan(root, b"")
+        _check_unsplit(options, files)
     else:
         folder = os.fsencode(_split_folder(options, split, root))
-        names = _scan(root, folder)
-    names.sort()  # by bytes: the same on every machine, whatever its locale
+        files = _scan(root, folder)
+    names = sorted(files)  # by bytes: the same on every machine, whatever its locale
     found = [_text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
     _check_found(names, found, os.path.join(root, os.fsdecode(folder)), split)
     order, labels = assign_labels(found, sorted(set(found)), classes, WHERE, split)
@@ -130,16 +121,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> ImageF
         if not keep.any():
             raise DataError(WHERE, "no class has two images, so that none is left for validation", "", "Add images")
         names, labels = [names[id] for id in np.flatnonzero(keep)], labels[keep]
-    return ImageFolder(root, names, labels, order)
+    return ImageFolder(root, names, [files[name] for name in names], labels, order)
 
 
-def _scan(root: str, folder: bytes) -> list[bytes]:
-    """Return the image files below `folder`, as paths in `root`; links are followed, hidden names left out.
+def _scan(root: str, folder: bytes) -> dict[bytes, int]:
+    """Return the image files below `folder`, as paths in `root`, with their sizes in bytes.
 
-    One `scandir` a folder: what an entry is comes with the listing, so that no file is asked for (a request each on
-    network storage).
+    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its size is one more
+    request to the storage, which NFS answers from the same listing.
     """
-    found: list[bytes] = []
+    found: dict[bytes, int] = {}
     todo: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while todo:
         relative, above = todo.pop()
@@ -158,8 +149,22 @@ def _scan(root: str, folder: bytes) -> list[bytes]:
             if _is_folder(entry):
                 todo.append((prefix + entry.name, above | {here}))
             elif entry.name.lower().endswith(ENDINGS):
-                found.append(prefix + entry.name)
+                found[prefix + entry.name] = _size(entry)
     return found
+
+
+def _size(entry: os.DirEntry[bytes]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        if entry.is_symlink():
+            return -1  # it leads nowhere; decode says so
+        return retried(lambda: entry.stat().st_size, f"file '{_text(entry.path)}'", WHERE)
+
+
+def _content(path: bytes) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
@@ -169,17 +174,16 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False
 
 
-def _from_list(options: Options, split: str, root: str) -> list[bytes]:
+def _from_list(options: Options, split: str, root: str) -> dict[bytes, int]:
     key = "train_list" if split == "train" else "val_list"
     where = f"data.{key}"
     files = _scan(root, b"")
     stems: dict[bytes, list[bytes]] = {}
     for name in files:
         stems.setdefault(posixpath.splitext(name)[0], []).append(name)
-    exact = set(files)
     seen: dict[bytes, int] = {}
     for number, entry in _lines(_list_path(getattr(options, key), root), where):
-        matches = [entry] if entry in exact else stems.get(entry, [])
+        matches = [entry] if entry in files else stems.get(entry, [])
         line = f"line {number}: '{_text(entry)}'"
         if not matches:
             near = did_you_mean(_text(entry), map(_text, stems)) if len(stems) < 10_000 else ""  # slow on many
@@ -192,10 +196,10 @@ def _from_list(options: Options, split: str, root: str) -> list[bytes]:
         if matches[0] in seen:
             raise DataError(where, f"{line} is listed already in line {seen[matches[0]]}", "", "Remove one of them")
         seen[matches[0]] = number
-    return list(seen)
+    return {name: files[name] for name in seen}
 
 
-def _check_apart(options: Options, root: str, val: Sequence[bytes]) -> None:
+def _check_apart(options: Options, root: str, val: Collection[bytes]) -> None:
     # Validation on training images measures memory; nothing later in the run would show it.
     held = {posixpath.splitext(name)[0] for name in val} | set(val)
     for number, entry in _lines(_list_path(options.train_list, root), "data.train_list"):
@@ -259,7 +263,7 @@ def _check_root(root: str) -> None:
     raise DataError(WHERE, f"the folder '{root}' does not exist", near, "Check the path, or fetch the images first")
 
 
-def _check_unsplit(options: Options, names: Sequence[bytes]) -> None:
+def _check_unsplit(options: Options, names: Collection[bytes]) -> None:
     # Else `train/apple` and `val/apple` would become two classes, and nothing would look wrong.
     for folder in (options.train_split, options.val_split):
         if any(name.startswith(os.fsencode(folder) + b"/") and name.count(b"/") > 1 for name in names):

@@ -6,6 +6,7 @@ answers and the sifter both do). The shards are indexed once, and an image is on
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, name_labels, refuse
+from kd.datasets._decode import Names, assign_labels, decode, fingerprint, name_labels, retried
 from kd.errors import DataError, did_you_mean
+from kd.types import Decoded
 
 BLOCK = 512
 """Bytes of a tar block; headers and contents begin on its multiples."""
@@ -106,24 +107,26 @@ class WebDataset:
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
 
         The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file
         kept in the object would have to survive threads, forks, pickling and the limit on open files.
 
         Raises:
-            DataError: the shard is gone or shorter than it was, or the member is no whole image.
+            CorruptImage: the member is no whole image.
+            DataError: the shard is gone, cannot be read, or is shorter than it was.
         """
-        subject, size = f"image '{self.name(id)}'", int(self._sizes[id])
-        try:
-            with open(self._shards[self._shard_of[id]], "rb", buffering=0) as file:
-                data = _read(file, int(self._offsets[id]), size)
-        except OSError as error:
-            raise refuse(subject, self._where, f"its shard cannot be read ({error.strerror})") from error
+        subject = f"image '{self.name(id)}'"
+        return decode(retried(lambda: self._content(id), subject, self._where), subject, self._where)
+
+    def _content(self, id: int) -> bytes:
+        size, shard = int(self._sizes[id]), self._shards[self._shard_of[id]]
+        with open(shard, "rb", buffering=0) as file:
+            data = _read(file, int(self._offsets[id]), size)
         if len(data) < size:
-            raise refuse(subject, self._where, "its shard has become shorter since it was indexed")
-        return decode(data, subject, self._where)
+            raise OSError(errno.EIO, f"the shard '{shard}' has become shorter since it was indexed")
+        return data
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDataset:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import Backend, Loader, Teacher
+from kd.errors import DataError
 from kd.types import Batch, Plan
 
 NUM_BINS = 15
@@ -39,6 +40,9 @@ class Evaluator:
             For the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
             arXiv:1706.04599); with a teacher also `teacher_accuracy`, `teacher_top5`, `teacher_nll`, `teacher_ece`,
             `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Padding has weight 0.
+
+        Raises:
+            DataError: no image has a weight, because none could be decoded.
         """
         was_training = student.training
         student.eval()
@@ -77,6 +81,9 @@ class Evaluator:
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
         images = by_name.pop("images")
+        if images == 0:
+            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
+            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
         values = {}
         for name, value in by_name.items():
             if name.endswith("bins"):

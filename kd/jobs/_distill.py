@@ -220,7 +220,7 @@ def write_sheet(path: Path, state: dict[str, Tensor], source: Source) -> Path:
         pictures = []
         for id in ids:
             try:
-                pictures.append(source.decode(id))
+                pictures.append(source.decode(id).image)
             except DataError:
                 continue
         groups.append(pictures)

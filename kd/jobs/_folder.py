@@ -36,6 +36,7 @@ FREE = (
     "data.root",
     "data.workers",
     "data.eval_batch",
+    "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
     "backend.timeout_seconds",

@@ -107,7 +107,7 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
     stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
-    loader = loaders(views(data, seed), section.workers, split, backend)[0]
+    loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)[0]
     allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)
     return _Parts(backend, report.live, stored, loader, split.batch_size, allowed)
 

@@ -8,6 +8,7 @@ Legend: B images of a batch, C classes, K logits kept of each image, R bytes of 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from kd.contracts import Teacher
 from kd.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
-FORMAT = 2
+FORMAT = 3
 WHERE = "teacher.cache.path"
 DENSE_CLASSES = 1024
 """Up to here every logit is kept."""
@@ -31,6 +32,7 @@ TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 WAITING = 32
 """Batches whose logits may wait on the device for the next flush."""
+log = logging.getLogger("kd")
 
 
 class Codec:
@@ -45,7 +47,8 @@ class Codec:
         fields: list[Any] = [("logits", self.dtype, (topk or num_classes,))]
         if topk:
             fields += [("classes", np.dtype(np.uint32), (topk,)), ("rest", np.dtype(np.float32))]
-        self.record = np.dtype(fields)
+        self.names = tuple(name for name, *_ in fields)
+        self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
 
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
         """Return what a record keeps, on the device of the logits."""
@@ -106,15 +109,30 @@ class Store:
         content = bytearray().join(part if part and len(part) == size else bytes(size) for part in found)
         return np.frombuffer(content, self.codec.record), whole
 
-    def parts(self, view: int, ids: Sequence[int]) -> tuple[list[Tensor], np.ndarray]:
-        """Return what the records [B] hold, as `Codec.expand` takes it, and which of them are whole, bool [B]."""
-        records, whole = self.read(view, ids)
-        return [_tensor(records[name]) for name in records.dtype.names or ()], whole
+    def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
+        """Return what the records [B] hold, as `Codec.expand` takes it.
 
-    def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        """Write records. If the disk is full, warn once and write no more (`stopped`); what is written stays good."""
+        Args:
+            view: of the images.
+            ids: B of them.
+            crc: of each image's encoded bytes now; empty, or 0: unknown.
+
+        Returns:
+            The tensors; which records are of these images, bool [B]; how many are of images that have changed since.
+        """
+        records, whole = self.read(view, ids)
+        now = np.array(crc or [0] * len(ids), np.uint32)
+        stale = whole & (now != records["crc"]) & (now != 0) & (records["crc"] != 0)
+        return [_tensor(records[name]) for name in self.codec.names], whole & ~stale, int(stale.sum())
+
+    def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray], crc: Sequence[int]) -> None:
+        """Write records, with the CRC of each image's encoded bytes (0: unknown).
+
+        If the disk is full, warn once and write no more (`stopped`); what is written stays good.
+        """
         content = np.zeros(len(ids), self.codec.record)
-        for name, part in zip(self.codec.record.names or (), parts, strict=True):
+        content["crc"] = crc
+        for name, part in zip(self.codec.names, parts, strict=True):
             content[name] = part
         try:
             records = self._opened(view, os.O_CREAT)
@@ -158,7 +176,8 @@ class CachedTeacher:
             fixed_shape: run the live teacher on whole micro-batches only (a compiler would make a graph a shape).
         """
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
-        self._waiting: list[tuple[int, list[int], list[Tensor]]] = []
+        self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
+        self._warned: set[int] = set()
 
     @property
     def images(self) -> int:
@@ -166,16 +185,32 @@ class CachedTeacher:
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Look each batch up while it is still on the host, where its ids can be read without waiting."""
-        for batch in batches:
-            ids = batch.ids.tolist()
-            parts, whole = self.store.parts(batch.view, ids)
-            logits = self.store.codec.expand(parts)
-            wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
-            missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
-            if not whole.all():
-                logits[torch.from_numpy(~whole)] = 0
-            yield replace(batch, teacher_outputs=TeacherOutputs(Outputs(logits), missing))
+        """Look each batch up while it is still on the host, where its ids can be read without waiting.
+
+        A record of an image that has changed since counts as missing; their number is logged once per view.
+        """
+        changed, view = 0, 0
+        try:
+            for batch in batches:
+                view, found, stale = batch.view, *self._found(batch)
+                changed += stale
+                yield found
+        finally:
+            if changed and (self.store.writable or view not in self._warned):  # what is written is found once
+                self._warned.add(view)
+                text = "teacher.cache: view %d: %d records are of images that have changed; they are computed again"
+                log.warning(text, view, changed)
+
+    def _found(self, batch: Batch) -> tuple[Batch, int]:
+        """Add the stored outputs to a batch; return how many of its records are of images that have changed."""
+        ids = batch.ids.tolist()
+        parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
+        logits = self.store.codec.expand(parts)
+        wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
+        missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
+        if not whole.all():
+            logits[torch.from_numpy(~whole)] = 0
+        return replace(batch, teacher_outputs=TeacherOutputs(Outputs(logits), missing)), stale
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C]."""
@@ -191,7 +226,8 @@ class CachedTeacher:
         said = self.live(bare if whole else bare.take(places)).logits
         parts = self.store.codec.compress(said.index_select(0, rows) if whole and len(rows) < len(said) else said)
         if self.store.writable:
-            self._waiting.append((batch.view, [id for _, id in answer.missing], parts))
+            crc = [batch.crc[row] if batch.crc else 0 for row, _ in answer.missing]
+            self._waiting.append((batch.view, [id for _, id in answer.missing], parts, crc))
             if len(self._waiting) >= WAITING:
                 self.flush()
         logits = answer.outputs.logits.float()
@@ -199,8 +235,8 @@ class CachedTeacher:
 
     def flush(self) -> None:
         """Write the records that are still on the device."""
-        for view, ids, parts in self._waiting:
-            self.store.write(view, ids, [part.cpu().numpy() for part in parts])
+        for view, ids, parts, crc in self._waiting:
+            self.store.write(view, ids, [part.cpu().numpy() for part in parts], crc)
         self._waiting = []
 
 

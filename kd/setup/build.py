@@ -14,6 +14,7 @@ from kd import parts
 from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.data.loader import evaluation_plan
+from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
@@ -36,13 +37,14 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
 
     Raises:
         BackendError: the world is not whole, or another rank is gone.
+        RunError: a worker process of the data has ended.
     """
     backend = build_backend(section)
     backend.setup()
     try:
         yield backend
     except RuntimeError as error:
-        known = backend.explain(error)
+        known = worker_error(error) or backend.explain(error)
         if known is None:
             raise
         raise known from error
@@ -188,7 +190,7 @@ def build_run(
         split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
 
-    loader, val_loader = loaders(views(data, seed), recipe.data.workers, split, backend)
+    loader, val_loader = loaders(views(data, seed), recipe.data, split, backend, recipe.backend.timeout_seconds)
     length = run_length(recipe.run, split, recipe.views)
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,9 @@ def check_records(cached: CachedTeacher, seed: int, session: Session, tolerance:
 def compare(store: Store, live: Teacher, batch: Batch) -> tuple[float, float]:
     """Return the largest |stored logit - live teacher's| of a batch on the device, and the largest |logit|.
 
-    Images of weight 0 and without a record do not count; both are 0.0 where none is left. Needs no gradient.
+    Images of weight 0, without a record, or changed since it was made do not count. Both are 0.0 where none is left.
     """
-    parts, whole = store.parts(batch.view, batch.ids.tolist())
+    parts, whole, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
     rows = torch.from_numpy(whole) & (batch.weight > 0).cpu()
     if not rows.any():
         return 0.0, 0.0
@@ -194,4 +194,5 @@ def _batch(ids: list[int], data: Data, seed: int) -> Batch | None:
     if not samples:
         return None
     labels = torch.tensor([sample.label for sample in samples])
-    return Batch.of(torch.stack([sample.pixels for sample in samples]), labels, torch.tensor(kept))
+    batch = Batch.of(torch.stack([sample.pixels for sample in samples]), labels, torch.tensor(kept))
+    return replace(batch, crc=tuple(sample.crc for sample in samples))

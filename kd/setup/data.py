@@ -16,8 +16,9 @@ from kd.contracts import Backend, Source
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
-from kd.errors import ConfigError, DataError, RunError
-from kd.host import cores, free_mib
+from kd.data.workers import require_shared_memory
+from kd.errors import ConfigError, CorruptImage, DataError, RunError
+from kd.host import cores, free_mib, shared_memory_mib
 from kd.storage import hashed_folder
 
 SAMPLE = 16
@@ -193,15 +194,23 @@ def default_workers(backend: Backend) -> int:
 
 
 def loaders(
-    both: tuple[Views, Views], workers: int | str, split: BatchSplit, backend: Backend
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader of this rank; `workers` as configured."""
-    count = default_workers(backend) if workers == "auto" else int(workers)
-    place, pin = (backend.rank, backend.world_size, count), backend.device.type == "cuda"
-    return (
-        LocalLoader(both[0], split.batch_size, split.accumulate, *place, pin_memory=pin),
-        LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, pin_memory=pin),
-    )
+    """Build the training and the validation loader of this rank.
+
+    Raises:
+        RunError: the batches of their workers do not fit into the shared memory.
+    """
+    count = default_workers(backend) if section.workers == "auto" else int(section.workers)
+    place = (backend.rank, backend.world_size, count)
+    pin = backend.device.type == "cuda"
+    common = {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
+    train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
+    val = LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    # Both at once: an evaluation may take place in the middle of an epoch.
+    needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
+    require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
+    return train, val
 
 
 # ---------------------------------------------------------------------------------------------------------- store
@@ -234,7 +243,15 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
-    return Stored(data.train, rules[0], slots[0]), Stored(data.val, rules[1], slots[1])
+    kept = Stored(data.train, rules[0], slots[0]), Stored(data.val, rules[1], slots[1])
+    if backend.rank == 0 and not ram:
+        for split, stored in zip(("training", "validation"), kept, strict=True):
+            sample = evenly_spaced(len(stored), SAMPLE)
+            if changed := stored.refresh(sample):
+                told = "%d of %d sampled %s images have changed since they were decoded: all are decoded again"
+                log.warning("data.store: " + told, changed, len(sample), split)
+    backend.barrier()
+    return kept
 
 
 def _require_room(
@@ -278,8 +295,8 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
     found = []
     for id in evenly_spaced(len(source), SAMPLE):
         try:
-            image = rule(source.decode(id))
-        except DataError:
+            image = rule(source.decode(id).image)
+        except CorruptImage:
             continue  # training will ask for it, and data.on_corrupt decide
         found.append(slot_bytes(image.width * image.height))
     return sum(found) / len(found) if found else float(slot_bytes(rule.most))

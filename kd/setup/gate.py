@@ -12,7 +12,7 @@ from kd.config.schema import SifterSection
 from kd.contracts import Backend, Dataset, Sifter, Teacher
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
-from kd.errors import DataError
+from kd.errors import CorruptImage
 from kd.setup.data import BatchSplit, evenly_spaced
 from kd.setup.recipe import Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
@@ -125,7 +125,7 @@ def loading_ms(dataset: Dataset) -> float:
         try:
             if not dataset.load(id, 0).readable:
                 continue
-        except DataError:
+        except CorruptImage:
             continue  # data.on_corrupt decides where the run reads it
         before = time.perf_counter()
         dataset.load(id, 0)

@@ -16,7 +16,7 @@ from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.contracts import Backend, Teacher
-from kd.errors import DataError
+from kd.errors import CorruptImage
 from kd.models.classifier import Classifier, Ensemble, TeacherModel, compile_forward, set_attention
 from kd.models.load import Spec
 from kd.models.onnx import Exported
@@ -206,13 +206,13 @@ def validation_images(data: Data) -> torch.Tensor:
     """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them.
 
     Raises:
-        DataError: none of those looked at can be decoded.
+        CorruptImage: none of those looked at can be decoded.
     """
     show, found, broken = data.evaluate(), [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
-            found.append(np.asarray(show(data.val.decode(id), Random(0))).transpose(2, 0, 1))
-        except DataError as error:  # data.on_corrupt decides where the run reads it
+            found.append(np.asarray(show(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
+        except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error
     if not found and broken is not None:
         raise broken

@@ -139,7 +139,7 @@ def readable(built: Built) -> list[int]:
 
 
 def digest(source: Source, id: int) -> str:
-    image = source.decode(id)
+    image = source.decode(id).image
     return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
 
 
@@ -188,7 +188,7 @@ def test_names_are_unique(built):
 
 def test_decode_gives_plain_rgb(built):
     for id in readable(built):
-        image = built.train.decode(id)
+        image = built.train.decode(id).image
         assert image.mode == "RGB"
         assert min(image.size) >= 1
 
@@ -203,7 +203,7 @@ def test_decode_is_pure(built):
 def test_decode_gives_each_caller_its_own_image(built):
     id = readable(built)[0]
     before = digest(built.train, id)
-    built.train.decode(id).paste((1, 2, 3), (0, 0, 1, 1))
+    built.train.decode(id).image.paste((1, 2, 3), (0, 0, 1, 1))
     assert digest(built.train, id) == before
 
 
@@ -232,14 +232,14 @@ def test_spawned_process_sees_the_same(built, tmp_path):
         "import pickle, sys\n"
         "source = pickle.load(open(sys.argv[1], 'rb'))\n"
         "for id in sys.argv[2:]:\n"
-        "    print(source.name(int(id)), source.label(int(id)), source.decode(int(id)).tobytes().hex())\n"
+        "    print(source.name(int(id)), source.label(int(id)), source.decode(int(id)).image.tobytes().hex())\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "source.pickle"), *map(str, ids)]
     run = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=120
     )
     source = built.train
-    wanted = [f"{source.name(id)} {source.label(id)} {source.decode(id).tobytes().hex()}" for id in ids]
+    wanted = [f"{source.name(id)} {source.label(id)} {source.decode(id).image.tobytes().hex()}" for id in ids]
     assert run.stdout.splitlines() == wanted
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kd import config
+from kd.datasets import _decode
 from kd.errors import ConfigError
 from kd.setup.data import split_batch
 
@@ -185,14 +186,36 @@ def test_a_corrupt_image_names_itself_and_the_way_out(written, refused, command,
 @pytest.mark.parametrize("workers", [0, 1])
 def test_skipping_counts_and_lists(written, command, copied, tmp_path, workers):
     names = damage(copied) + damage(copied, "val")
-    answer = command("train", written(data={"workers": workers, "on_corrupt": "skip"}))
+    path = written(data={"workers": workers, "on_corrupt": "skip", "max_skipped": 0.2})
+    answer = command("train", path)
     assert answer.code == 0, answer
     assert "4 images could not be decoded and had weight 0: " in answer.out
     manifest = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())
     assert manifest["unreadable"] == sorted(names)
-    again = command("train", written(data={"workers": workers, "on_corrupt": "skip"}))  # decodes the validation only
+    again = command("train", path)  # decodes the validation only
     assert again.code == 0
     assert json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())["unreadable"] == sorted(names)
+
+
+def test_more_skipped_images_than_one_in_a_hundred_end_the_run(written, refused, copied):
+    damage(copied)
+    told = refused("train", written(data={"on_corrupt": "skip"}))
+    assert told.startswith("data.max_skipped: 2 of 36 images could not be decoded")
+    assert "At most 1 " in told
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_that_are_gone_end_the_run_though_damaged_ones_are_skipped(
+    written, refused, copied, monkeypatch, workers
+):
+    """A link into a storage that is away is listed and cannot be read: skipping would train on nothing."""
+    monkeypatch.setattr(_decode, "PAUSES", (0.0, 0.0))
+    file = copied / "train" / "fig" / "03.jpg"
+    file.unlink()
+    file.symlink_to(copied / "away" / "03.jpg")
+    told = refused("train", written(data={"on_corrupt": "skip", "max_skipped": 1.0, "workers": workers}))
+    assert told.startswith("data.root: file 'train/fig/03.jpg': it cannot be read (No such file or directory)")
+    assert "the storage is away" in told
 
 
 def test_odd_but_whole_images_simply_work(written, command, copied, tmp_path):

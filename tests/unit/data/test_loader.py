@@ -44,7 +44,7 @@ def load(batch_size=8, accumulate=1, rank=0, world_size=1, workers=0, dataset=No
 
 def same(one: Batch, other: Batch) -> bool:
     equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
-    return equal and (one.view, one.unreadable) == (other.view, other.unreadable)
+    return equal and (one.view, one.unreadable, one.crc) == (other.view, other.unreadable, other.crc)
 
 
 @pytest.mark.parametrize(("ranks", "micros"), [(1, 1), (1, 4), (2, 2), (4, 1), (2, 1), (8, 1)])
@@ -126,6 +126,16 @@ def test_an_error_of_a_worker_stays_one_line(workers):
     except DataError as error:
         told = f"{error} | {error.remedy}"
     assert told == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
+
+
+@pytest.mark.parametrize(("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)])
+def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
+    loader = LocalLoader(Numbers(24, frozenset(range(broken))), 8, 1, 0, 1, 0, max_skipped=share)
+    if broken <= most:
+        assert len(list(loader.epoch(plan_of(24), 0))) == 3
+        return
+    with pytest.raises(DataError, match=rf"^data\.max_skipped: {broken} of 24 images .* At most {most} "):
+        list(loader.epoch(plan_of(24), 0))
 
 
 def test_a_rest_is_dropped_and_nothing_is_fine():

@@ -11,6 +11,7 @@ import random
 import resource
 import signal
 import threading
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.datasets import imagefolder
-from kd.errors import DataError, RunError
+from kd.errors import CorruptImage, DataError, RunError
 from kd.setup.build import build_backend
 from kd.setup.data import Data, open_store
 from kd.storage import Records
-from kd.types import Plan
+from kd.types import Decoded, Plan
 
 
 class Pictures:
@@ -36,6 +37,8 @@ class Pictures:
 
     classes = ("a", "b")
     fingerprint = "of-noise"
+    edition = 0
+    """Of the noise: another one has the same names and sizes."""
 
     def __init__(self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0) -> None:
         self.sizes, self.broken, self.length, self.decoded = sizes, broken, length or len(sizes), 0
@@ -52,12 +55,13 @@ class Pictures:
     def prepare(self) -> None:
         pass
 
-    def decode(self, id: int) -> Image.Image:
+    def decode(self, id: int) -> Decoded:
         if self.broken and id == 3:
-            raise DataError("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
+            raise CorruptImage("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
         self.decoded += 1
         width, height = self.sizes[id % len(self.sizes)]
-        return Image.fromarray(np.random.default_rng(id).integers(0, 256, (height, width, 3), np.uint8))
+        noise = np.random.default_rng(id + 1000 * self.edition).integers(0, 256, (height, width, 3), np.uint8)
+        return Decoded(Image.fromarray(noise), zlib.crc32(noise))
 
 
 def opened(kind: str, folder: Path, count: int, pixels: int) -> Slots:
@@ -115,10 +119,10 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
     rule = Shrunk(16, 0.5)
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
-    expected = [pixels(rule(Pictures(source.sizes).decode(id))) for id in range(len(source))]
+    expected = [pixels(rule(Pictures(source.sizes).decode(id).image)) for id in range(len(source))]
     for _ in range(3):
         for id in random.Random(0).sample(range(8), 8):
-            image = stored.decode(id)
+            image = stored.decode(id).image
             assert image.mode == "RGB"
             assert np.array_equal(pixels(image), expected[id])
     kept_not = [id for id in range(8) if expected[id].size > 3 * rule.most]
@@ -163,7 +167,7 @@ def test_real_photographs(photographs, tmp_path):
     for id in range(12):
         one, other = (Views(each, transform, 64, 3).load(id, 1).pixels.float() for each in (train, kept))
         assert (one - other).abs().mean() < 3  # of 255: resized twice
-        assert min(kept.decode(id).size) == 117
+        assert min(kept.decode(id).image.size) == 117
         before, after = Views(val, Evaluate(64, 0.9), 64, 0), Views(centre, Evaluate(64, 1.0), 64, 0)
         assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)
         assert torch.equal(before.load(id, 0).pixels, after.load(id, 0).pixels)  # now from its slot
@@ -171,7 +175,7 @@ def test_real_photographs(photographs, tmp_path):
 
 def test_without_slots_the_pixels_are_the_same():
     source, rule = Pictures([(90, 50)]), Shrunk(16, 0.5)
-    assert np.array_equal(pixels(Stored(source, rule).decode(0)), pixels(rule(source.decode(0))))
+    assert np.array_equal(pixels(Stored(source, rule).decode(0).image), pixels(rule(source.decode(0).image)))
 
 
 # ------------------------------------------------------------------------------------------------------- workers
@@ -192,10 +196,10 @@ def test_workers_share_what_they_decode(tmp_path, kind):
 def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(tmp_path):
     source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
     stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
-    first = pixels(stored.decode(2))
+    first = pixels(stored.decode(2).image)
     other = pickle.loads(pickle.dumps(stored))
     before = other.source.decoded
-    assert np.array_equal(pixels(other.decode(2)), first)
+    assert np.array_equal(pixels(other.decode(2).image), first)
     assert other.source.decoded == before
     with pytest.raises(DataError, match=r"data\.store: is ram, but worker .* Set data\.store=disk or data\.workers=0"):
         pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.most)))
@@ -223,9 +227,9 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     assert [run.exitcode for run in runs] == [0, 0, 0]
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)], length=40)
     stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.most))
-    kept = [pixels(stored.decode(id)) for id in range(40)]
+    kept = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
-    assert all(np.array_equal(kept[id], pixels(rule(source.decode(id)))) for id in range(40))
+    assert all(np.array_equal(kept[id], pixels(rule(source.decode(id).image))) for id in range(40))
 
 
 # ---------------------------------------------------------------------------------------------------- torn slots
@@ -236,7 +240,7 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 3)
     stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
-    expected = [pixels(stored.decode(id)) for id in range(3)]
+    expected = [pixels(stored.decode(id).image) for id in range(3)]
     assert stored.slots is not None
     stride, path = stored.slots.records.stride, tmp_path / "store" / PIXELS
     content = bytearray(path.read_bytes())
@@ -253,17 +257,19 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     path.write_bytes(content)
     again = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
     before = source.decoded
-    assert all(np.array_equal(pixels(again.decode(id)), expected[id]) for id in range(3))
+    assert all(np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3))
     assert source.decoded == before + 1
     assert again.slots is not None
-    assert np.array_equal(pixels(again.slots.read(1)), expected[1])  # type: ignore[arg-type]
+    assert np.array_equal(pixels(again.slots.read(1).image), expected[1])  # type: ignore[union-attr]
 
 
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
-    expected = pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2))
+    expected = pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image)
     os.truncate(tmp_path / "store" / PIXELS, 100)
-    assert np.array_equal(pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2)), expected)
+    assert np.array_equal(
+        pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image), expected
+    )
 
 
 def test_a_file_that_is_cut_short_while_it_is_open_is_decoded_again(tmp_path):
@@ -301,7 +307,9 @@ def _write_until_full(folder: str, answers) -> None:
     stored = Stored(source, rule, slots)
     logging.getLogger("kd").addHandler(logging.FileHandler(Path(folder) / "told"))
     good = all(
-        np.array_equal(pixels(stored.decode(id)), pixels(rule(source.decode(id)))) for _ in range(2) for id in range(8)
+        np.array_equal(pixels(stored.decode(id).image), pixels(rule(source.decode(id).image)))
+        for _ in range(2)
+        for id in range(8)
     )
     answers.put((good, sum(slots.read(id) is not None for id in range(8))))
 
@@ -335,6 +343,34 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
         assert sample.pixels.unique().tolist() == [127]
     assert stored.slots is not None
     assert stored.slots.read(3) is None
+
+
+# ---------------------------------------------------------------------------------------------- changed images
+
+
+def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 4)
+    kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
+    first = [kept.decode(id).crc for id in range(4)]
+    assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
+    assert [kept.decode(id).crc for id in range(4)] == first
+    assert source.decoded == 4
+
+
+def test_a_store_of_images_that_have_changed_is_filled_again(chosen, caplog):
+    """The names and the sizes are equal, and so is the fingerprint."""
+    source = Pictures([(90, 50)] * 40)
+    first = stored(chosen, "disk", source)
+    before = [pixels(first.decode(id).image) for id in range(40)]
+    unchanged = stored(chosen, "disk", source)
+    assert not [text for text in caplog.messages if "have changed" in text]
+    assert np.array_equal(pixels(unchanged.decode(7).image), before[7])
+    source.edition = 1
+    again = stored(chosen, "disk", source)
+    assert [text for text in caplog.messages if "have changed" in text] == [
+        "data.store: 16 of 16 sampled training images have changed since they were decoded: all are decoded again"
+    ]
+    assert not any(np.array_equal(pixels(again.decode(id).image), before[id]) for id in range(40))
 
 
 # ---------------------------------------------------------------------------------------------------------- room
@@ -391,7 +427,8 @@ def test_threads_of_one_process_may_share_a_store(tmp_path):
     each = Stored(source, rule, opened("disk", tmp_path, 20, rule.most))
     found: list[list[np.ndarray]] = [[] for _ in range(3)]
     threads = [
-        threading.Thread(target=lambda out=out: out.extend(pixels(each.decode(i)) for i in range(20))) for out in found
+        threading.Thread(target=lambda out=out: out.extend(pixels(each.decode(i).image) for i in range(20)))
+        for out in found
     ]
     for thread in threads:
         thread.start()

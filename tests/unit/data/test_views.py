@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_evaluation_shows_the_same_in_every_view(source):
 
 def test_pixels_are_the_decoded_image(source):
     val = Views(source, Evaluate(20, 1.0), size=20, seed=0)  # image 0 is 20 x 20: nothing is resampled
-    expected = np.asarray(source.decode(0)).transpose(2, 0, 1)
+    expected = np.asarray(source.decode(0).image).transpose(2, 0, 1)
     assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
 
 
@@ -203,3 +204,22 @@ def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
     unmixed = [sample for sample in samples if sample.lam == 1.0]
     assert len(unmixed) == pytest.approx(15, abs=13)  # one partner in four cannot be read
     assert all(sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels) for sample in unmixed)
+
+
+# ------------------------------------------------------------------------------------------------ changed images
+
+
+def test_a_sample_knows_the_bytes_that_it_came_from(source, photos):
+    files = sorted((photos / "train").glob("*/*.jpg"))
+    wanted = [zlib.crc32(file.read_bytes()) for file in files]
+    plain = views(source, "plain")
+    assert [plain.load(id, 0).crc for id in range(len(source))] == wanted
+
+
+def test_a_mixed_sample_knows_those_of_both_images(source):
+    plain, mixed = views(source, "plain"), views(source, "mixup")
+    alone = [plain.load(id, 0).crc for id in range(len(source))]
+    both = [mixed.load(id, 0).crc for id in range(len(source))]
+    pairs = {zlib.crc32(two.to_bytes(4, "little"), one) for one in alone for two in alone}
+    assert set(both) <= pairs
+    assert not set(both) & set(alone)

@@ -25,7 +25,8 @@ def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def read(data: bytes) -> Image.Image:
-    image = decode(data, "file 'a/b.jpg'", "data.root")
+    image, crc = decode(data, "file 'a/b.jpg'", "data.root")
+    assert crc == zlib.crc32(data)
     assert type(image) is Image.Image
     assert image.mode == "RGB"
     assert image.info == {}

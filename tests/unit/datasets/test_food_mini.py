@@ -39,7 +39,7 @@ def test_listing_needs_no_files_and_painting_makes_them_all(tmp_path: Path, pain
     assert source.fingerprint == painted.fingerprint
     assert len(files(painted)) == 36
     for id in range(len(painted)):
-        image = painted.decode(id)
+        image = painted.decode(id).image
         assert (image.mode, image.size) == ("RGB", (32, 32))
         assert painted.classes[painted.label(id)] == Path(painted.name(id)).parent.name
 

@@ -50,7 +50,7 @@ def test_saved_splits(tmp_path):
     train = build(chosen, "train", None)
     assert (train.classes, labels(train)) == (("pear", "apple"), [0, 1, 1])  # the dataset's order, not the alphabet's
     assert train.name(2) == "train[2]"
-    assert train.decode(2).getpixel((0, 0)) == (2, 0, 0)
+    assert train.decode(2).image.getpixel((0, 0)) == (2, 0, 0)
     val = build(chosen, "val", train.classes)
     assert (val.name(0), labels(val)) == ("validation[0]", [1])
     assert train.fingerprint != val.fingerprint
@@ -64,7 +64,7 @@ def test_val_fraction(tmp_path):
     assert np.bincount(labels(val)).tolist() == [2, 2]
     names = {source.name(id) for source in (train, val) for id in range(len(source))}
     assert names == {f"train[{row}]" for row in range(20)}
-    red = val.decode(0).getpixel((0, 0))[0]
+    red = val.decode(0).image.getpixel((0, 0))[0]
     assert (val.name(0), val.label(0)) == (f"train[{red}]", red % 2)
 
 
@@ -76,7 +76,7 @@ def test_one_saved_table_is_the_training_split(tmp_path):
 def test_a_selection_keeps_its_rows(tmp_path):
     save(tmp_path / "d", train=table([0, 1, 0, 1]).select([3, 0]))
     source = build(Options(path=str(tmp_path / "d")), "train", None)
-    assert [source.decode(id).getpixel((0, 0))[0] for id in (0, 1)] == [3, 0]
+    assert [source.decode(id).image.getpixel((0, 0))[0] for id in (0, 1)] == [3, 0]
     assert labels(source) == [1, 0]
 
 
@@ -88,7 +88,7 @@ def test_local_folder_of_images(tmp_path):
             path.write_bytes(png(color))
     train = build(Options(path=str(tmp_path / "d")), "train", None)
     assert train.classes == ("apple", "pear")
-    assert [train.decode(id).getpixel((0, 0))[0] for id in (0, 1)] == [0, 1]
+    assert [train.decode(id).image.getpixel((0, 0))[0] for id in (0, 1)] == [0, 1]
     (tmp_path / "d/train/apple/1.png").unlink()
     with pytest.raises(DataError, match=r"image 'train\[0\]' \(1\.png\): it cannot be read"):
         train.decode(0)
@@ -148,7 +148,7 @@ def test_bytes_column_as_images(tmp_path):
     path = save(tmp_path / "d", train=hub.Dataset.from_dict({"data": [png(7), png(8)], "label": [0, 1]}, features)).path
     with pytest.raises(DataError, match=r"data\.image_key: no image column. Columns: data, label"):
         build(Options(path=path), "train", None)
-    assert build(Options(path=path, image_key="data"), "train", None).decode(1).getpixel((0, 0)) == (8, 0, 0)
+    assert build(Options(path=path, image_key="data"), "train", None).decode(1).image.getpixel((0, 0)) == (8, 0, 0)
 
 
 def test_corrupt_and_absent_images(tmp_path):
@@ -161,6 +161,16 @@ def test_corrupt_and_absent_images(tmp_path):
     for id, message in enumerate(("it is not an image", "the row holds no image", "the image is truncated")):
         with pytest.raises(DataError, match=rf"^data\.path: image 'train\[{id}\]': {message}"):
             source.decode(id)
+
+
+def test_every_size_is_in_the_fingerprint(tmp_path):
+    prints = set()
+    for changed in (None, 0, 199, 399):
+        rows = [{"bytes": bytes(100 + (row == changed)), "path": None} for row in range(400)]
+        features = table([0]).features
+        made = hub.Dataset.from_dict({"image": rows, "label": [row % 2 for row in range(400)]}, features=features)
+        prints.add(build(save(tmp_path / f"d{changed}", train=made), "train", None).fingerprint)
+    assert len(prints) == 4
 
 
 @pytest.mark.parametrize("value", [-1, None])

@@ -46,7 +46,7 @@ def test_train_and_val_folders(tmp_path):
     val = build(options(tmp_path), "val", train.classes)  # it lacks apples, and pears keep their label
     assert val.classes == train.classes
     assert labels(val) == [1]
-    assert val.decode(0).getpixel((0, 0)) == (3, 0, 0)
+    assert val.decode(0).image.getpixel((0, 0)) == (3, 0, 0)
 
 
 def test_classes_nest_to_any_depth(tmp_path):
@@ -80,7 +80,7 @@ def test_linked_class_folders_and_files(tmp_path):
     (tmp_path / "root/train/pear/2.png").symlink_to(tmp_path / "store/pear.png")
     source = build(options(tmp_path / "root"), "train", None)
     assert names(source) == ["train/apple/1.png", "train/pear/1.png", "train/pear/2.png"]
-    assert source.decode(2).size == (4, 4)
+    assert source.decode(2).image.size == (4, 4)
 
 
 def test_link_in_a_circle(tmp_path):
@@ -118,6 +118,26 @@ def test_file_name_that_is_not_utf8(tmp_path):
     source = build(options(tmp_path), "train", None)
     assert source.name(0) == "train/apple/\\xff.png"
     source.decode(0)
+
+
+def test_one_of_many_files_replaced_is_another_fingerprint(tmp_path):
+    """All sizes count, not a sample of them; times do not, since a copy of the data is the same data."""
+    for name in ("a", "b"):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(300):
+            (folder / f"{number:03d}.jpg").write_bytes(bytes(100))
+    first = build(options(tmp_path), "train", None).fingerprint
+    prints = set()
+    for number in range(1, 300, 37):
+        file = tmp_path / "train" / "b" / f"{number:03d}.jpg"
+        file.write_bytes(bytes(101))
+        prints.add(build(options(tmp_path), "train", None).fingerprint)
+        file.write_bytes(bytes(100))
+    os.utime(file, (1, 1))
+    assert len(prints) == 9
+    assert first not in prints
+    assert build(options(tmp_path), "train", None).fingerprint == first
 
 
 def test_fingerprint_follows_the_content_and_not_the_place(tmp_path):
@@ -185,7 +205,7 @@ def test_food101_as_distributed(tmp_path):
     assert train.classes == ("apple_pie", "baklava")
     val = build(chosen, "val", train.classes)
     assert names(val) == ["apple_pie/2.jpg", "baklava/2.jpg"]
-    assert val.decode(0).size == (4, 4)
+    assert val.decode(0).image.size == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +324,7 @@ def test_real_photographs(photographs):
     val = build(options(photographs), "val", train.classes)
     assert len(set(labels(val))) == 22
     assert all(val.name(id).split("/")[1] == val.classes[val.label(id)] for id in range(len(val)))
-    image = val.decode(0)
+    image = val.decode(0).image
     assert max(image.size) >= 348
     with Image.open(photographs / val.name(0)) as reference:
         assert np.array_equal(np.asarray(image), np.asarray(reference.convert("RGB")))

@@ -164,3 +164,23 @@ def test_what_cannot_be_cached(make, settings, tmp_path):
         make("losses=[{kind: feature}]", *keys(tmp_path))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):
         job.cache(config.load(settings))
+
+
+def test_an_image_replaced_by_one_of_the_same_size_is_taught_anew(make, photos, tmp_path, caplog):
+    """Names and sizes are equal, and so are the fingerprint and the cache; the bytes are not."""
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    chosen = (f"data.root={root}", "data.batch_size=12", *VIEWS, *keys(tmp_path / "cache", views=1))
+    train(make(*chosen).run)
+    file, other = root / "train" / "fig" / "03.jpg", root / "train" / "fig" / "04.jpg"
+    sizes = file.stat().st_size, other.stat().st_size
+    for path in (file, other):  # what follows the end of a JPEG is not looked at
+        path.write_bytes(path.read_bytes().ljust(max(sizes), b"\0"))
+    train(make(*chosen, f"teacher.cache.path={tmp_path / 'padded'}").run)
+    first, second = file.read_bytes(), other.read_bytes()
+    file.write_bytes(second)
+    other.write_bytes(first)
+    again = make(*chosen, f"teacher.cache.path={tmp_path / 'padded'}")
+    train(again.run)
+    assert "teacher.cache: view 0: 2 records were of images that have changed" in caplog.text
+    assert sum(taught(again)) > 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kd.backends.cpu import CPU
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.engine.evaluate import NUM_BINS, Evaluator
+from kd.errors import DataError
 from kd.models.teacher import NoTeacher
 from kd.types import Batch, Outputs, Sample
 
@@ -121,6 +122,12 @@ def test_unreadable_images_do_not_count():
     found = evaluator(teacher, label, 8, 7, frozenset({4, 17}))(Table(student))
     expected = expected_of(student[kept], label[kept]) | expected_of(teacher[kept], label[kept], "teacher_")
     assert found == pytest.approx(expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7)
+
+
+def test_an_evaluation_without_a_readable_image_is_an_error():
+    student, teacher, label = draw(30, 7)
+    with pytest.raises(DataError, match=r"^data: no image of the validation split could be decoded"):
+        evaluator(teacher, label, 8, 7, frozenset(range(30)))(Table(student))
 
 
 def test_the_teacher_is_asked_once_and_the_student_anew():

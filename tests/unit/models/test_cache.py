@@ -12,6 +12,7 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_top_k_through_the_files(tmp_path, live):
 
 
 def test_the_size_of_a_record():
-    assert record_bytes(Codec(101, "fp16", 0).record.itemsize) == 210  # Food-101: 15.9 MB a view of 75,750 images
+    assert record_bytes(Codec(101, "fp16", 0).record.itemsize) == 214  # Food-101: 16.2 MB a view of 75,750 images
 
 
 @pytest.mark.parametrize(("field", "value"), [("teacher", "xyz"), ("seed", 1), ("classes", ["b", "a"]), ("more", 1)])
@@ -288,3 +289,43 @@ def test_a_full_disk_is_said_once_and_the_teacher_goes_on(tmp_path):
     assert len(lines) == 1
     assert lines[0].startswith("teacher.cache: '")
     assert lines[0].endswith("takes no more (File too large). It is used as it is, the teacher answers for the rest.")
+
+
+# ---------------------------------------------------------------------------------------------- changed images
+
+
+def read(ids: list[int], crc: list[int], view: int = 0) -> Batch:
+    """A batch as a loader makes it, which knows what the images were decoded from."""
+    return replace(batch(ids, view), crc=tuple(crc))
+
+
+def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(tmp_path, live, caplog):
+    stored = CachedTeacher(live, opened(tmp_path))
+    ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]))
+    stored.flush()
+    before = live.images
+    ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]), read([0, 1], [0, 0]), batch([2, 3]))  # equal, or unknown
+    assert live.images == before
+    assert not caplog.messages
+    changed = read([0, 1, 2, 3], [10, 99, 12, 98])
+    changed.image[1], changed.image[3] = image(30, 0), image(31, 0)
+    answer = ask(stored, changed)[0]
+    assert live.images - before == 2
+    torch.testing.assert_close(answer, live(changed).logits)
+    assert caplog.messages == [
+        "teacher.cache: view 0: 2 records were of images that have changed since; they are computed again"
+    ]
+    stored.flush()
+    before = live.images
+    assert torch.equal(ask(CachedTeacher(live, opened(tmp_path)), changed)[0], answer)
+    assert live.images == before
+    assert len(caplog.messages) == 1
+
+
+def test_a_record_whose_bytes_are_unknown_is_taken(tmp_path, live):
+    stored = CachedTeacher(live, opened(tmp_path))
+    ask(stored, batch([0, 1]))
+    stored.flush()
+    before = live.images
+    ask(stored, read([0, 1], [5, 6]))
+    assert live.images == before

@@ -1,0 +1,155 @@
+"""Worker processes that are stopped, killed, or have no shared memory: one line, and never a wait without end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from kd.config.schema import BackendSection, DataSection
+from kd.data.loader import LocalLoader
+from kd.data.workers import process_state, worker_error
+from kd.errors import RunError
+from kd.parts import default_options
+from kd.setup.build import build_backend, distributed
+from kd.setup.data import BatchSplit, loaders
+from kd.types import Plan, Sample
+
+PLAN = Plan(torch.arange(400), torch.ones(400))
+
+
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Collect the loaders of the test before: a forked worker that does so in the middle of an import fails."""
+    gc.collect()
+
+
+class Slow:
+    """A dataset whose images take a while."""
+
+    classes = ("a", "b")
+
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 400
+
+    def load(self, id: int, view: int) -> Sample:
+        time.sleep(self.seconds)
+        return Sample(torch.full((3, 8, 8), id % 256, dtype=torch.uint8), id % 2, id % 2, 1.0)
+
+
+def loader(workers: int = 2, timeout: float = 2.0, seconds: float = 0.002) -> LocalLoader:
+    return LocalLoader(Slow(seconds), 8, 1, 0, 1, workers, timeout_seconds=timeout)
+
+
+def told(made: LocalLoader, harm, after: int = 2) -> str:
+    """Harm the workers after some batches; return the line. Not pytest.raises: its traceback would keep the workers."""
+    try:
+        for number, _ in enumerate(made.epoch(PLAN, 0), 1):
+            if number == after:
+                harm([worker.pid for worker in made._processes()])
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_stopped_worker_ends_the_run_and_is_named(place, settled):
+    """`settled`: it has announced batches already, and the trainer waits for the rest of them, not for a message."""
+    pids = []
+
+    def stop(found) -> None:
+        pids.extend(found)
+        time.sleep(0.5 * settled)
+        os.kill(found[place], signal.SIGSTOP)
+
+    line = told(loader(), stop)
+    assert line.startswith(f"data.workers: worker {place} (process {pids[place]}, stopped) made no batch within 2 s")
+    assert "resumes" in line
+    deadline = time.monotonic() + 10
+    while any(process_state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [process_state(pid) in ("", "Z") for pid in pids] == [True, True]  # this process can end
+
+
+def test_a_worker_stopped_between_two_epochs_is_named():
+    made = loader()
+    assert len(list(made.epoch(PLAN, 0))) == 50
+    os.kill(made._processes()[1].pid or 0, signal.SIGSTOP)
+    assert "worker 1 (process " in told(made, None, after=-1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_worker_is_one_line(place, busy):
+    """`busy`: torch's signal handler raises wherever the main thread is, here in `sleep`."""
+    pids = []
+
+    def kill(found) -> None:
+        pids.extend(found)
+        os.kill(found[place], signal.SIGKILL)
+        time.sleep(0.2 * busy)
+
+    line = ""
+    section = BackendSection(kind="cpu", options=default_options("backends", "cpu"))
+    try:
+        with distributed(section):
+            line = told(loader(), kill)
+    except RunError as error:
+        line = str(error)
+    assert line.startswith(f"data.workers: the worker process {pids[place]} has ended (")
+    assert "fewer data.workers" in line
+
+
+def test_a_slow_loader_is_not_late():
+    assert len(list(loader(1, timeout=0.5, seconds=0.02).epoch(Plan(PLAN.ids[:80], PLAN.weights[:80]), 0))) == 10
+
+
+def test_a_loop_that_computes_for_long_does_not_make_its_workers_late():
+    made, seen = loader(1, timeout=0.4), 0
+    for _ in made.epoch(Plan(PLAN.ids[:24], PLAN.weights[:24]), 0):
+        time.sleep(0.7)
+        seen += 1
+    assert seen == 3
+
+
+def test_watching_ends_with_the_epoch():
+    made = loader(1)
+    list(made.epoch(PLAN, 0))
+    some = made.epoch(PLAN, 0)
+    next(some)
+    del some
+    deadline = time.monotonic() + 10
+    while any(thread.name == "kd-watch" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kd-watch"]
+
+
+@pytest.mark.parametrize("text", ["shape mismatch", "Caught ValueError in DataLoader worker process 0."])
+def test_other_errors_are_not_taken_for_an_end(text):
+    assert worker_error(RuntimeError(text)) is None
+
+
+def test_batches_that_do_not_fit_into_the_shared_memory_are_refused_at_the_start():
+    """256 images of 8192 x 8192 a batch: more than any machine has."""
+    section = BackendSection(kind="cpu", options=default_options("backends", "cpu"))
+    backend, split = build_backend(section), BatchSplit(256, 1, 256, 1, 256)
+    both = (Slow(), Slow())
+    for workers in (2, 0):
+        data = DataSection(kind="imagefolder", image_size=8192, workers=workers)
+        if not workers:
+            assert [made.batch_bytes(8192) for made in loaders(both, data, split, backend, 60)] == [0, 0]
+            continue
+        with pytest.raises(
+            RunError, match=r"^data\.workers: the batches .* from 2 workers take about 98\d{4} MiB"
+        ) as e:
+            loaders(both, data, split, backend, 60)
+        assert all(word in str(e.value) for word in ("/dev/shm", "--shm-size=", "data.workers=0"))

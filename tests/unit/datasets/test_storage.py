@@ -1,0 +1,62 @@
+"""A storage that fails: tried again, then fatal; never taken for a corrupt image."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import threading
+import time
+
+import pytest
+from PIL import Image
+
+from kd.data.views import Evaluate, Views
+from kd.datasets import _decode
+from kd.datasets.imagefolder import ImageFolder, Options, build
+from kd.errors import CorruptImage, DataError
+
+
+@pytest.fixture
+def source(tmp_path) -> ImageFolder:
+    for name in ("apple", "pear"):
+        folder = tmp_path / "root" / "train" / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (4, 4), (9, 9, 9)).save(folder / "1.png")
+    (tmp_path / "root" / "train" / "pear" / "2.png").write_text("not an image")
+    return build(Options(root=str(tmp_path / "root")), "train", None)
+
+
+@pytest.mark.parametrize("code", ["ESTALE", "EIO", "EACCES", "ENOENT", "ETIMEDOUT", "ENOTCONN", "EMFILE"])
+def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, monkeypatch, code):
+    number, tries, opened = getattr(errno, code), [], builtins.open
+
+    def fail(path, *args, **more):
+        if not os.fsdecode(path).endswith("1.png"):
+            return opened(path, *args, **more)
+        tries.append(path)
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(_decode, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(builtins, "open", fail)
+    views = Views(source, Evaluate(4, 1.0), 4, 0, on_corrupt="skip")
+    with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.png': .* the storage is away") as caught:
+        views.load(0, 0)
+    assert os.strerror(number) in str(caught.value)
+    assert not isinstance(caught.value, CorruptImage)
+    assert len(tries) == 3
+    assert not views.load(2, 0).readable  # read whole, and no image
+
+
+def test_a_storage_that_comes_back_is_not_noticed(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(_decode, "PAUSES", (0.05,) * 200)
+    (tmp_path / "root").rename(tmp_path / "away")
+
+    def come_back() -> None:
+        time.sleep(0.2)
+        (tmp_path / "away").rename(tmp_path / "root")
+
+    back = threading.Thread(target=come_back)
+    back.start()
+    assert source.decode(0).image.size == (4, 4)
+    back.join()
