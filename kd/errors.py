@@ -11,6 +11,8 @@
     |-- RunError            the run folder, a checkpoint, the disk
     `-- NonFiniteLoss       training diverged
 
+`Interrupted` is not an error and no KdError: somebody asked the process to stop.
+
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
 
@@ -83,6 +85,13 @@ class RunError(KdError):
 
 class NonFiniteLoss(KdError):
     """A loss term became NaN or infinite."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The process was asked to stop, and did. The same command resumes; no `except Exception` may swallow it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: try again."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

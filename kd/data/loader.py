@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from kd.contracts import Dataset
+from kd.data.worker import serve_until_the_trainer_ends
 from kd.errors import KdError
 from kd.types import Batch, Plan
 
@@ -66,6 +67,7 @@ class LocalLoader:
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=ahead if workers else None,
+            worker_init_fn=serve_until_the_trainer_ends,
             # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )

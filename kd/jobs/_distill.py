@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kd.engine.run import Run
 from kd.errors import DataError, ModelError
 from kd.host import environment
 from kd.jobs._folder import require_same
+from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble, TeacherModel, digest
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, percent
@@ -99,7 +100,8 @@ def distill(
         if isinstance(teacher, Ensemble):
             names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
             check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
-        state = engine_train(run)
+        with signals.training():
+            state = engine_train(replace(run, stop=signals.requested))
         sifting = sifting_report(run, data.train, folder)
         console.info(f"{title}: {memory(recipe.optimizer.zero, run, facts['choices'])}")
         names = unreadable(data, run, known)

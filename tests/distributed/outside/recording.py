@@ -56,7 +56,7 @@ class RecordedHistory(Recorder, History):
     """`history`, recorded."""
 
 
-def build(options: Options, population: SiftContext) -> Everything | History:
+def build(options: Options, context: SiftContext) -> Everything | History:
     if options.history:
-        return RecordedHistory(HistoryOptions(keep=0.5, anneal=0.0), population)
-    return RecordedEverything(population)
+        return RecordedHistory(HistoryOptions(keep=0.5, anneal=0.0), context)
+    return RecordedEverything(context)
