@@ -14,9 +14,11 @@ from kd import parts
 from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.data.loader import evaluation_plan
+from kd.data.worker import lost_worker
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
+from kd.errors import KdError
 from kd.models.classifier import TeacherModel, first
 from kd.models.load import select_weights
 from kd.models.teacher import LiveTeacher, NoTeacher
@@ -41,13 +43,20 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
     backend.setup()
     try:
         yield backend
-    except RuntimeError as error:
-        known = backend.explain(error)
+    except Exception as error:
+        known = None if isinstance(error, KdError) else _explain(error, backend)
         if known is None:
             raise
         raise known from error
     finally:
         backend.close()
+
+
+def _explain(error: Exception, backend: Backend) -> KdError | None:
+    try:
+        return lost_worker(error) or backend.explain(error)
+    except RuntimeError as second:  # of torch's handler of SIGCHLD: the first came from the pipe, before the signal
+        return lost_worker(second)
 
 
 def build_backend(section: BackendSection) -> Backend:

@@ -94,6 +94,16 @@ def test_a_signal_before_the_first_step_ends_at_once(train):
     train("early", 1, *OURS).world.ended_well()
 
 
+def test_a_killed_data_worker_is_one_line(train):
+    killed = train("worker", 1, *OURS, "data.workers=1", "sifter.kind=none", env={"KD_SIGNAL": "SIGKILL:train:50"})
+    assert killed.world.codes == [2], killed.world.logs[0]
+    last = killed.world.logs[0].splitlines()[-1]
+    assert last.startswith("data.workers: ")
+    assert "data worker" in last
+    assert "set data.workers lower" in last
+    assert "bug" not in killed.world.logs[0]
+
+
 def launched(argv: list[str], rows_file: Path, send, **env: str) -> tuple[int, str, float]:
     """Start a command in a process group of its own, call `send(process)` after some steps; return how it ended."""
     environ = {**environment(), **env}
