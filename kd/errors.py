@@ -9,6 +9,7 @@
     |-- ModelError          a model, its weights, its classes
     |-- BackendError        the world of processes is not what the launcher promised
     |-- RunError            the run folder, a checkpoint, the disk
+    |   `-- FolderInUse     another process is writing the run folder
     `-- NonFiniteLoss       training diverged
 
 `Interrupted` is not an error and no KdError: somebody asked the process to stop.
@@ -81,6 +82,10 @@ class BackendError(KdError):
 
 class RunError(KdError):
     """The run folder, a checkpoint or the disk is not usable."""
+
+
+class FolderInUse(RunError):
+    """Another process is writing the run folder."""
 
 
 class NonFiniteLoss(KdError):
