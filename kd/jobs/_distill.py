@@ -136,10 +136,13 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
 
 
 def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
-    """List the images of both splits that this rank could not decode, in this start or in an earlier one."""
-    both = ((data.train, run.loader), (data.val, run.evaluator.loader))
-    found = {source.name(id) for source, loader in both for id in loader.unreadable}
-    return sorted(found | set(known.get("unreadable", [])))
+    """List the images of both splits that any rank could not decode, now or in an earlier start. All ranks call it."""
+    found = set(known.get("unreadable", []))
+    for source, loader in ((data.train, run.loader), (data.val, run.evaluator.loader)):
+        broken_N = torch.zeros(len(source), device=run.backend.device)
+        broken_N[list(loader.unreadable)] = 1.0
+        found |= {source.name(id) for id in run.backend.reduce_sum(broken_N).nonzero()[:, 0].tolist()}
+    return sorted(found)
 
 
 def check_teacher(least: float, run: Run, console: Console) -> None:
