@@ -4,21 +4,22 @@
 #   docker run --rm -p 127.0.0.1:8080:8080 -v "$PWD/runs/vit_food/export:/opt/ml/model:ro" kd-serve serve
 #
 # SageMaker starts the container as `docker run IMAGE serve`: the folder is /opt/ml/model, the port 8080.
-FROM python:3.12-slim
+FROM python:3.12.11-slim-bookworm
 
 RUN pip install --no-cache-dir "numpy>=2" "pillow>=11" "onnxruntime>=1.20" "starlette>=0.40" "uvicorn>=0.30"
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY kd /src/kd
 # Without its dependencies: training needs torch and timm, answering does not.
-RUN pip install --no-cache-dir --no-deps /src && rm -rf /src && useradd --system --uid 10001 kd
+RUN pip install --no-cache-dir --no-deps /src && rm -rf /src
 
 # SageMaker's documents expect root; nothing here needs it: the port is above 1024 and the model is only read.
-USER kd
+# A number, because Kubernetes cannot tell from a name that a user is not root.
+USER 10001:10001
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=2s --start-period=30s \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8080/ping', timeout=2)"]
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ.get('SAGEMAKER_BIND_TO_PORT', '8080') + '/ping', timeout=2)"]
 # The exec form: SIGTERM reaches the server, which answers what it has accepted and ends with 0.
 ENTRYPOINT ["kd-serve"]
 CMD ["serve"]

@@ -1,4 +1,4 @@
-"""kd: distil a large vision transformer into a small one, and do not pay for work that teaches nothing.
+"""kd: distill a large vision transformer into a small one, and do not pay for work that teaches nothing.
 
     import kd
     run = kd.train("configs/vit_food.yaml", "run.epochs=5")

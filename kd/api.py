@@ -83,7 +83,7 @@ def distill(
     seed: int = 0,
     progress: bool = True,
 ) -> Distilled:
-    """Distil any module into any module on any map-style dataset.
+    """Distill any module into any module on any map-style dataset.
 
     Both models get the very images that the dataset returns; normalization is the caller's.
 

@@ -1,8 +1,8 @@
-"""What the parts promise each other. Read this first.
+"""The protocols between the parts of kd. Read this first.
 
-The engine knows these protocols and nothing concrete; a part is one file in the folder of its contract
-(`losses/`, `sifters/`, `datasets/`, `backends/`) with exactly two public names: `Options`, a frozen dataclass
-whose fields are its YAML keys with a docstring under each, and `build(options, ...)`.
+The engine depends on these protocols only. A part is one file in the folder of its contract (`losses/`, `sifters/`,
+`datasets/`, `teachers/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields are its YAML
+keys, with a docstring under each, and `build(options, ...)`.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """
@@ -23,16 +23,16 @@ from kd.types import Batch, Costs, Outputs, Plan, Sample, State
 
 @runtime_checkable
 class Source(Protocol):
-    """Where images lie: `datasets/NAME.py: build(options, split, classes) -> Source`.
+    """Images with labels: `datasets/NAME.py: build(options, split, classes) -> Source`.
 
-    `split` is "train" or "val". `classes` is None for the training split, which defines the class order; the
-    validation split gets the training classes and must label by them, whichever of them it lacks.
+    `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
+    split gets the training classes and must use their order, even where it lacks some of them.
     """
 
     classes: Sequence[str]
     """Class names; the position is the label."""
     fingerprint: str
-    """A hash of the listing (names, labels, sizes), the same wherever the data lies."""
+    """A hash of the listing (names, labels, sizes), independent of the location of the data."""
 
     def __len__(self) -> int: ...
 
@@ -41,24 +41,24 @@ class Source(Protocol):
         ...
 
     def name(self, id: int) -> str:
-        """Return what a person would call this image (a path, a key), for messages."""
+        """Return a readable name of this image (a path, a key), for messages."""
         ...
 
     def prepare(self) -> None:
-        """Make the images exist (render, unpack) where they do not; called by rank 0 before anything is decoded.
+        """Create missing images (render, unpack); rank 0 calls it before any image is decoded.
 
-        Listing must not need it, so that `--check` answers at once.
+        Listing must work without it, so that `--check` is fast.
         """
         ...
 
     def decode(self, id: int) -> Image.Image:
-        """Return the image as RGB, 8 bits a channel; raise DataError with its name where it cannot be read."""
+        """Return the image as RGB, 8 bits per channel; raise DataError with its name if it cannot be read."""
         ...
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Views of a source. Pure: the same (id, view) gives the same bits, whoever asks, in whatever order."""
+    """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
 
     classes: Sequence[str]
 
@@ -71,31 +71,31 @@ class Loader(Protocol):
     """Turns a plan into this rank's micro-batches, in the plan's order, on this machine or elsewhere."""
 
     unreadable: set[int]
-    """Ids of images that could not be decoded, as far as they were asked for."""
+    """Ids of images that could not be decoded, among those loaded so far."""
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the micro-batches of all steps from optimizer step `start` of the plan on."""
+        """Yield the micro-batches of all steps of the plan, from optimizer step `start` on."""
         ...
 
 
 class Score(Protocol):
-    """The scoring pass that the engine lends to a sifter: eval mode, no gradients, nothing random."""
+    """The scoring pass that the engine gives to a sifter: eval mode, no gradients, deterministic."""
 
     def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
         """Score the micro-batches of one step's worth of images.
 
         Args:
-            batches: this rank's micro-batches of the step, all of them.
-            by: "loss" (the distillation loss, unweighted) or "entropy" (the student's; the teacher is not asked).
+            batches: all of this rank's micro-batches of the step.
+            by: "loss" (the distillation loss, unweighted) or "entropy" (the student's; the teacher does not run).
 
         Returns:
-            float32 [global batch] on the CPU, of all ranks, in the plan's order; and the batches, which now carry the
-            teacher's answer where it was asked, so that it is never asked twice.
+            Scores of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches, with the
+            teacher's outputs if it ran, so that the step reuses them.
         """
         ...
 
     def cut(self) -> None:
-        """Mark the end of what was computed to put batches together; XLA cuts its graph here."""
+        """Mark the end of the computation that assembles batches; XLA cuts its graph here."""
         ...
 
 
@@ -103,9 +103,9 @@ class Sifter(Protocol):
     """Decides which images an epoch visits: `sifters/NAME.py: build(options, context) -> Sifter`."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the plan of an epoch: identical on all ranks, its length a multiple of the global batch size.
+        """Return the plan of an epoch: equal on all ranks, its length a multiple of the global batch size.
 
-        All ranks must call it. The same epoch asked for again, after a resume, is the same plan.
+        All ranks must call it. After a resume, the same epoch gives the same plan.
 
         Args:
             epoch: counts from 0.
@@ -114,63 +114,63 @@ class Sifter(Protocol):
         ...
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
-        """Yield full batches of one shape out of `batches`, as many on every rank.
+        """Yield full batches of one shape from `batches`, equally many on every rank.
 
         Args:
             batches: this rank's micro-batches of the plan, from step `first(start)` on.
             score: the scoring pass.
-            start: optimizer steps of the epoch done before.
+            start: optimizer steps of the epoch that are already done.
         """
         ...
 
     def first(self, start: int) -> int:
-        """Return from which step of the plan the loader must begin, for optimizer step `start` of the epoch."""
+        """Return the step of the plan at which the loader must begin, for optimizer step `start` of the epoch."""
         ...
 
     def cost(self, costs: Costs) -> float:
-        """Return the milliseconds of an image of the dataset in a sifted epoch, for the gate."""
+        """Return the milliseconds per image of the dataset in a sifted epoch; it decides whether sifting pays."""
         ...
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Remember the per-image losses [B], unweighted, of a step; must not wait for the device."""
+        """Record the unweighted losses [B] of a step; must not wait for the device."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a resumed run must know. All ranks must call it."""
+        """Return the state that a resumed run needs. All ranks must call it."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class Teacher(Protocol):
-    """Outputs for a batch: live, cached, sharded, several. Never trained, never checkpointed, outside DDP."""
+    """Outputs for a batch, live or cached, of one model or several. Not trained, not checkpointed, outside DDP."""
 
     @property
     def images(self) -> int:
-        """How many images its forward has run on, this rank."""
+        """Number of images that its forward has run on, on this rank."""
         ...
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Add the outputs that are stored already to batches that are still on the host."""
+        """Add stored outputs to batches that are still on the host."""
         ...
 
     def __call__(self, batch: Batch) -> Outputs: ...
 
     def flush(self) -> None:
-        """Store the outputs that are still on the device; called where the loop waits for the device anyway."""
+        """Store outputs that are still on the device; called where the loop waits for the device anyway."""
         ...
 
 
 class Loss(Protocol):
     """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module.
 
-    Inputs are the two models' outputs in any float dtype; the result is float32 [B], one value an image, in
-    nats where it is a divergence, so that a sifter can see it and weights can be applied. A term whose formula is
-    a mean over the batch spreads it so that the mean over B is the paper's number. Gradients reach the student only.
+    Inputs are the outputs of both models in any float dtype. The result is float32 [B], one value per image, to which
+    weights are applied and which a sifter reads; a divergence is in nats. Where the formula is a mean over the batch,
+    the mean over B is the paper's value. Only the student gets gradients.
     """
 
     needs: frozenset[str]
-    """What it reads: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
+    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 
@@ -180,7 +180,7 @@ class Loss(Protocol):
 class Backend(Protocol):
     """One process and its device: `backends/NAME.py: build(options, precision, timeout_seconds) -> Backend`, and FACTS.
 
-    The engine asks it for whatever differs between machines; it imports neither torch.distributed nor torch_xla.
+    All differences between machines are here; the engine imports neither torch.distributed nor torch_xla.
     """
 
     kind: str
@@ -193,45 +193,45 @@ class Backend(Protocol):
     autocast_dtype: torch.dtype | None
     """bfloat16, or None for float32."""
     fixed_mode: str
-    """`precision+attention` that `auto` means where each candidate would have to be compiled; "" where it measures."""
+    """The `precision+attention` of `auto` where measuring would compile each candidate; "" where it measures."""
 
     def setup(self) -> None:
-        """Join the world and prove it: all-reduce a 1 and require the launcher's WORLD_SIZE.
+        """Join the process group and check it: all-reduce a 1 and require the launcher's WORLD_SIZE.
 
         Raises:
-            BackendError: the world is smaller than the launcher promised, or the device is missing.
+            BackendError: fewer processes joined than the launcher started, or the device is missing.
         """
         ...
 
     def seed(self, seed: int) -> None:
-        """Seed this process's generators, the device's too."""
+        """Seed the generators of this process, including the device's."""
         ...
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move batches to the device, ahead of their use where the device can."""
+        """Move batches to the device, ahead of their use where possible."""
         ...
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Make all ranks start equal and give the gradient reduction its one owner."""
+        """Broadcast rank 0's weights and set up the gradient all-reduce, for example by DDP."""
         ...
 
     def free_mib(self) -> float:
-        """Return the memory that this rank may still take, MiB; infinity where taking too much raises an error."""
+        """Return the memory that this rank may still allocate, in MiB; infinity where an allocation error is raised."""
         ...
 
     def check_divided(self, stages: int) -> None:
-        """Raise BackendError where this world cannot run a frozen module in so many stages; 0: cannot shard it."""
+        """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Spread a frozen module, on the meta device, over the ranks; rank 0's `source` fills it. All call it alike."""
+        """Shard a frozen module on the meta device, and load rank 0's `source`. All ranks must call it."""
         ...
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Cut a frozen module, on the CPU of all ranks, into one stage a rank. All ranks call it alike."""
+        """Split a frozen module on the CPU into one pipeline stage per rank. All ranks must call it."""
         ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Hold the reduction back: all but the last micro-batch of a step."""
+        """Skip the gradient all-reduce: used for all but the last micro-batch of a step (gradient accumulation)."""
         ...
 
     def autocast(self) -> AbstractContextManager[Any]: ...
@@ -239,23 +239,23 @@ class Backend(Protocol):
     def optimizer(
         self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build the optimizer, with its state sharded over the ranks where `zero`."""
+        """Build the optimizer; `zero` shards its state over the ranks (ZeRO-1)."""
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip (0 = do not), step, drop the gradients; return the norm before clipping, on the device."""
+        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device."""
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole state on rank 0 (others: empty), as a plain optimizer's. All ranks must call it."""
+        """Return the complete state on rank 0 (others: empty), as an unsharded optimizer's. All ranks must call it."""
         ...
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` returned, in this world or in one of another size."""
+        """Load what `optimizer_state` returned, on this number of ranks or another one."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """Return what this rank counts, for the log: memory, compilations. Must not wait for the device."""
+        """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
         ...
 
     def end_step(self) -> None:
@@ -263,7 +263,7 @@ class Backend(Protocol):
         ...
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over ranks (SUM, then divide)."""
+        """Return the mean over ranks (all-reduce SUM, then divide)."""
         ...
 
     def reduce_sum(self, tensor: Tensor) -> Tensor: ...
@@ -275,35 +275,35 @@ class Backend(Protocol):
     def barrier(self) -> None: ...
 
     def explain(self, error: Exception) -> KdError | None:
-        """Return what a failure of this world means to a user (another rank is gone), or None for any other error."""
+        """Return a user's error for a failed collective (another rank has ended), or None for any other error."""
         ...
 
     def close(self) -> None: ...
 
 
 class Logger(Protocol):
-    """Shows a person how a run goes; never waits for the device."""
+    """Shows the progress of a run; never waits for the device."""
 
     def step(self, state: State, progress: float) -> None: ...
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
     def info(self, text: str) -> None:
-        """Show a line; an empty one is not shown."""
+        """Show a line; an empty text shows nothing."""
         ...
 
 
 class RunStore(Protocol):
-    """Where a run keeps its metrics and checkpoints; rank 0 writes one folder."""
+    """Storage for metrics and checkpoints of a run; rank 0 writes one folder."""
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Write a row of metrics: `kind` is "train" or "val"."""
         ...
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Write a checkpoint, atomically: after a crash there is the old one or the new one."""
+        """Write a checkpoint atomically: after a crash, the old or the new one exists."""
         ...
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest whole checkpoint, or None for a fresh run."""
+        """Return the newest complete checkpoint, or None for a new run."""
         ...

@@ -1,16 +1,16 @@
-"""What can go wrong, as one tree.
+"""The error tree.
 
-    KdError                 every error that a user can cause and repair; the CLI prints it without a traceback
+    KdError                 an error that a user can cause and fix; the CLI prints it without a traceback
     |-- ConfigError         a key or value of the configuration
     |   `-- ConfigErrors    several of them, reported at once
     |-- PartNotFound        no loss, sifter, dataset or backend of that name
     |-- MissingExtra        an optional package is not installed
     |-- DataError           a folder, an image or a label
     |-- ModelError          a model, its weights, its classes
-    |-- BackendError        the world of processes is not what the launcher promised
+    |-- BackendError        the processes or devices of a run are not as configured
     |-- RunError            the run folder, a checkpoint, the disk
     |   `-- FolderInUse     another process is writing the run folder
-    `-- NonFiniteLoss       training diverged
+    `-- NonFiniteLoss       a loss is NaN or infinite
 
 `Interrupted` is not an error and no KdError: somebody asked the process to stop.
 
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 
 class KdError(Exception):
-    """Tell the user in one line what is wrong, what is allowed and what to do."""
+    """A user's error in one line: what is wrong, what is allowed, what to do."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class KdError(Exception):
         super().__init__(f"{where}: {' '.join(sentences)}")
 
     def __reduce__(self):
-        # Exceptions cross the process border of the data loader's workers; four fields must survive it.
+        # The data loader's workers pickle exceptions; the four fields must survive it.
         return type(self), (self.where, self.wrong, self.allowed, self.remedy)
 
 
@@ -48,7 +48,7 @@ class ConfigError(KdError):
 
 
 class ConfigErrors(ConfigError):
-    """Several configuration errors, one a line."""
+    """Several configuration errors, one per line."""
 
     def __init__(self, errors: Iterable[KdError]) -> None:
         self.errors = list(errors)
@@ -65,11 +65,11 @@ class PartNotFound(ConfigError):
 
 
 class MissingExtra(KdError):
-    """An optional package is not installed; the remedy names the extra that brings it."""
+    """An optional package is not installed; the remedy names the extra that installs it."""
 
 
 class DataError(KdError):
-    """A dataset cannot be used as it is."""
+    """A dataset, an image or a label cannot be used."""
 
 
 class ModelError(KdError):
@@ -77,7 +77,7 @@ class ModelError(KdError):
 
 
 class BackendError(KdError):
-    """The processes of this run do not form the world that the launcher promised."""
+    """The processes or devices of this run are not as the launcher or the configuration requires."""
 
 
 class RunError(KdError):

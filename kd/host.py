@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kd.references import redact
+
 _CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -73,12 +75,12 @@ def _number(path: str | Path) -> float | None:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process."""
+    """Return versions, machine and command of this process; see `kd.references.redact`."""
     return {
         "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
         "python": platform.python_version(),
         "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
-        "command": " ".join(sys.argv),
+        "command": redact(" ".join(sys.argv)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups, the learning rate, averaged weights."""
+"""Parameter groups, the learning rate schedule, averaged weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 
 def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters into those that decay and those that do not.
+    """Split trainable parameters into a group with weight decay and one without.
 
-    Vectors (biases, norms, layer scales) and what a timm model names in `no_weight_decay` (position embeddings, class
-    and register tokens) do not decay.
+    Without decay: vectors (biases, norms, layer scales), and parameters in a timm model's `no_weight_decay` (position
+    embeddings, class and register tokens).
 
     Returns:
-        Two parameter groups for a torch optimizer; a group without parameters is left out, because
-        ZeroRedundancyOptimizer refuses empty ones.
+        Up to two parameter groups for a torch optimizer. An empty group is left out, because ZeroRedundancyOptimizer
+        does not accept one.
     """
     decayed, kept = [], []
     for module in modules:
@@ -34,21 +34,21 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up, then a cosine (arXiv:1608.03983, without restarts) or a constant.
+    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate.
 
-    It has no state: `apply` sets the rate from the progress alone, so a resumed run needs nothing from a checkpoint.
+    It has no state: the rate is a function of the progress, so checkpoints do not contain it.
     """
 
     lr: float
     """Peak learning rate."""
     warmup: float
-    """Share of the run, 0 to 1."""
+    """Length of the warm-up as a share of the run, 0 to 1."""
     min_lr: float
     """Final rate as a share of `lr`."""
     shape: str = "cosine"
 
     def factor(self, progress: float) -> float:
-        """Return the share of the peak rate at `progress`, 0 to 1."""
+        """Return the rate at `progress` (0 to 1) as a share of the peak rate."""
         if progress < self.warmup:
             return progress / self.warmup
         if self.shape == "constant":
@@ -67,26 +67,26 @@ class Schedule:
 class EMA:
     """Keep an exponential moving average of a module's parameters and buffers.
 
-    average <- decay * average + (1 - decay) * weight, with the decay ramped up as (1 + step) / (10 + step) so that the
-    first, random weights are forgotten. One fused foreach call a step; a float32 copy of the student in memory.
+    average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the random
+    initial weights lose their share early. Cost: one foreach call per step, and a float32 copy of the student.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        # The parameters themselves, not state_dict(): ZeRO points their storage elsewhere later on.
+        # The parameters themselves, not state_dict(): ZeRO replaces their storage later.
         live = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self._live = {name: live[name] for name in module.state_dict() if live[name].is_floating_point()}
         self.average = {name: tensor.detach().clone() for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step number `step`, counted from 1."""
+        """Update the average after optimizer step number `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Swap the average into the module for the duration of an evaluation."""
+        """Load the average into the module for an evaluation; restore the weights on exit."""
         with torch.no_grad():
             kept = {name: tensor.clone() for name, tensor in self._live.items()}
             self._copy(self.average)
@@ -97,7 +97,7 @@ class EMA:
                 self._copy(kept)
 
     def apply(self) -> None:
-        """Put the average into the module for good."""
+        """Load the average into the module permanently."""
         with torch.no_grad():
             self._copy(self.average)
 

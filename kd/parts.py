@@ -1,7 +1,7 @@
-"""Find a part by its file name, type-check its Options, build it. The folder is the registry.
+"""Find and build parts by their file names. The folder is the registry.
 
 `kind: kl` in the section `losses` is `kd/losses/kl.py`; `kind: mylab.losses.foo` is a module outside the repository.
-A part has exactly two public names that matter here: `Options` (frozen dataclass = its YAML keys) and `build`.
+A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
 
     Args:
         folder: one of `FOLDERS`.
-        kind: a file name without ending, or a dotted module path outside the repository.
-        where: config path for the error.
+        kind: a file name without its suffix, or a dotted module path outside the repository.
+        where: config path for error messages.
 
     Raises:
         PartNotFound: no such file, or the module lacks `Options` or `build`.
@@ -37,7 +37,7 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     path = kind if "." in kind else f"kd.{folder}.{kind}"
     known = names(folder)
     if "." not in kind and kind not in known:
-        remedy = did_you_mean(kind, known) or "Run `kd-parts` to see what each does"
+        remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
         raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
     try:
         if not all(piece.isidentifier() for piece in path.split(".")):
@@ -45,7 +45,7 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and not (path == error.name or path.startswith(error.name + ".")):
-            raise  # the part exists; a package that it imports does not
+            raise  # the part exists, but a package that it imports does not
         raise PartNotFound(
             where,
             f"the module '{path}' cannot be imported",
@@ -69,12 +69,12 @@ def options_type(folder: str, kind: str, where: str) -> type[Any]:
 
 
 def default_options(folder: str, kind: str, **changes: Any) -> Any:
-    """Return the Options of one of our own parts, for runs that are derived from another."""
+    """Return default Options of a part of kd, with `changes`, for runs that are derived from another."""
     return options_type(folder, kind, folder)(**changes)
 
 
 def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
-    """Build a part from checked options and the context that its contract names."""
+    """Build a part from checked options and the arguments of its contract."""
     return find(folder, kind, where).build(options, **context)
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
 import struct
 import time
@@ -23,6 +24,10 @@ from uuid import uuid4
 from kd.errors import RunError
 
 MANIFEST = "manifest.json"
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
+"""The hidden names of drafts and of folders that are being replaced."""
+ABANDONED = 3600.0
+"""Age in seconds from which a draft is taken for that of a killed process, where no lock tells."""
 MANIFEST_WAIT = 10.0
 """Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
 log = logging.getLogger("kd")
@@ -34,29 +39,66 @@ log = logging.getLogger("kd")
 def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` if the block ends well, and is removed if it does not.
 
-    An existing folder at `path` is replaced.
+    An existing folder at `path` is replaced. If the process is killed in between, `recover` puts the old one back.
 
     Raises:
         RunError: the disk is full or not writable; no half-written folder stays.
     """
-    draft, old = _beside(path, "tmp"), _beside(path, "old")
+    recover(path.parent, path.name)
+    draft = _beside(path)
+    old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
-        yield draft
-        for file in draft.rglob("*"):
-            if file.is_file():
-                _flush(file)
-        if path.exists():
-            os.replace(path, old)
-            os.replace(draft, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(draft, path)
-        _flush(path.parent)
+        with _opened(draft) as held:
+            with suppress(OSError):  # so that `recover` in another process leaves it alone
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield draft
+            for file in (*draft.rglob("*"), draft):
+                flush(file)
+            if path.exists():
+                os.replace(path, old)
+                try:
+                    os.replace(draft, path)
+                except OSError:
+                    os.replace(old, path)
+                    raise
+                _delete(old, where)
+            else:
+                os.replace(draft, path)
+        flush(path.parent)
     except OSError as error:
         raise disk_error(error, path, where) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def recover(folder: Path, name: str = "", alone: bool = False) -> None:
+    """Remove drafts that killed processes left in a folder; put back what one of them was about to replace.
+
+    Args:
+        folder: where to look.
+        name: of the file or folder that was being written; empty: any.
+        alone: no other process writes here, so no draft is in use.
+    """
+    for left in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
+        found = LEFTOVER.fullmatch(left.name)
+        if found is None or name not in ("", found[1]) or (not alone and _in_use(left.with_suffix(".tmp"))):
+            continue
+        if found[2] == "old" and not (folder / found[1]).exists():
+            with suppress(OSError):
+                os.replace(left, folder / found[1])
+        else:
+            _delete(left, "run.folder")
+
+
+def remove_folder(path: Path, where: str = "run.folder") -> None:
+    """Remove a folder, so that it is whole or gone. If that fails, warn."""
+    left = _beside(path)
+    try:
+        os.replace(path, left)
+    except OSError:
+        left = path
+    _delete(left, where)
 
 
 def write_text(path: Path, text: str, where: str = "run.folder") -> None:
@@ -65,14 +107,14 @@ def write_text(path: Path, text: str, where: str = "run.folder") -> None:
     Raises:
         RunError: the disk is full or not writable.
     """
-    draft = _beside(path, "tmp")
+    draft = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("x", encoding="utf-8") as file:
             file.write(text)
-        _flush(draft)
+        flush(draft)
         os.replace(draft, path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
@@ -92,15 +134,53 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
     return RunError(where, wrong, "", remedy)
 
 
-def _beside(path: Path, ending: str) -> Path:
+def flush(path: Path) -> None:
+    """Make a file, or the list of files of a folder, durable.
+
+    Raises:
+        OSError: the disk is full or damaged. A file system that cannot flush folders is no error.
+    """
+    with _opened(path) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+
+
+def _beside(path: Path) -> Path:
     """Return a new hidden name in the same folder. It is random: processes in two containers may share a PID."""
-    return path.parent / f".{path.name}.{uuid4().hex[:12]}.{ending}"
+    return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
 
-def _flush(path: Path) -> None:
+def _delete(path: Path, where: str) -> None:
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning(f"{where}: cannot remove '{path}' ({error.strerror or error}). It is not needed any more.")
+
+
+def _in_use(draft: Path) -> bool:
+    """Return whether the process that writes a draft may be alive. Where a lock cannot tell, its age does."""
+    recent = True
+    try:
+        with _opened(draft) as descriptor:
+            recent = time.time() - os.fstat(descriptor).st_mtime < ABANDONED
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return recent and draft.is_file()
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return recent
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -122,15 +202,15 @@ def lock(path: Path, where: str) -> IO[str] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        if isinstance(error, BlockingIOError):
+        if isinstance(error, (BlockingIOError, PermissionError)):
             return None
         wrong = f"'{path.parent}' lies on a file system without locks ({error.strerror or error})"
         raise RunError(where, wrong, "One writer at a time", "Choose a folder on another file system") from error
     # A data worker may outlive its killed trainer by seconds. It must not keep the lock.
     os.register_at_fork(after_in_child=file.close)
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    with suppress(OSError):  # it is for messages only, and the disk may be full
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), str(os.getpid()).encode())
     return file
 
 
@@ -233,8 +313,10 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
         RunError: it was made from something else (the field is named), cannot be used, or its manifest is damaged.
     """
     file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
-    if writable and not file.is_file():
-        write_json(file, identity, where)
+    if writable:
+        recover(folder, MANIFEST)
+        if not file.is_file():
+            write_json(file, identity, where)
     remedy = f"Remove the folder '{folder}', which is then filled again, or use another one"
     try:
         while not file.is_file() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The values that travel between parts: frozen dataclasses, nothing else.
+"""The values passed between parts: frozen dataclasses.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels, N images of a plan.
 """
@@ -13,54 +13,54 @@ import torch
 from torch import Tensor
 
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
-"""The tensors that every batch has."""
+"""The tensor fields of every batch."""
 
 
 class Sample(NamedTuple):
-    """One image as training sees it: the view of one id, mixed with a partner or not."""
+    """One training image: a view of one id, possibly mixed with a partner."""
 
     pixels: Tensor
     """uint8 [3, H, W], RGB."""
     label: int
     partner_label: int
-    """The label of the image mixed in; equal to `label` where nothing was mixed."""
+    """The label of the mixup partner; equal to `label` without mixing."""
     lam: float
-    """The share of `label` in the pixels, 0 to 1; 1.0 where nothing was mixed."""
+    """The share of `label` in the pixels, 0 to 1; 1.0 without mixing."""
     readable: bool = True
     """False where the image could not be decoded and `data.on_corrupt` is `skip`; the pixels are then grey."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: always full, always of one shape, with the ids that lead back to the images."""
+    """A micro-batch: always full and of one shape, with the ids of its images."""
 
     ids: Tensor
     """int64 [B], positions in the dataset."""
     image: Tensor
-    """uint8 [B, 3, H, W]; each model normalizes and resizes for itself."""
+    """uint8 [B, 3, H, W]; each model normalizes and resizes them itself."""
     label: Tensor
     """int64 [B]."""
     partner_label: Tensor
-    """int64 [B]; equal to `label` where the image is not mixed."""
+    """int64 [B]; equal to `label` without mixing."""
     lam: Tensor
-    """float32 [B], the share of `label`, 1.0 where the image is not mixed."""
+    """float32 [B], the share of `label`; 1.0 without mixing."""
     weight: Tensor
     """float32 [B], from the sifter's plan; 0.0 marks padding."""
     view: int = 0
-    """Which view of the images this is: `epoch mod views`, or the epoch itself."""
+    """Number of the view: `epoch mod views`, or the epoch itself."""
     unreadable: tuple[int, ...] = ()
-    """Ids whose image could not be decoded; they carry weight 0."""
+    """Ids of images that could not be decoded; their weight is 0."""
     teacher_outputs: TeacherOutputs | None = None
-    """What the teacher has said of these images already (a cache's records, a scoring pass); None: nothing."""
+    """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
-        """Make a batch of unmixed images of weight 1, as a loop that knows only images and labels has them.
+        """Make a batch of unmixed images of weight 1 from images and labels.
 
         Args:
-            image: [B, ...], on the device already.
+            image: [B, ...], on the device.
             label: int64 [B].
-            ids: int64 [B]; 0 to B - 1 where nothing asks for them.
+            ids: int64 [B]; None: 0 to B - 1.
         """
         ones = torch.ones(len(label), device=label.device)
         numbers = torch.arange(len(label), device=label.device)
@@ -86,10 +86,10 @@ class Batch:
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return batches of one view as one; the answer is kept where all have one."""
+        """Concatenate batches of one view; teacher outputs are kept if all batches have them."""
         joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
-        answers = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
-        joined["teacher_outputs"] = TeacherOutputs.cat(answers) if len(answers) == len(batches) else None
+        known = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
+        joined["teacher_outputs"] = TeacherOutputs.cat(known) if len(known) == len(batches) else None
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
         return replace(batches[0], **joined)
 
@@ -104,12 +104,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a model says of a batch."""
+    """The outputs of a model for a batch."""
 
     logits: Tensor
     """[B, C], raw, any float dtype."""
     features: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name, where a loss asked for them: "pooled" [B, D], the features before the classifier."""
+    """Features that a loss needs, by name: "pooled" [B, D], the features before the classifier."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         """Return the outputs with `change` applied to each tensor."""
@@ -117,7 +117,7 @@ class Outputs:
 
     @classmethod
     def cat(cls, parts: Sequence[Outputs]) -> Outputs:
-        """Return the outputs of several batches as those of one; features that all parts have."""
+        """Concatenate the outputs of several batches, with the features that all of them have."""
         names = [name for name in parts[0].features if all(name in part.features for part in parts)]
         features = {name: torch.cat([part.features[name] for part in parts]) for name in names}
         return cls(torch.cat([part.logits for part in parts]), features)
@@ -125,11 +125,11 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class TeacherOutputs:
-    """The teacher's outputs for a batch, as far as they are known before its forward."""
+    """The teacher's outputs for a batch that are known before its forward."""
 
     outputs: Outputs
     missing: tuple[tuple[int, int], ...] = ()
-    """(row, id) of the images that the teacher has yet to see; their rows in `outputs` are 0."""
+    """(row, id) of the images without outputs; their rows in `outputs` are 0."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         """Return the same with `change` applied to each tensor."""
@@ -137,7 +137,7 @@ class TeacherOutputs:
 
     @classmethod
     def cat(cls, parts: Sequence[TeacherOutputs]) -> TeacherOutputs:
-        """Return the outputs of several batches as those of one."""
+        """Concatenate the teacher outputs of several batches."""
         missing, start = [], 0
         for part in parts:
             missing += [(start + row, id) for row, id in part.missing]
@@ -147,7 +147,7 @@ class TeacherOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The sizes a loss may need to build learned adapters."""
+    """Sizes from which a loss builds learned projectors."""
 
     num_classes: int
     student_features: int
@@ -157,70 +157,70 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which images an epoch visits, in order, and with what weight. The same on every rank."""
+    """The images of an epoch, in order, with weights. Equal on all ranks."""
 
     ids: Tensor
     """int64 [N]; N is a multiple of the global batch size."""
     weights: Tensor
-    """float32 [N]; 1.0 where the image stands for itself only."""
+    """float32 [N]; 1.0 where images are not reweighted."""
     steps: int = 0
-    """Optimizer steps of the epoch, exact, where the sifter's stream drops images. 0: N / batch size."""
+    """Exact number of optimizer steps where the sifter's stream drops images. 0: N / batch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was measured of one image, milliseconds."""
+    """Measured costs per image, in milliseconds."""
 
     teacher: float
-    """Forward of the teacher; 0 where its answers are stored."""
+    """Forward of the teacher; 0 where its outputs are cached."""
     forward: float
     """Forward of the student without gradients, as in a scoring pass."""
     step: float
     """Forward, backward and optimizer of the student."""
     load: float
-    """Decode and augment, divided by the worker processes."""
+    """Decoding and augmentation, divided by the number of worker processes."""
     overlapped: bool
     """Whether workers load while the device computes."""
 
     def per_image(self, teacher: float = 1.0, forward: float = 0.0, step: float = 1.0, load: float = 1.0) -> float:
-        """Return the milliseconds of an image of the dataset and epoch, of which so many of each are made."""
+        """Return the milliseconds per image of the dataset; each argument is a number of operations per image."""
         compute = teacher * self.teacher + forward * self.forward + step * self.step
         return max(compute, load * self.load) if self.overlapped else compute + load * self.load
 
 
 @dataclass(frozen=True, slots=True)
 class SiftContext:
-    """What a sifter sifts, and how it is divided."""
+    """The dataset of a sifter, and its split into batches and ranks."""
 
     num_images: int
     batch_size: int
-    """Images per optimizer step, all ranks."""
+    """Images per optimizer step, over all ranks."""
     micro_batch: int
     rank: int
     world_size: int
     seed: int
     labels: Callable[[], Tensor]
-    """Return every image's class, int64 [num_images]; asked for only where a sifter needs it."""
+    """Return every image's class, int64 [num_images]; called only by sifters that need it."""
     reduce_sum: Callable[[Tensor], Tensor]
     """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
     views: int = 0
-    """How many views an image has; 0: a fresh one every epoch."""
+    """Number of views of an image; 0: a new one every epoch."""
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
-        """Return the images of a loop in one process, without micro-batches.
+        """Return the context of a single process without micro-batches.
 
         Args:
             labels: every image's class, int64 [num_images].
             batch_size: images per optimizer step.
-            seed: of all that a sifter draws.
+            seed: of all random draws of the sifter.
         """
         return cls(len(labels), batch_size, batch_size, 0, 1, seed, lambda: labels, lambda tensor: tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far a run has come. Everything random is a function of (seed, this)."""
+    """Progress of a run. All randomness is a function of (seed, State)."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -228,9 +228,9 @@ class State:
     step_in_epoch: int = 0
     """Steps done of the current epoch's plan."""
     images: int = 0
-    """Images trained on, all ranks together."""
+    """Images trained on, over all ranks."""
     seconds: float = 0.0
-    """Time spent training so far, evaluation and checkpoints left out."""
+    """Training time so far, without evaluation and checkpoints."""
     best: float = -1.0
     """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
     unevaluated: bool = False
@@ -239,11 +239,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """What is known of a kind of backend before it is built: the constant `FACTS` of its module."""
+    """Properties of a kind of backend, known before it is built: the constant `FACTS` of its module."""
 
     cpu: bool = False
-    """It computes on the CPU, where onnxruntime and OpenVINO can run a teacher."""
+    """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
     gpu: bool = False
-    """It computes on NVIDIA GPUs, where torch has int8 and, on newer ones, fp8."""
+    """Runs on NVIDIA GPUs, where torch has int8 and, on newer GPUs, fp8."""
     compiles: bool = False
-    """It compiles every shape by itself: torch.compile is refused, and no candidates are tried."""
+    """Compiles a graph for each shape: torch.compile is refused, and `auto` does not measure candidates."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,39 +18,77 @@ from kd.errors import RunError
 from kd.storage import atomic_folder, write_json
 from kd.types import State
 
-FORMAT = 1
+FORMAT = 2
+TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
-def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
+def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
     """Write a checkpoint folder atomically, tensors as CPU copies.
+
+    Args:
+        folder: becomes the checkpoint.
+        state: how far the run has come.
+        tensors: all that must be restored, by name.
+        info: JSON values that must be restored.
+        best: its validation accuracy is the highest so far.
 
     Raises:
         RunError: the disk is full or not writable.
     """
     whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    content = {"format": FORMAT, "best": best, "state": asdict(state), "info": info}
     with atomic_folder(folder) as draft:
-        save_tensors(draft / "tensors.safetensors", whole)
-        size = (draft / "tensors.safetensors").stat().st_size
-        write_json(draft / "state.json", {"format": FORMAT, "bytes": size, "state": asdict(state), "info": info})
+        save_tensors(draft / TENSORS, whole)
+        content["bytes"] = (draft / TENSORS).stat().st_size
+        content["crc32"] = {name: _crc32(tensor) for name, tensor in whole.items()}
+        write_json(draft / STATE, {**content, "checksum": _checksum(content)})
+
+
+def head(folder: Path) -> tuple[State, dict[str, Any]]:
+    """Read the state of a checkpoint and the content of its state.json.
+
+    Raises:
+        RunError: it is damaged or of another format; the remedy names what to do.
+    """
+    try:
+        content = json.loads((folder / STATE).read_text())
+        if content["format"] != FORMAT:
+            wrong = f"checkpoint '{folder}' has format {content['format']}, this version reads {FORMAT}"
+            raise RunError("run.folder", wrong, "", f"Choose another run.name, or remove '{folder}'")
+        if content.pop("checksum") != _checksum(content):
+            raise _broken(folder, f"is damaged: {STATE} is not what was written")
+        return State(**content["state"]), content
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _broken(folder, f"cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
     """Read a checkpoint folder.
 
     Raises:
-        RunError: it is cut short or of another format; the remedy names what to remove.
+        RunError: it is cut short, damaged (the tensor is named) or of another format; the remedy names what to do.
     """
+    state, content = head(folder)
     try:
-        content = json.loads((folder / "state.json").read_text())
-        size = (folder / "tensors.safetensors").stat().st_size
-        if content["format"] != FORMAT:
-            raise _broken(folder, f"has format {content['format']}, this version reads {FORMAT}")
+        size = (folder / TENSORS).stat().st_size
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
-        tensors = load_file(folder / "tensors.safetensors")
-        return State(**content["state"]), tensors, content["info"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        tensors = load_file(folder / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
         raise _broken(folder, f"cannot be read ({type(error).__name__}: {error})") from error
+    for name in tensors.keys() | content["crc32"].keys():
+        if name not in tensors or _crc32(tensors[name]) != content["crc32"].get(name):
+            raise _broken(folder, f"is damaged: tensor '{name}' is not what was written")
+    return state, tensors, content["info"]
+
+
+def _crc32(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of JSON values, the same before they are written and after they are read."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

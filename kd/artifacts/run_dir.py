@@ -6,8 +6,8 @@ Rank 0 writes; every rank reads (several machines need a shared file system for 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kd.artifacts import checkpoint
 from kd.errors import FolderInUse, RunError
-from kd.storage import disk_error, lock, write_json, write_text
+from kd.storage import disk_error, flush, lock, log, recover, remove_folder, write_json, write_text
 from kd.types import State
 
 
@@ -56,13 +56,9 @@ class RunDir:
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path / ".lock", "run.name")
-            if self._lock is None:
-                holder = (self.path / ".lock").read_text().strip() or "unknown"
-                remedy = "Wait for it, or choose another run.name"
-                raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
-            for leftover in self.checkpoints.glob(".*.tmp"):  # of a process that was killed while writing
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._take_lock()
+            recover(self.checkpoints, alone=True)
+            recover(self.path)
         except OSError as error:
             raise disk_error(error, self.path, "run.folder") from error
         if not self._folders():
@@ -97,49 +93,72 @@ class RunDir:
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
         row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
         try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with self._metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise disk_error(error, self.path / "metrics.jsonl", "run.folder") from error
+            raise disk_error(error, self._metrics_file, "run.folder") from error
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind, oldest first."""
-        file = self.path / "metrics.jsonl"
+        file = self._metrics_file
         if not file.is_file():
             return []
         rows = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
         return [row for row in rows if row["kind"] == kind]
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Write checkpoints/step_N, name it the best if it is, and drop old ones."""
-        checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info)
-        if best:
-            write_text(self.checkpoints / "best", f"step_{state.step:08d}\n")
-        kept = {self._best_name(), *(folder.name for folder in self._folders()[-self.keep :])}
-        for folder in self._folders():
-            if folder.name not in kept:
-                shutil.rmtree(folder)
+        """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
+        try:
+            if self._metrics_file.is_file():  # its rows must be there when the checkpoint is
+                flush(self._metrics_file)
+        except OSError as error:
+            raise disk_error(error, self._metrics_file, "run.folder") from error
+        checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
+        try:
+            keep = self._best()
+        except RunError as error:  # which one is the best is not known, so none is removed
+            log.warning(str(error))
+            return
+        for folder in self._folders()[: -self.keep]:
+            if folder != keep:
+                remove_folder(folder)
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint; metrics written after it belong to steps that will be made again."""
+        """Return the newest checkpoint; metrics written after it belong to steps that will be made again.
+
+        If the best checkpoint was removed by hand, `State.best` is the accuracy of the best one that is left.
+        """
         folders = self._folders()
         if not folders:
             self._truncate_metrics(0)
             return None
-        found = checkpoint.read(folders[-1])
-        self._truncate_metrics(found[0].step)
-        return found
+        state, tensors, info = checkpoint.read(folders[-1])
+        best = self._best()
+        if best is not None:
+            kept, content = checkpoint.head(best)
+            state = replace(state, best=kept.best if content["best"] else State().best)
+        self._truncate_metrics(state.step)
+        return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the best checkpoint.
+        """Return the best checkpoint. If it was removed by hand, warn and return the best one that is left.
 
         Raises:
-            RunError: the run has written none yet.
+            RunError: the run has evaluated none yet, or a checkpoint is damaged.
         """
-        name = self._best_name()
-        if name is None or not (self.checkpoints / name).is_dir():
+        folder = self._best()
+        if folder is None:
             raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
-        return checkpoint.read(self.checkpoints / name)
+        state, content = checkpoint.head(folder)
+        if not content["best"] or state.best < checkpoint.head(self._folders()[-1])[0].best:
+            log.warning(f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is used.")
+        return checkpoint.read(folder)
+
+    def best_row(self) -> dict[str, Any]:
+        """Return the validation row of the best checkpoint; empty before the first one."""
+        folder = self._best()
+        step = checkpoint.head(folder)[0].step if folder else -1
+        return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
 
     def close(self) -> None:
         """Let other processes enter."""
@@ -150,12 +169,34 @@ class RunDir:
     def _folders(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
 
-    def _best_name(self) -> str | None:
-        file = self.checkpoints / "best"
-        return file.read_text().strip() if file.is_file() else None
+    def _best(self) -> Path | None:
+        """Return the newest checkpoint that was the best when it was written: none after it was better.
+
+        If all of those were removed by hand, return the newest checkpoint; None if the run was never evaluated.
+        """
+        folders = self._folders()
+        for folder in reversed(folders):
+            if checkpoint.head(folder)[1]["best"]:
+                return folder
+        return folders[-1] if folders and checkpoint.head(folders[-1])[0].best >= 0 else None
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
 
     def _truncate_metrics(self, step: int) -> None:
-        file = self.path / "metrics.jsonl"
+        file = self._metrics_file
         if self.rank == 0 and file.is_file():
             rows = [line for line in file.read_text().splitlines() if line.endswith("}")]
             write_text(file, "".join(f"{line}\n" for line in rows if json.loads(line)["step"] <= step))
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = lock(self.path / ".lock", "run.name")
+        except RunError as error:
+            log.warning(f"{error} Training goes on. Start no second process for this folder.")
+            return
+        if self._lock is None:
+            holder = (self.path / ".lock").read_text().strip() or "unknown"
+            remedy = "Wait for it, or choose another run.name"
+            raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)

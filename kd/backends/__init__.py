@@ -1,1 +1,1 @@
-"""Backends: the world of one process. See `kd.contracts.Backend`."""
+"""Backends: devices and collectives of one process. See `kd.contracts.Backend`."""

@@ -1,4 +1,4 @@
-"""What `cuda` and `smddp` share: a GPU for each local rank."""
+"""Shared by `cuda` and `smddp`: one GPU per local rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kd.errors import BackendError
 
 
 class CUDA(DDPBackend):
-    """Train on one GPU a process over nccl."""
+    """Train on one GPU per process over nccl."""
 
     kind = "cuda"
     init = "nccl"
@@ -29,7 +29,7 @@ def claim(kind: str, local_rank: int, tf32: bool) -> torch.device:
         raise BackendError(
             "backend.kind",
             f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs",
-            "One process a GPU",
+            "One process per GPU",
             "Start fewer processes, or set backend.kind=cpu",
         )
     device = torch.device("cuda", local_rank)

@@ -1,7 +1,7 @@
-"""What all torch.distributed backends share. A concrete one differs in its device and its init string.
+"""Shared by all torch.distributed backends, which differ in device and process group.
 
-Rules kept here (each was a trap somewhere): SUM then divide, never AVG; no second process group; world collectives
-only; one owner of the gradient reduction (DDP); the world is proven by an all-reduce before anything is trained.
+Rules: SUM then divide, never AVG; no second process group; world collectives only; only DDP reduces gradients; an
+all-reduce checks the world size before training starts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kd.types import Batch
 
 
 class DDPBackend:
-    """One process of a torch.distributed world, or of none. See `kd.contracts.Backend`."""
+    """One process, alone or in a torch.distributed world. See `kd.contracts.Backend`."""
 
     kind = ""
     init = ""
     """Name of the torch.distributed backend."""
     fixed_mode = ""
-    """These devices run eagerly, so `auto` measures."""
+    """Empty: these devices run eagerly, so `auto` measures."""
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
         where = place()
@@ -50,30 +50,30 @@ class DDPBackend:
         self._teacher: nn.Module | None = None
 
     def setup(self) -> None:
-        """Join the world and require it to be as large as the launcher promised."""
+        """Join the world and check that it has the size that the launcher set."""
         if self.world_size == 1:
             return
         announce(self.place)
         try:
-            self._meet()
+            self._join()
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise _no_meeting(self.place.launcher, self.timeout, error) from error
+            raise _join_error(self.place.launcher, self.timeout, error) from error
         self._joined = True
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
             raise BackendError(
                 "backend.kind",
-                f"{int(present.item())} processes answered, but {self.place.launcher} promised {self.world_size}",
+                f"{int(present.item())} processes joined, but {self.place.launcher} set world size {self.world_size}",
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
 
-    def _meet(self) -> None:
-        """Join the process group, under names that no earlier attempt of this launcher has used.
+    def _join(self) -> None:
+        """Join the process group, with store keys that no earlier attempt of this launcher has used.
 
-        torchrun keeps one store over its restarts (`--standalone` too): without the prefix a restarted rank may read
-        the address of a rank that is dead, and waits for it.
+        torchrun keeps one store across restarts, with `--standalone` too. Without the prefix a restarted rank may read
+        the address of a dead rank and wait for it.
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -90,49 +90,49 @@ class DDPBackend:
             yield batch.to(self.device, non_blocking=True)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Wrap in DDP, which makes ranks start equal and owns the reduction; alone, return the module itself."""
+        """Wrap in DDP, which broadcasts the initial weights and reduces gradients; with one rank, return the module."""
         if self.world_size == 1:
             return module
-        # torch doubts the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
+        # torch warns of the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
-        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_OWN_BUFFERS)
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
 
     def free_mib(self) -> float:
-        """Return this rank's share of the machine's free memory; a device that is full says so by itself."""
+        """Return this rank's share of the machine's free memory; infinity on a device, whose allocator raises."""
         return free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
     def check_divided(self, stages: int) -> None:
-        """Require a rank for each stage; to shard (0 stages), a world to spread over."""
+        """Require one rank per stage; to shard (0 stages), at least two ranks."""
         if stages:
             _check_pipeline(stages, self.world_size)
         elif self.world_size == 1:
             raise BackendError(
                 "teacher.shard",
                 "is true, but there is one process",
-                "A teacher is spread over two ranks or more",
+                "Sharding needs two ranks or more",
                 "Start with torchrun --nproc-per-node 2, or set teacher.shard=false",
             )
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Spread a frozen module over the ranks with FSDP2, over the default group."""
+        """Shard a frozen module over the ranks with FSDP2, in the default process group."""
         self.check_divided(0)
         self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Cut a frozen module into one stage a rank."""
+        """Split a frozen module into one pipeline stage per rank."""
         from kd.backends._pipeline import Pipelined  # torch before 2.13 may lack what it imports
 
         self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Hold DDP's reduction back."""
+        """Return DDP's `no_sync`, which skips the gradient all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in bfloat16 where the precision says so."""
+        """Return autocast to bfloat16, enabled for precision bf16."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype is not None)
 
     def optimizer(
@@ -140,17 +140,17 @@ class DDPBackend:
     ) -> torch.optim.Optimizer:
         """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1).
 
-        parameters_as_bucket_view: one broadcast a rank and step instead of one a parameter.
+        parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
-            made = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
-            self._optimizer = made.optim
-            return made
+            optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+            self._optimizer = optimizer.optim
+            return optimizer
         self._optimizer = cls(groups, **options)
         return self._optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, step, drop the gradients. DDP has already reduced them."""
+        """Clip, step and set gradients to None. DDP has already reduced them."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if max_norm > 0:
@@ -160,27 +160,27 @@ class DDPBackend:
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state as a plain optimizer's, whole on rank 0 and empty elsewhere."""
+        """Return the complete state on rank 0, as an unsharded optimizer's, and an empty one on other ranks."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return _shards.gather(optimizer, self.rank, self.world_size, self.device, self._broadcast)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a plain optimizer's whole state; a sharded one takes its share."""
+        """Load the complete state of an unsharded optimizer; a sharded optimizer takes its share."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             _shards.scatter(optimizer, state)
         else:
             optimizer.load_state_dict(state)
 
     def counters(self) -> dict[str, float]:
-        """Return what this rank holds, MiB: the optimizer state, and its shard of the teacher where there is one."""
+        """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
         entries = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
         held = {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
         return held if self._teacher is None else {**held, "teacher_mib": _fsdp.mib(self._teacher)}
 
     def end_step(self) -> None:
-        """Nothing to do: these devices run eagerly."""
+        """Do nothing: these devices run eagerly."""
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks."""
@@ -194,7 +194,7 @@ class DDPBackend:
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite with rank 0's."""
+        """Overwrite the tensors with those of rank 0."""
         if self._joined:
             for tensor in tensors:
                 self._broadcast(tensor, 0)
@@ -203,13 +203,13 @@ class DDPBackend:
         dist.broadcast(tensor, src=source)
 
     def barrier(self) -> None:
-        """Wait for all ranks. A reduction, since not every backend's barrier takes the same arguments."""
+        """Wait for all ranks, by an all-reduce: the barriers of the backends take different arguments."""
         self.reduce_sum(torch.zeros(1, device=self.device)).item()
 
     def explain(self, error: Exception) -> KdError | None:
-        """Recognise a collective that failed because another rank is gone."""
+        """Recognize a collective that failed because another rank has ended."""
         text = str(error)
-        lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_IS_GONE)
+        lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_ENDED)
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
@@ -217,22 +217,22 @@ class DDPBackend:
             "backend",
             f"rank {self.rank} lost the other ranks ({reason})",
             "",
-            "See what the rank that ended first said; the same command resumes from the last checkpoint",
+            "Read the error of the rank that ended first; the same command resumes from the last checkpoint",
         )
 
     def close(self) -> None:
-        """Leave the world."""
+        """Leave the process group."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
 
 
-# Buffers are constants, or statistics of a rank's own images; torch renamed the switch.
+# Buffers are constants, or statistics of a rank's own images. torch renamed the argument.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-# What gloo says when a peer's process is gone or does not answer; nccl raises a DistError.
-_PEER_IS_GONE = (
+# gloo's messages for a peer that has ended or does not respond; nccl raises a DistError.
+_PEER_ENDED = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -242,7 +242,7 @@ _PEER_IS_GONE = (
 
 
 def _check_pipeline(stages: int, world_size: int) -> None:
-    """Require a rank for each stage, and a torch whose pipelines run forward only over gloo (2.9's abort)."""
+    """Require one rank per stage, and torch 2.13: the pipelines of 2.9 abort in a forward-only run over gloo."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < (2, 13):
         wrong = f"is {stages}, but this is torch {torch.__version__}"
@@ -250,14 +250,14 @@ def _check_pipeline(stages: int, world_size: int) -> None:
     if stages != world_size or stages < 2:
         wrong = f"is {stages}, but the number of processes is {world_size}"
         remedy = "Start as many processes as stages, or set teacher.pipeline=0"
-        raise BackendError("teacher.pipeline", wrong, "One stage a process, two or more", remedy)
+        raise BackendError("teacher.pipeline", wrong, "One stage per process, two or more", remedy)
 
 
-def _no_meeting(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
+def _join_error(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
     reason = " ".join(str(error).split())[:200]
     return BackendError(
         "backend",
-        f"the ranks that {launcher} promised did not meet within {timeout.total_seconds():g} s ({reason})",
+        f"the ranks that {launcher} started did not connect within {timeout.total_seconds():g} s ({reason})",
         "All ranks must reach MASTER_ADDR:MASTER_PORT",
-        "Start all ranks with the same command, and let them reach that address",
+        "Start all ranks with the same command, and check that they can reach that address",
     )

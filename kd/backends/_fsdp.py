@@ -1,6 +1,6 @@
-"""A frozen module spread over the ranks with FSDP2: each rank keeps 1/ranks of every tensor and gathers block by block.
+"""Shard a frozen module with FSDP2: each rank keeps 1/ranks of each tensor and all-gathers one block at a time.
 
-Nothing is pickled and no group is made: rank 0's tensors are broadcast one at a time over the default group.
+Nothing is pickled and no process group is created: rank 0 broadcasts one tensor at a time in the default group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 SMALLEST_SHARE = 0.005
-"""Of all parameters: what is smaller is gathered with the module around it, since a collective costs as much."""
+"""Share of all parameters; smaller blocks are gathered with their parent, since each collective has a fixed cost."""
 
 
 def shard(
@@ -25,20 +25,20 @@ def shard(
     world_size: int,
     broadcast: Callable[[Tensor, int], None],
 ) -> nn.Module:
-    """Spread a module's parameters over the ranks and fill it with rank 0's tensors.
+    """Shard a module's parameters over the ranks and load rank 0's tensors.
 
     Args:
         module: frozen, on the meta device on all ranks; changed in place.
         source: parameters and buffers by name; only rank 0's are read.
-        device: where the shards lie.
-        rank: this process.
-        world_size: all processes.
+        device: device of the shards.
+        rank: rank of this process.
+        world_size: number of processes.
         broadcast: (tensor, source rank), in place.
 
     Returns:
-        The module. Its own forward is what gathers: methods of it may not be called from outside.
+        The module. Only its forward gathers, so no other method may be called.
 
-    Not handled: a parameter that two blocks share.
+    Not handled: a parameter shared by two blocks.
     """
     mesh = init_device_mesh(device.type, (world_size,))
     for unit in [*_units(module), module]:
@@ -51,7 +51,7 @@ def shard(
             else:
                 whole = torch.empty(target.shape, dtype=target.dtype, device=device)
             broadcast(whole, 0)
-            if isinstance(target, DTensor):  # cut here, without a second collective
+            if isinstance(target, DTensor):  # sharded locally, without a second collective
                 part = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
                 target.to_local().copy_(part.to_local())
             else:
@@ -60,7 +60,7 @@ def shard(
 
 
 def mib(module: nn.Module) -> float:
-    """Return what this rank holds of a module, MiB."""
+    """Return the memory of this rank's part of a module, in MiB."""
     held = (t.to_local() if isinstance(t, DTensor) else t for _, t in _tensors(module))
     return sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
 
@@ -73,8 +73,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _units(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network, inner ones first.
 
-    A block is an element of a list or sequence that holds another of its class, as all transformers' and
-    convolutional networks' are; only those that are worth a collective of their own.
+    A block is an element of a ModuleList or Sequential that holds another element of its class, as in transformers
+    and convolutional networks. Blocks below SMALLEST_SHARE are not listed.
     """
     least = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
     units = []
@@ -86,4 +86,4 @@ def _units(module: nn.Module) -> list[nn.Module]:
             size = sum(parameter.numel() for parameter in child.parameters())
             if kinds.count(type(child)) > 1 and size and size >= least:
                 units.append(child)
-    return units[::-1]  # modules() lists what is outside first
+    return units[::-1]  # modules() lists outer modules first

@@ -1,6 +1,6 @@
-"""Who started this process, and which of how many it is.
+"""Rank and world size, from the environment variables of the launcher.
 
-Read: torchrun (and `accelerate launch`, which sets the same variables), mpirun, SageMaker's own environment.
+Supported: torchrun (and `accelerate launch`, which sets the same variables), mpirun, and SageMaker.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from kd.errors import BackendError
 
 PORT = "29500"
-"""Where the ranks of a SageMaker job meet; its hosts are its own, so the port is free."""
+"""MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among its peers."""
+    """Rank and world size of this process, global and on this machine."""
 
     launcher: str
     rank: int
@@ -40,16 +40,16 @@ _LAUNCHERS = {
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read this process's place from the launcher's environment; alone where there is no launcher.
+    """Read rank and world size from the launcher's environment; (0, 1) without a launcher.
 
     Raises:
-        BackendError: a launcher promises several processes but does not say which one this is.
+        BackendError: a launcher sets a world size but no rank, or values out of range.
     """
     present = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in environ]
-    promised = [launcher for launcher, names in _LAUNCHERS.items() if environ.get(names[1], "1") != "1"]
-    if not present and not promised:
+    several = [launcher for launcher, names in _LAUNCHERS.items() if environ.get(names[1], "1") != "1"]
+    if not present and not several:
         return _sagemaker(environ)
-    launcher = (present or promised)[0]
+    launcher = (present or several)[0]
     names = _LAUNCHERS[launcher]
     try:
         rank, world_size = int(environ[names[0]]), int(environ[names[1]])
@@ -57,16 +57,16 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
     except (KeyError, ValueError) as error:
         remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli.train CONFIG`"
         raise BackendError(
-            "backend", f"{launcher}'s environment is not whole ({error})", f"Expected: {', '.join(names)}", remedy
+            "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
         ) from error
     if not 0 <= rank < world_size:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
-        raise BackendError("backend", f"{launcher} says rank {rank} of {world_size}", "0 <= rank < world size", remedy)
+        raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
     return Place(launcher, rank, world_size, local_rank, local_world_size)
 
 
 def _sagemaker(environ: Mapping[str, str]) -> Place:
-    """One process a host, where SageMaker runs the script itself on several hosts; else alone."""
+    """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
     hosts = _hosts(environ)
     if len(hosts) < 2:
         return Place("none", 0, 1, 0, 1)
@@ -74,7 +74,7 @@ def _sagemaker(environ: Mapping[str, str]) -> Place:
     if current not in hosts:
         raise BackendError(
             "backend",
-            f"SageMaker promises {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them",
+            f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them",
             f"One of: {', '.join(hosts)}",
             "Start with torchrun",
         )
@@ -89,10 +89,10 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def announce(where: Place, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Write into the environment what torch's rendezvous reads, where this launcher does not.
+    """Set the environment variables of torch's rendezvous where the launcher has not set them.
 
     Raises:
-        BackendError: nothing says at which address the ranks meet.
+        BackendError: MASTER_ADDR or MASTER_PORT is not known.
     """
     environ.setdefault("RANK", str(where.rank))
     environ.setdefault("WORLD_SIZE", str(where.world_size))
@@ -104,7 +104,7 @@ def announce(where: Place, environ: MutableMapping[str, str] = os.environ) -> No
     if missing:
         raise BackendError(
             "backend",
-            f"{where.launcher} promises {where.world_size} processes, but {' and '.join(missing)} is not set",
+            f"{where.launcher} set a world size of {where.world_size}, but {' and '.join(missing)} is not set",
             "All ranks need the address of rank 0",
             f"Export {' and '.join(missing)}, or start with torchrun",
         )

@@ -1,7 +1,7 @@
-"""A frozen module cut into stages, one a rank (torch.distributed.pipelining, forward only): every image passes all.
+"""A frozen module split into pipeline stages, one per rank (torch.distributed.pipelining, forward only).
 
-Every rank has images of its own. They are brought together, run through the stages as one micro-batch a rank, and each
-rank takes its answers from what the last stage sends to all: world collectives and neighbours' sends only.
+Each rank has its own images. All images are gathered and run through the stages, one micro-batch per rank. The last
+stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point sends are used.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kd.errors import BackendError
 from kd.types import Outputs
 
 Broadcast = Callable[[Tensor, int], None]
-"""(tensor, source rank): overwrite the tensor with the source's, in place."""
+"""(tensor, source rank): overwrite the tensor in place with that of the source rank."""
 
 
 class Pipelined(nn.Module):
-    """Answer like the whole module; holds one stage of it. Built at the first batch, whose size it then keeps."""
+    """One stage of a module, with the outputs of the whole. Traced at the first batch, whose size is then fixed."""
 
     def __init__(self, module: nn.Module, device: torch.device, rank: int, world_size: int, send: Broadcast) -> None:
-        """Cut a module.
+        """Split a module.
 
         Args:
-            module: maps images to Outputs; frozen, on the CPU of every rank. Its repeated blocks are where it is cut.
-            device: where the stage runs.
+            module: maps images to Outputs; frozen, on the CPU of every rank. It is split between repeated blocks.
+            device: device of the stage.
             rank: number of this process and of its stage.
             world_size: number of stages.
-            send: for world broadcasts.
+            send: broadcasts to all ranks.
 
         Raises:
-            BackendError: it has too few blocks.
+            BackendError: the module has too few blocks.
         """
         super().__init__()
         self.stage: nn.Module = _Flat(module)
@@ -45,14 +45,14 @@ class Pipelined(nn.Module):
         self._widths: list[int] = []
 
     def forward(self, image: Tensor) -> Outputs:
-        """Return what the whole module says of images [B, ...]; B may differ from call to call, not between ranks."""
+        """Return the whole module's outputs for images [B, ...]; B may differ between calls, not between ranks."""
         if self._schedule is None:
             self._build(image)
         parts = []
         for piece in image.split(self.size):
             padding = piece[:1].expand(self.size - len(piece), *piece.shape[1:])
-            parts.append([answer[: len(piece)] for answer in self._run(torch.cat([piece, padding]))])
-        logits, *pooled = (torch.cat(answers) for answers in zip(*parts, strict=True))
+            parts.append([output[: len(piece)] for output in self._run(torch.cat([piece, padding]))])
+        logits, *pooled = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return Outputs(logits, dict(zip(("pooled",), pooled, strict=False)))
 
     def _build(self, image: Tensor) -> None:
@@ -66,29 +66,29 @@ class Pipelined(nn.Module):
         self._schedule = ScheduleGPipe(stage, n_microbatches=self.world_size)
 
     def _run(self, image: Tensor) -> list[Tensor]:
-        """Return this rank's part of the answers to the images of all ranks."""
+        """Run the images of all ranks; return the outputs of this rank's images."""
         gathered = []
         for source in range(self.world_size):
             images = image.contiguous() if source == self.rank else torch.empty_like(image)
             self.send(images, source)
             gathered.append(images)
-        answers = self._schedule.eval(*([torch.cat(gathered)] if self.rank == 0 else []))
+        outputs = self._schedule.eval(*([torch.cat(gathered)] if self.rank == 0 else []))
         last, found = self.world_size - 1, []
-        mine = [] if self.rank != last else list(answers) if isinstance(answers, (tuple, list)) else [answers]
+        mine = [] if self.rank != last else list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if not self._widths:
-            widths = torch.tensor([answer.shape[1] for answer in mine] + [0] * (2 - len(mine)), device=self.device)
+            widths = torch.tensor([output.shape[1] for output in mine] + [0] * (2 - len(mine)), device=self.device)
             self.send(widths, last)
             self._widths = [int(width) for width in widths.tolist() if width]
         for number, width in enumerate(self._widths):
             shape = (self.world_size * self.size, width)
-            answer = mine[number].contiguous() if mine else torch.empty(shape, device=self.device)
-            self.send(answer, last)
-            found.append(answer[self.rank * self.size : (self.rank + 1) * self.size])
+            output = mine[number].contiguous() if mine else torch.empty(shape, device=self.device)
+            self.send(output, last)
+            found.append(output[self.rank * self.size : (self.rank + 1) * self.size])
         return found
 
 
 class _Flat(nn.Module):
-    """Logits, and features where there are any, as float32 tensors; blocks hand on contiguous ones, as sends need."""
+    """Return logits, and features if any, as float32 tensors; blocks return contiguous tensors, as sends require."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ class _Flat(nn.Module):
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         outputs = self.module(image)
-        return tuple(answer.float() for answer in (outputs.logits, *outputs.features.values()))
+        return tuple(output.float() for output in (outputs.logits, *outputs.features.values()))
 
 
-def _contiguous(block: nn.Module, given: Any, answer: Any) -> Any:
-    return answer.contiguous() if isinstance(answer, Tensor) else answer
+def _contiguous(block: nn.Module, inputs: Any, output: Any) -> Any:
+    return output.contiguous() if isinstance(output, Tensor) else output
 
 
 def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
@@ -118,7 +118,7 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
 
 
 def cut_points(module: nn.Module, stages: int) -> list[str]:
-    """Return the names of the blocks that begin a stage, so that stages hold about equally many parameters.
+    """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters.
 
     Raises:
         BackendError: the module has too few blocks.
@@ -137,7 +137,7 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
         left = [name for name in known if name not in chosen]
         if not left:
             wrong = f"is {stages}, but the teacher can be cut at {len(known)} places only"
-            remedy = "Set teacher.pipeline=0; teacher.shard divides any model"
-            raise BackendError("teacher.pipeline", wrong, "Cuts lie between blocks of one class in a list", remedy)
+            remedy = "Set teacher.pipeline=0; teacher.shard works for any model"
+            raise BackendError("teacher.pipeline", wrong, "Stages begin between blocks of one class in a list", remedy)
         chosen.append(min(left, key=lambda name: abs(known[name] - total * stage / stages)))
     return chosen

@@ -1,7 +1,7 @@
-"""The state of a sharded optimizer as a plain optimizer's, and back: world broadcasts of float32 tensors only.
+"""Convert the state of a sharded optimizer to that of an unsharded one and back, by float32 broadcasts only.
 
-ZeroRedundancyOptimizer's own consolidation pickles the state and broadcasts objects, which smddp refuses and which
-Neuron compiles once per length; its own `load_state_dict` keeps a second copy of the shard and puts AdamW's `step` on
+ZeroRedundancyOptimizer's consolidation pickles the state and broadcasts objects. smddp does not support this, and
+Neuron compiles it once per length. Its `load_state_dict` keeps a second copy of the shard and puts AdamW's `step` on
 the CPU, where the fused CUDA kernel cannot use it.
 """
 
@@ -17,21 +17,21 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 State = dict[int, dict[str, Tensor]]
 Broadcast = Callable[[Tensor, int], None]
-"""(tensor, source rank): overwrite the tensor with the source's, in place."""
+"""(tensor, source rank): overwrite the tensor in place with that of the source rank."""
 _BASE = 2**20
 
 
 def gather(
     optimizer: ZeroRedundancyOptimizer, rank: int, world_size: int, device: torch.device, broadcast: Broadcast
 ) -> dict[str, Any]:
-    """Return the whole state on rank 0, as a plain optimizer's `state_dict`; elsewhere an empty one.
+    """Return the complete state on rank 0, as the `state_dict` of an unsharded optimizer; elsewhere an empty dict.
 
     All ranks must call it. Costs one shard of extra memory on the device.
     """
     state = _owned(optimizer)
     for owner in range(1, world_size):
         header, payload = _pack(_owned(optimizer), device) if rank == owner else (_empty(device), _empty(device))
-        # float32 counts exactly up to 2**24 only: a length travels as two digits of base 2**20
+        # float32 is exact for integers up to 2**24 only: a length is sent as two digits of base 2**20
         lengths = [digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)]
         sizes = torch.tensor(lengths, dtype=torch.float32, device=device)
         broadcast(sizes, owner)
@@ -51,7 +51,7 @@ def gather(
 
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
-    """Load this rank's share of a plain optimizer's state; the shares may be cut otherwise than when it was saved."""
+    """Load this rank's share of an unsharded optimizer's state, which any number of ranks may have saved."""
     position = _positions(optimizer)
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
@@ -75,7 +75,7 @@ def _positions(optimizer: ZeroRedundancyOptimizer) -> dict[int, int]:
 
 
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
-    """Return the state of the parameters that this rank steps, by their position in the whole optimizer."""
+    """Return the state of the parameters that this rank updates, by their position in the whole optimizer."""
     position = _positions(optimizer)
     return {
         position[id(parameter)]: {name: torch.as_tensor(value) for name, value in entries.items() if value is not None}
@@ -84,7 +84,7 @@ def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
 
 
 def _pack(state: State, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lay a state out as two float32 tensors: what it holds, a character a number, and its bits."""
+    """Return a state as two float32 tensors: a JSON header, one number per byte, and the raw bits of the values."""
     entries, parts = [], []
     for position, named in state.items():
         for name, value in named.items():

@@ -18,7 +18,7 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = 0
-    """Threads of torch in one rank. 0: the cores of this machine divided by the ranks on it."""
+    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:

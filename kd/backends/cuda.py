@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: one process a GPU over nccl."""
+"""NVIDIA GPUs: one process per GPU over nccl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Options:
     """Options of the CUDA backend."""
 
     tf32: bool = True
-    """Let float32 products use TensorFloat-32."""
+    """Use TensorFloat-32 in float32 matrix products."""
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:

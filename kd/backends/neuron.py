@@ -1,6 +1,6 @@
-"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx 2.13 or newer, Neuron SDK 2.33 or newer). NEVER RUN on hardware.
+"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx >= 2.13, Neuron SDK >= 2.33). NEVER RUN on hardware.
 
-Not to be confused with the torch_xla based torch-neuronx up to 2.9 of the same package name, which is `kind: xla`.
+torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind: xla` for it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Options:
 
 
 class Neuron(DDPBackend):
-    """Train on one NeuronCore a process."""
+    """Train on one NeuronCore per process."""
 
     kind = "neuron"
     init = "neuron"
     fixed_mode = "bf16+unfused"
-    """Each candidate would be compiled, for minutes."""
+    """Fixed, because compiling each candidate would take minutes."""
 
     def optimizer(
         self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build the plain optimizer; ZeRO is refused until it has been run on this hardware."""
+        """Build the optimizer; ZeRO is refused until it has been run on this hardware."""
         if zero and self.world_size > 1:
             raise BackendError(
                 "optimizer.zero",
                 "is true, but has never been run on backend 'neuron'",
-                "There each broadcast of another shape is compiled once",
+                "Allowed: false; Neuron compiles a broadcast for each shape",
                 "Set optimizer.zero=false",
             )
         return super().optimizer(list(groups), cls, False, **options)
@@ -51,7 +51,7 @@ def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
     """Build the native Neuron backend; `setup` joins the world.
 
     Raises:
-        MissingExtra: torch-neuronx is not installed, or it is the older one over torch_xla.
+        MissingExtra: torch-neuronx is not installed, or it is the older version based on torch_xla.
         BackendError: it is installed but offers no device.
     """
     remedy = "Install AWS's torch-neuronx for this torch on a Trn2 or Trn3 machine, or set backend.kind=cpu"
@@ -60,8 +60,8 @@ def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
     if importlib.util.find_spec("torch_xla") is not None:
         raise MissingExtra(
             "backend.kind",
-            "is 'neuron', but the torch_neuronx installed is the older one, over torch_xla",
-            "The native one begins with torch 2.13",
+            "is 'neuron', but the installed torch_neuronx is the older version, based on torch_xla",
+            "The native version needs torch 2.13 or newer",
             "Set backend.kind=xla, or install the native torch-neuronx",
         )
     importlib.import_module("torch_neuronx")  # registers the device and the process group

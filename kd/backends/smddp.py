@@ -1,13 +1,13 @@
 """AWS P4d and P4de: NVIDIA GPUs over SageMaker's collectives library (smddp).
 
-The library is a torch.distributed backend: importing it registers the name, and plain DDP runs over it. It knows no
-second process group, no AVG, no object collectives and no barrier arguments; see `_ddp.py` and `_shards.py`.
+The library is a torch.distributed backend: importing it registers its name, and plain DDP uses it. It does not support
+a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_shards.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,12 +27,12 @@ class Options:
     """Options of the smddp backend."""
 
     fallback: Literal["none", "nccl", "gloo"] = "none"
-    """What to do where the library is not installed. nccl: run on NVIDIA's own, say so and record it; gloo: the same
-    on the CPU."""
+    """What to use where the library is not installed. none: an error. nccl: NVIDIA's library, with a warning and an
+    entry in the manifest. gloo: the same on the CPU."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Where the tensors are. cpu: for a rehearsal without GPUs, on a stand-in of the library or on gloo."""
+    """Device of the tensors. cpu: for tests without GPUs, on a stand-in of the library or on gloo."""
     tf32: bool = True
-    """Let float32 products use TensorFloat-32."""
+    """Use TensorFloat-32 in float32 matrix products."""
 
     def __post_init__(self) -> None:
         if self.fallback != "none" and (self.fallback == "nccl") != (self.device == "cuda"):
@@ -40,7 +40,7 @@ class Options:
 
 
 class SMDDP(DDPBackend):
-    """Train on one GPU a process over smddp, or on the CPU with a stand-in; or over what stands in its place."""
+    """Train on one GPU per process over smddp, or over the fallback; on the CPU with a stand-in."""
 
     def __init__(self, precision: str, timeout_seconds: float, options: Options, init: str = "smddp") -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
@@ -50,13 +50,13 @@ class SMDDP(DDPBackend):
             self.device = claim(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
-        """Refuse on smddp itself: FSDP2 gathers with all_gather_into_tensor; no document says that it sends."""
+        """Refuse on smddp: FSDP2 needs all_gather_into_tensor, and point-to-point sends are not documented."""
         if self.init != "smddp":
             return super().check_divided(stages)
         key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
-        why = "is not known to send from rank to rank"
+        why = "has no documented point-to-point sends"
         if not stages:
-            why = "refuses the collective that gathers a sharded teacher (_allgather_base)"
+            why = "does not support the all-gather of a sharded teacher (_allgather_base)"
         remedy = "Set backend.kind=cuda, or keep the teacher whole"
         raise BackendError(key, f"is {value}, but smddp {why}", "Backends that divide it: cpu, cuda, neuron", remedy)
 
@@ -78,7 +78,7 @@ def build(options: Options, precision: str, timeout_seconds: float) -> DDPBacken
                 "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI",
                 "Run in such a container, or set backend.fallback=nccl, or backend.kind=cuda",
             ) from error
-        text = f"backend: smddp is not installed; running on {options.fallback}, as backend.fallback allows"
-        print(text, file=sys.stderr, flush=True)
+        text = "backend: smddp is not installed; running on %s, as backend.fallback allows"
+        logging.getLogger("kd").warning(text, options.fallback)
         return SMDDP(precision, timeout_seconds, options, options.fallback)
     return SMDDP(precision, timeout_seconds, options)

@@ -1,8 +1,7 @@
-"""AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process a device.
+"""AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process per device.
 
-No wrapper: parameters are broadcast once and `xm.optimizer_step` is the reduction's one owner (with clipping, its two
-halves: `xm.reduce_gradients`, clip, step; with ZeRO, torch_xla's own optimizer, which reduces and clips itself).
-`end_step` cuts the graph, and nothing else does.
+There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients. With clipping, that is
+`xm.reduce_gradients`, clip, step. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -35,22 +34,22 @@ try:
     import torch_xla.runtime as xr
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 except ImportError as error:
-    _absent: ImportError | None = error
+    _import_error: ImportError | None = error
 else:
-    _absent = None
+    _import_error = None
 
 FACTS = BackendFacts(compiles=True)
 NEVER = 2**31
-"""Batches between the cuts that the device loader would make of itself."""
+"""Batches between the device loader's own graph cuts; practically none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """No options; PJRT_DEVICE (NEURON, TPU, CPU) says where torch_xla runs."""
+    """No options; PJRT_DEVICE (NEURON, TPU, CPU) selects the device of torch_xla."""
 
 
 class XLA:
-    """One process of a torch_xla world, or of none. See `kd.contracts.Backend`."""
+    """One process, alone or in a torch_xla world. See `kd.contracts.Backend`."""
 
     kind = "xla"
 
@@ -67,13 +66,13 @@ class XLA:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def setup(self) -> None:
-        """Join the world and require that it reduces; on the CPU torch_xla joins, and reduces nothing, in silence."""
-        _compile_quickly(os.environ)
-        # autocast decides what is bfloat16; the compiler must not lower the rest behind its back
+        """Join the world and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
+        _skip_llvm_passes(os.environ)
+        # autocast decides what is bfloat16; the compiler must not lower the rest
         flags = os.environ.get("NEURON_CC_FLAGS", "")
         if "--auto-cast" not in flags:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
-        # torch_xla has its own kernel of kl_div, and torch doubts its gradient; tests/xla holds it against the CPU's
+        # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
         if self.world_size > 1:
             announce(self.place)
@@ -89,23 +88,23 @@ class XLA:
             raise BackendError(
                 "backend.kind",
                 f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.place.launcher} "
-                f"promised take part in a reduction on device {xr.device_type()}",
-                "Every rank must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
+                f"started take part in an all-reduce on device {xr.device_type()}",
+                "All ranks must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
                 "Start one process, or set backend.kind=cpu",
             )
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generator and the device's, which torch.manual_seed does not reach."""
+        """Seed torch's generator and the device's, which torch.manual_seed does not seed."""
         torch.manual_seed(seed)
         xm.set_rng_state(seed)
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Upload batches from a thread, ahead of their use.
 
-        The thread drops what it raises and the loader then merely ends: errors are carried past it here.
+        torch_xla's thread drops exceptions and just ends; they are stored and raised here.
         """
         source = _Uploads(batches)
-        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # what MpDeviceLoader wraps
+        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
                 yield source.whole(tensors, number)
@@ -115,20 +114,20 @@ class XLA:
             raise source.error
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Make all ranks start from rank 0's parameters; there is no wrapper, `step` reduces."""
+        """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
         self.broadcast_([*module.parameters(), *module.buffers()])
         return module
 
     def free_mib(self) -> float:
-        """Return infinity: not known, and never asked for, since a search would compile every size."""
+        """Return infinity: it is not known, and unused, since a batch size search would compile every size."""
         return math.inf
 
     def check_divided(self, stages: int) -> None:
-        """Refuse: torch_xla does not know FSDP2, and torch's pipelines need 2.13, where torch_xla ends with 2.9."""
+        """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13, but torch_xla ends with 2.9."""
         key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
-        why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not run FSDP2"
-        remedy = "Keep it whole, with teacher.micro_batch where its activations do not fit"
-        raise BackendError(key, f"is {value}, but {why}", "Backends that divide a teacher: cpu, cuda, neuron", remedy)
+        why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not support FSDP2"
+        remedy = "Remove the key; set teacher.micro_batch where the activations do not fit"
+        raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Refuse."""
@@ -141,11 +140,11 @@ class XLA:
         return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Nothing to hold back: gradients are reduced in `step`."""
+        """Do nothing: gradients are reduced in `step`."""
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in bfloat16 where the precision says so."""
+        """Return autocast to bfloat16, enabled for precision bf16."""
         return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
 
     def optimizer(
@@ -153,23 +152,23 @@ class XLA:
     ) -> torch.optim.Optimizer:
         """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension.
 
-        Its state is there from the start: made within the first step it would be constants of that step's graph, and
-        the largest graph of a run would be compiled a second time for the others.
+        Its state is created here. Created in the first step, it would be constants of that step's graph, and the
+        largest graph of a run would be compiled again for the later steps.
         """
         if zero:
-            # save_master_weights changes only its own state_dict, which is not used here; without it, it warns
-            made = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = made.base_optimizer
+            # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
+            optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
+            inner = optimizer.base_optimizer
         else:
-            made = inner = cls(groups, **options)
+            optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
         self._optimizer = inner
-        return made
+        return optimizer
 
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
-        """Reduce, clip, step, drop the gradients: once each, whoever owns the reduction."""
+        """Reduce, clip, step and set gradients to None."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            # infinity: it measures the norm only where it clips
+            # infinity: the norm is computed only with clipping
             optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
             optimizer.step()
             norm = optimizer.grad_norm
@@ -185,7 +184,7 @@ class XLA:
         return norm.detach()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state as a plain optimizer's on the CPU, whole on rank 0 and empty elsewhere."""
+        """Return the complete state on rank 0, on the CPU, as an unsharded optimizer's; elsewhere an empty dict."""
         torch_xla.sync()
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
@@ -205,11 +204,11 @@ class XLA:
         return gathered[: whole.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load a plain optimizer's whole state; a sharded one takes its share, of the weights too."""
+        """Load the complete state of an unsharded optimizer; a sharded one takes its share, of the weights too."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.load_state_dict(state)
             return
-        optimizer.init_zero()  # its shards are copies of the weights before the restore
+        optimizer.init_zero()  # its shards are still copies of the weights before the restore
         self._optimizer = optimizer.base_optimizer
         parameters = _parameters(optimizer)
         shared = {
@@ -227,7 +226,7 @@ class XLA:
         return padded.chunk(self.world_size)[self.rank].clone()
 
     def counters(self) -> dict[str, float]:
-        """Return the graphs compiled and executed so far, and the optimizer state held, MiB."""
+        """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
         entries = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
         return {
@@ -237,7 +236,7 @@ class XLA:
         }
 
     def end_step(self) -> None:
-        """Cut the graph: compile it where it is new, and start it."""
+        """Cut the graph: compile it if it is new, and start it."""
         torch_xla.sync()
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -252,7 +251,7 @@ class XLA:
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite with rank 0's."""
+        """Overwrite the tensors with those of rank 0."""
         if self._joined:
             xm.collective_broadcast([tensor.data for tensor in tensors])
             torch_xla.sync()
@@ -263,18 +262,18 @@ class XLA:
             xm.rendezvous("kd")
 
     def explain(self, error: Exception) -> KdError | None:
-        """Nothing is known of how torch_xla reports a lost rank."""
+        """Return None: how torch_xla reports a lost rank is not known."""
         return None
 
     def close(self) -> None:
-        """Leave the world."""
+        """Leave the process group."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
 
 
 class _Uploads:
-    """Batches as the device loader takes them: a list of tensors and a number; it keeps what does not travel."""
+    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -290,13 +289,13 @@ class _Uploads:
             self.error = error
 
     def whole(self, tensors: list[Tensor], number: int) -> Batch:
-        """Return batch `number` with its tensors as they arrived on the device."""
+        """Return batch `number` with its tensors on the device."""
         arrived = iter(tensors)
         return self.heads.pop(number).map(lambda _: next(arrived))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch in the order in which `map` meets them."""
+    """Return the tensors of a batch, in the order of `map`."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -307,30 +306,30 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return found
 
 
-def _compile_quickly(environ: MutableMapping[str, str]) -> None:
-    """Let XLA's CPU compiler skip LLVM's optimizations, unless XLA_FLAGS says something about them already.
+def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
+    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level.
 
-    A step of a small XCiT compiled in a third of the time and ran as fast: its time is in library calls.
+    A step of a small XCiT compiled in a third of the time and ran as fast, since library calls take most of the time.
     """
     flags = environ.get("XLA_FLAGS", "")
-    if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL not in flags:
-        environ["XLA_FLAGS"] = f"{flags} {_LEVEL}=0".strip()
+    if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL_FLAG not in flags:
+        environ["XLA_FLAGS"] = f"{flags} {_LEVEL_FLAG}=0".strip()
 
 
-_LEVEL = "--xla_backend_optimization_level"
+_LEVEL_FLAG = "--xla_backend_optimization_level"
 
 
 def _fresh_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state before its first step, as plain CPU tensors; a double on the CPU makes one step."""
+    """Return an optimizer's state before its first step, as CPU tensors, from one step of a copy on the CPU."""
     groups = []
     for group in optimizer.param_groups:
-        doubles = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in group["params"]]
-        for tensor in doubles:
+        copies = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in group["params"]]
+        for tensor in copies:
             tensor.grad = torch.zeros_like(tensor)
-        groups.append({**group, "params": doubles})
-    double = type(optimizer)(groups)  # a group holds every option
-    double.step()
-    state = double.state_dict()
+        groups.append({**group, "params": copies})
+    copy = type(optimizer)(groups)  # a group holds every option
+    copy.step()
+    state = copy.state_dict()
     for entries in state["state"].values():
         if "step" in entries:
             entries["step"].zero_()
@@ -360,10 +359,10 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     Raises:
         MissingExtra: torch_xla is not installed.
     """
-    if _absent is not None:
+    if _import_error is not None:
         raise MissingExtra(
             "backend.kind",
-            f"is 'xla', but torch_xla cannot be imported ({_absent})",
+            f"is 'xla', but torch_xla cannot be imported ({_import_error})",
             "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
             "Run: pip install 'kd[xla]' in an environment of its own",
         )

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from kd.errors import Interrupted, KdError
 from kd.jobs.signals import signals
+from kd.references import redact
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -32,7 +33,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
             command()
     except (KdError, Interrupted) as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
@@ -41,7 +42,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         sys.stderr.close()
         return EXIT_OK
     except Exception:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:
@@ -55,7 +56,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(record.getMessage(), file=stream, flush=True)
+        print(redact(record.getMessage()), file=stream, flush=True)
 
 
 class KeysHelp(argparse.Action):

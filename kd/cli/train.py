@@ -1,4 +1,4 @@
-"""`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distil a teacher into a student."""
+"""`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distill a teacher into a student."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     made = parser(
         "kd-train",
-        "Distil a frozen teacher into a small student. The same command resumes a run that was interrupted.",
+        "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
         "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
     )
     made.add_argument("--check", action="store_true", help="check everything in seconds and train nothing")

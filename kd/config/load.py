@@ -18,9 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kd import parts
+from kd.config.interpolate import resolve
 from kd.config.schema import Config
 from kd.config.validate import validate
 from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
+from kd.references import Referenced, written
 
 
 def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here: bool = True) -> Config:
@@ -36,7 +38,7 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here:
         MissingExtra: a package is not installed, and nothing else is wrong.
     """
     errors: list[KdError] = []
-    raw = _apply(_read(path), overrides, errors)
+    raw = resolve(_apply(_read(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         errors.extend(validate(config, here))
@@ -48,19 +50,26 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here:
     return config
 
 
-def to_dict(config: Any) -> Any:
-    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`."""
+def to_dict(config: Any, values: bool = False) -> Any:
+    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`.
+
+    Args:
+        config: or a part of one.
+        values: the values of texts that come from the environment, instead of their references.
+    """
     if dataclasses.is_dataclass(config):
-        values = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-        options = values.pop("options", None)
-        return {**values, **(options or {})}
+        found = {f.name: to_dict(getattr(config, f.name), values) for f in dataclasses.fields(config)}
+        options = found.pop("options", None)
+        return {**found, **(options or {})}
     if isinstance(config, (list, tuple)):
-        return [to_dict(item) for item in config]
-    return dict(config) if isinstance(config, dict) else config
+        return [to_dict(item, values) for item in config]
+    if isinstance(config, dict):
+        return {key: to_dict(item, values) for key, item in config.items()}
+    return config if values else written(config)
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML, every key written out."""
+    """Return a configuration as YAML, every key written out; references to the environment stay."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
@@ -84,7 +93,7 @@ def _read(path: str | Path | dict[str, Any]) -> Any:
     return raw
 
 
-def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> dict[str, Any]:
+def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -96,16 +105,13 @@ def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> dict[st
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
             errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
-    try:
-        return OmegaConf.to_container(raw, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        errors.append(ConfigError(str(error.full_key or "config"), str(error).splitlines()[0], "", "Correct it"))
-        raise ConfigErrors(errors) from error
+    return raw
 
 
 def _dotlist_value(override: str) -> Any:
-    """Parse the value of `key=value` as YAML."""
-    return OmegaConf.from_dotlist(["value=" + override.partition("=")[2]])["value"]
+    """Parse the value of `key=value` as YAML; references in it are left."""
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + override.partition("=")[2]]), resolve=False)
+    return parsed["value"]
 
 
 # --------------------------------------------------------------------------------------------------- checking
@@ -175,7 +181,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         return _INVALID if len(errors) > before else filled
     value = _as_written(annotation, value)
     try:
-        node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: value}).get(key)  # type: ignore[union-attr]
+        node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: _plain(value)}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException:
         errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
@@ -184,6 +190,27 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
     if bounds:
         errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
         return _INVALID
+    return converted if key == "kind" or get_origin(annotation) is Literal else _referenced(value, converted)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without its references, as OmegaConf takes it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    # A value that looks like a reference is text: of an environment variable, or left as it is in the record of a run.
+    return value.replace("${", "\\${") if isinstance(value, Referenced) else value
+
+
+def _referenced(value: Any, converted: Any) -> Any:
+    """Return the converted value with the references of the texts in it. Numbers and words of a list need none."""
+    if isinstance(value, dict) and isinstance(converted, dict):
+        return {key: _referenced(value.get(key), item) for key, item in converted.items()}
+    if isinstance(value, list) and isinstance(converted, (list, tuple)):
+        return type(converted)(_referenced(*pair) for pair in zip(value, converted, strict=True))
+    if isinstance(value, Referenced) and isinstance(converted, str):
+        return Referenced(converted, value.reference)
     return converted
 
 

@@ -1,4 +1,4 @@
-"""The whole typed schema of a run, section by section. A string under every field says what it does.
+"""The typed schema of a run, section by section. The string under a field describes it.
 
 Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and what is common to all kinds; the
 part's own keys stand beside them in the YAML and end up, checked, in `options`.
@@ -110,8 +110,8 @@ class DataSection:
     eval_crop: float = ranged(1.0, above=0.0, high=1.0)
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
-    """Processes that decode and augment. 0: the training process itself. `auto`: measured at start, recorded in the
-    manifest; on a CPU together with its threads."""
+    """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on a single core;
+    beside an accelerator this rank's cores - 1, at most 16."""
     store: Literal["none", "ram", "disk"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
@@ -197,7 +197,7 @@ class TeacherSection:
     """Attention kernel of torch. auto: measured at start, recorded in the manifest."""
     precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = "auto"
     """Precision of the frozen forward. auto: fp32 or bf16, measured at start, recorded in the manifest. int8, and fp8
-    on GPUs that have it, change what the teacher says: only when asked for, and the logit error is printed."""
+    on GPUs that have it, change the teacher's outputs: only when asked for, and the logit error is printed."""
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
     """What runs the frozen forward; all but torch on a CPU only. auto: torch; in a run so long that trying can pay,
     what was measured to be the fastest; for int8 on a CPU, onnxruntime. Recorded in the manifest."""
@@ -238,8 +238,8 @@ class StudentSection:
     """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
-    init: Literal["scratch", "pretrained", "teacher"] = "scratch"
-    """Where the weights start. teacher: selected from the larger model (arXiv:2311.18823)."""
+    init: Literal["scratch", "pretrained"] = "scratch"
+    """Where the weights start."""
     checkpoint: str = ""
     """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
@@ -267,8 +267,8 @@ class SifterSection:
     kind: str = chosen("sifters", "none")
     """The sifter."""
     gate: Literal["auto", "off"] = "auto"
-    """auto: measure what scoring, training and loading cost, say what the sifter will save, and visit everything where
-    it would lose time."""
+    """auto: measure what scoring, training and loading cost, print what the sifter will save, and visit everything
+    where it would lose time."""
     options: Any = None
 
 
@@ -279,7 +279,7 @@ class OptimizerSection:
     kind: Literal["adamw", "sgd"] = "adamw"
     """The optimizer; fused kernels where the device has them."""
     lr: float = ranged(1e-3, above=0.0)
-    """Peak learning rate at `data.batch_size`; never rescaled behind your back."""
+    """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
     min_lr: float = ranged(0.0, low=0.0, high=1.0)
     """Learning rate at the end, as a share of `lr`."""
     warmup: float = ranged(0.05, low=0.0, high=1.0)

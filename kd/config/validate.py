@@ -34,7 +34,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     features = any("pooled" in one for one in needed)
     yield from _data(config.data, config.teacher)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
-    yield from _student(config.student, config.teacher, config.run.baseline)
+    yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
     if config.teacher.model:
@@ -99,20 +99,12 @@ def _losses(
             yield ConfigError("teacher.cache.views", wrong, LOGIT_LOSSES, remedy)
 
 
-def _student(student: StudentSection, teacher: TeacherSection, baseline: bool) -> Iterator[KdError]:
+def _student(student: StudentSection) -> Iterator[KdError]:
     if not student.model:
         yield ConfigError("student.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
-    if student.init != "teacher":
-        return
-    if not teacher.model:
-        yield ConfigError("student.init", "is 'teacher', but there is no teacher", "", "Set teacher.model")
-    if baseline:
-        allowed = "The labels-only student must not know the teacher"
-        remedy = "Set student.init=scratch or run.baseline=false"
-        yield ConfigError("run.baseline", "is true, but student.init is 'teacher'", allowed, remedy)
 
 
 def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:

@@ -38,7 +38,7 @@ LONGEST = 4.0
 class Shrunk:
     """What is kept of a training image: all of it, shrunk until only what training can see is left.
 
-    No random crop of it has less than `size` pixels a side. A crop (`kd.data.transforms.random_box`) has at least the
+    No random crop of it has less than `size` pixels a side. A crop (`kd.data.views.random_box`) has at least the
     share `crop` of the area and, unless a side of the image stops it, a side ratio of at most 4 : 3. So its shorter
     side is no less than sqrt(3/4 crop W H), or than the shorter side of the image. Both stay at `size` or above where
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kd.engine.criterion import Scoring
 from kd.engine.meter import Meter
 from kd.engine.run import Run
-from kd.engine.scoring import Scoring
 from kd.engine.snapshot import average_buffers, restore, snapshot
 from kd.engine.stopping import Stopping
 from kd.errors import Interrupted
@@ -64,7 +64,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batc
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run), start)
+    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kd.contracts import Backend
 from kd.engine.run import Run
-from kd.errors import NonFiniteLoss
+from kd.errors import NonFiniteLoss, RunError
 from kd.types import State
 
+DIGEST = 8
+"""Bytes of a hash that are compared; each is sent as a float32, which holds it exactly."""
 # The same command would resume from the last checkpoint and diverge in the same step again.
 AFTER_DIVERGING = (
     "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
@@ -63,8 +69,22 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
+    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State().
+
+    Raises:
+        RunError: the ranks do not find the same checkpoint; on all ranks.
+    """
     found = run.store.restore()
+    step = found[0].step if found is not None else 0
+    content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
+    if not agree(run.backend, content):
+        raise RunError(
+            "run.folder",
+            f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds "
+            + (f"one of step {step}" if found is not None else "none"),
+            "All ranks resume from one run folder",
+            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
+        )
     if found is None:
         return State()
     state, tensors, info = found
@@ -86,3 +106,23 @@ def _optimizer_state(tensors: dict[str, Tensor], info: dict[str, Any]) -> dict[s
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     return {"state": state, "param_groups": info["optimizer_groups"]}
+
+
+def agree(backend: Backend, content: str) -> bool:
+    """Return whether every rank passed rank 0's text; all ranks must call this, and all get the same answer."""
+    if backend.world_size == 1:
+        return True
+    digest = hashlib.sha256(content.encode()).digest()[:DIGEST]
+    own = torch.tensor(list(digest), dtype=torch.float32, device=backend.device)
+    first = backend.reduce_sum(own if backend.rank == 0 else torch.zeros_like(own))
+    differs = (own != first).any().float()
+    return backend.reduce_sum(differs).item() == 0
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """Return a CRC-32 of tensors on the CPU: names, shapes, dtypes, bits. About a second for 1 GB."""
+    total = 0
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), total)
+        total = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
+    return total

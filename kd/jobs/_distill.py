@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from kd.contracts import Backend, Source
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
-from kd.errors import DataError, ModelError
+from kd.engine.snapshot import agree
+from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
 from kd.jobs.signals import signals
@@ -68,9 +70,11 @@ def distill(
         title: what a person sees.
         batch_size: where `data.batch_size` is auto and another run has found it.
     """
+    backend.barrier()  # rank 0 has opened the folder
     known = folder.manifest()
+    require_same_folder(backend, known)
     names = recipe.run.trackers if backend.rank == 0 else ()
-    trackers = Trackers(names, recipe.name, folder.path, recipe.keys)
+    trackers = Trackers(names, recipe.name, folder.path, recipe.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
         recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
         built = build_run(recipe, data, backend, teacher, folder, console, recorded)
@@ -108,16 +112,32 @@ def distill(
         if names:
             folder.record(unreadable=names)
             console.info(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
-    rows = folder.metrics("val") if backend.rank == 0 else []
     return Result(
         folder=folder.path,
-        metrics=max(rows, key=lambda row: row["accuracy"]) if rows else {},
+        metrics=folder.best_row() if backend.rank == 0 else {},
         parameters=count_parameters(run.distillation.student),
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(teacher) if teacher is not None else 0,
         sifting=sifting,
         batch_size=run.length.batch_size,
     )
+
+
+def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
+    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others.
+
+    Raises:
+        RunError: they do not; on all ranks.
+    """
+    choices = known.get("choices", {})
+    if not agree(backend, json.dumps(choices, sort_keys=True)):
+        found = "finds those of an earlier start" if choices else "finds none"
+        raise RunError(
+            "run.folder",
+            f"the ranks do not read the same manifest.json; rank {backend.rank} {found}",
+            "All ranks of a run share one run folder",
+            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
+        )
 
 
 def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:

@@ -21,7 +21,8 @@ from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.models.load import export_files
-from kd.setup.recipe import Recipe
+from kd.references import written
+from kd.setup.recipe import Recipe, hashes
 from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
@@ -48,7 +49,7 @@ def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
     folder = RunDir(recipe.path, rank, recipe.run.keep)
     stored = folder.stored_config()
     differences = different_keys(Recipe(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
-    folder.open(recipe.yaml, differences)
+    folder.open(recipe.yaml, [*differences, *changed_values(stored or "", recipe)])
     try:
         yield folder
     finally:
@@ -89,7 +90,15 @@ def _parse(folder: RunDir, text: str) -> Config:
 def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """List `key (stored -> now)` wherever two configurations compute different things."""
     keys = [k for k in sorted(old.keys() | new.keys()) if not k.startswith(FREE)]
-    return [f"{k} ({old.get(k)} -> {new.get(k)})" for k in keys if old.get(k) != new.get(k)]
+    return [f"{k} ({written(old.get(k))} -> {written(new.get(k))})" for k in keys if old.get(k) != new.get(k)]
+
+
+def changed_values(stored: str, recipe: Recipe) -> list[str]:
+    """List the keys whose value from the environment is not the one that the run began with."""
+    lines = [line.split() for line in stored.splitlines() if line.startswith("# sha256 ")]
+    old, new = {key: text for _, _, key, text in lines}, hashes(recipe.keys)
+    changed = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not key.startswith(FREE)]
+    return [f"{key} (another value of {recipe.shown[key]})" for key in changed]
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:

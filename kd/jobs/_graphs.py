@@ -14,6 +14,7 @@ from kd.jobs import _parity
 from kd.models import onnx
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
+from kd.references import written
 from kd.report.card import Card, render
 from kd.report.console import percent
 from kd.setup.build import distributed
@@ -127,9 +128,9 @@ def card(
     return render(
         Card(
             name=recipe.name,
-            student=recipe.student.model,
+            student=written(recipe.student.model),
             student_parameters=count_parameters(student),
-            teacher=recipe.teacher.model,
+            teacher=written(recipe.teacher.model),
             losses=[section.kind for section in recipe.losses],
             data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
             labels=folder.manifest()["classes"],
@@ -154,7 +155,6 @@ def _origin(recipe: Recipe, student: Classifier) -> str:
         return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
     if section.init == "pretrained":
         known = getattr(student.network, "pretrained_cfg", None) or {}
-        return f"started from timm's pretrained `{section.model}`, licence: {known.get('license', 'not recorded')}"
-    if section.init == "teacher":
-        return "started from layers of the teacher: the teacher's licence may apply"
+        licence = known.get("license", "not recorded")
+        return f"started from timm's pretrained `{written(section.model)}`, licence: {licence}"
     return "trained from random initial weights"

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,19 +18,15 @@ from kd.jobs.teach import obtain_teacher
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
+from kd.setup.cache import compare, open_cache, require_close, tolerance
 from kd.setup.data import loaders, open_data, split_batch, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Recipe, Session
-from kd.setup.teacher import choose_teacher, open_cache
+from kd.setup.teacher import choose_teacher
 from kd.types import Plan
 
 SAMPLE = 256
 """Records of each view that a verification computes again."""
-TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
-"""Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
-QUANTIZED_TOLERANCE = 0.1
-"""The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
-
 
 log = logging.getLogger("kd")
 
@@ -69,7 +65,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
 
     Raises:
         ConfigError: no teacher, or no views to cache.
-        ModelError: a verified record is not what the teacher says.
+        ModelError: a verified record differs from the teacher's logits.
         RunError: the cache cannot be written.
     """
     count = settings.teacher.cache.views
@@ -81,7 +77,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
         parts = _parts(recipe, backend)
         if not verify:
             _require_writable(parts.cache.store)
-        start = time.perf_counter()
+        start, asked = time.perf_counter(), parts.cache.images
         difference = _verify(parts, count) if verify else _fill(parts, count)
         store = parts.cache.store
         missing = sum(len(store.missing(view)) for view in range(count))
@@ -89,7 +85,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
-            computed=parts.cache.images,
+            computed=parts.cache.images - asked,
             seconds=time.perf_counter() - start,
             difference=difference,
         )
@@ -112,9 +108,8 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
         log.info("teacher: %s", report.summary)
     stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
     loader = loaders(views(data, seed), section.workers, split, backend)[0]
-    quantized = ExecutionMode.parse(report.mode).quantized
-    tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE[recipe.teacher.cache.dtype]
-    return _Parts(backend, report.live, stored, loader, split.batch_size, tolerance)
+    allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)
+    return _Parts(backend, report.live, stored, loader, split.batch_size, allowed)
 
 
 def _fill(parts: _Parts, views: int) -> float:
@@ -156,28 +151,12 @@ def _verify(parts: _Parts, views: int) -> float:
         gaps = set(parts.cache.store.missing(view).tolist())
         whole = [id for id in range(parts.cache.store.num_images) if id not in gaps]
         chosen = sorted(random.Random(view).sample(whole, min(SAMPLE, len(whole))))
-        for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(_padded(chosen, parts.batch_size), view))):
-            assert batch.teacher_outputs is not None
-            kept = batch.weight > 0
-            stored_BC = batch.teacher_outputs.outputs.logits.float()[kept]
-            said_BC = parts.live(replace(batch, teacher_outputs=None)).logits[kept]
-            if not len(said_BC):
-                continue
-            difference = (said_BC - stored_BC).abs().max().item()
-            worst = max(worst, difference)
-            _require(parts, view, difference, said_BC.abs().max().item())
+        for batch in parts.backend.put(parts.loader.epoch(_padded(chosen, parts.batch_size), view)):
+            difference, largest = compare(parts.cache.store, parts.live, batch)
+            if largest:
+                worst = max(worst, difference)
+            require_close(parts.cache.store, view, difference, largest, parts.tolerance)
     return worst
-
-
-def _require(parts: _Parts, view: int, difference: float, largest: float) -> None:
-    if difference > parts.tolerance * max(1.0, largest):
-        raise ModelError(
-            "teacher.cache.path",
-            f"'{parts.cache.store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the "
-            "teacher says now",
-            f"At most {parts.tolerance:g} of the largest logit ({largest:.3g})",
-            "Remove the folder, or choose another teacher.cache.path",
-        )
 
 
 def _padded(ids: Sequence[int], batch_size: int) -> Plan:

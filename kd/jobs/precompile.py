@@ -42,8 +42,8 @@ def compile_only(settings: Config) -> str:
             built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
-            told = ", ".join(f"{name} so far {count:.0f}" for name, count in counts.items())
-            lines.append(f"{title}: {steps} steps, 2 evaluations{'; ' if told else ''}{told}")
+            counted = ", ".join(f"{name} so far {count:.0f}" for name, count in counts.items())
+            lines.append(f"{title}: {steps} steps, 2 evaluations{'; ' if counted else ''}{counted}")
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 

@@ -47,7 +47,7 @@ def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> TeacherModel
         return None
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
-    on_meta = section.shard and backend.rank != 0 and recipe.student.init != "teacher"
+    on_meta = section.shard and backend.rank != 0
     models, classes, size = [], data.train.classes, recipe.data.image_size
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
@@ -59,6 +59,19 @@ def merge_teachers(section: TeacherSection, models: Sequence[Classifier]) -> Tea
     """Return the one teacher, or several as one."""
     weights = [1.0, *(member.weight for member in section.also)]
     return models[0] if len(models) == 1 else Ensemble(models, weights)
+
+
+def fit_key(fit: Recipe, fingerprint: str) -> str:
+    """Return a hash of everything that the weights of a fitted teacher depend on.
+
+    Args:
+        fit: the teacher as a student of the labels.
+        fingerprint: of the data.
+    """
+    # How often it is evaluated decides which weights are the best ones, and those are kept.
+    counts = {key: value for key, value in fit.keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}
+    content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
@@ -74,8 +87,7 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     Returns:
         An export folder, named by a hash of everything that the weights depend on.
     """
-    values = [value for key, value in sorted(Recipe(plan).keys.items()) if not key.startswith(FREE)]
-    key = hashlib.sha256((json.dumps(values, default=str) + data.fingerprint).encode()).hexdigest()[:12]
+    key = fit_key(Recipe(plan), data.fingerprint)
     name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
     recipe = Recipe(replace(plan, run=replace(plan.run, name=name)))
     target = recipe.path / "export"

@@ -9,6 +9,7 @@ from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
 from kd.jobs.check import check
 from kd.jobs.teach import obtain_teacher
+from kd.references import redact
 from kd.report.console import percent, table
 from kd.setup.build import distributed
 from kd.setup.data import open_data
@@ -17,7 +18,7 @@ from kd.storage import write_text
 
 
 def train(settings: Config) -> Result:
-    """Run a configuration: fit the teacher if needed, distil, train the baseline if asked, write the report.
+    """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
     Raises:
         KdError: anything that the user can repair, in one line.
@@ -34,7 +35,7 @@ def train(settings: Config) -> Result:
                 with open_run(alone, backend.rank) as inner:
                     baseline = distill(alone, data, backend, None, inner, title, result.batch_size)
                 result = replace(result, baseline=baseline)
-            result = replace(result, report=report(recipe.name, recipe.seed, result))
+            result = replace(result, report=redact(report(recipe.name, recipe.seed, result)))
             if backend.rank == 0:
                 write_text(recipe.path / "report.md", result.report)
     return result

@@ -1,4 +1,4 @@
-"""Learn the ground-truth label, smoothed and mixed: cross-entropy without a teacher.
+"""Learn the ground-truth label, smoothed and mixed, by cross-entropy without a teacher.
 
 Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Zhang et al. 2017 (arXiv:1710.09412):
 
@@ -26,7 +26,7 @@ class Options:
     """The YAML keys of `kind: ce`."""
 
     label_smoothing: float = 0.0
-    """The share `s` of the target that is spread evenly over all classes, 0 to 1. A teacher smooths enough: 0."""
+    """The share `s` of the target that is spread evenly over all classes, 0 to 1. Beside a teacher, 0 is usual."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
@@ -34,7 +34,7 @@ class Options:
 
 
 class CE(nn.Module):
-    """Score the student against the label, or against both labels of a mixed image."""
+    """Compute the cross-entropy with the label, or with both labels of a mixed image."""
 
     needs: frozenset[str] = frozenset()
 

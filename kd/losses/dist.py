@@ -1,19 +1,18 @@
-"""Match how classes and images relate instead of exact probabilities, for a much stronger teacher: DIST.
+"""Match correlations of the probabilities instead of their values, for a much stronger teacher: DIST.
 
 Huang et al. 2022, "Knowledge Distillation from A Stronger Teacher" (arXiv:2205.10536), the losses L_inter and L_intra.
 With Q the student's and P the teacher's probabilities [B, C] at temperature T, and rho Pearson's correlation:
 
-    L_inter = mean_i 1 - rho(Q_i:, P_i:)         each image: the same preferences among the classes
-    L_intra = mean_c 1 - rho(Q_:c, P_:c)         each class: the same preferences among the images of the batch
+    L_inter = mean_i 1 - rho(Q_i:, P_i:)         per image, over the classes
+    L_intra = mean_c 1 - rho(Q_:c, P_:c)         per class, over the images of the batch
     L = T^2 * (beta * L_inter + gamma * L_intra)
 
-L_inter is returned image by image. L_intra is one number of the batch, and every image carries it whole, so the mean
-over B is the paper's loss.
+L_inter has one value per image. L_intra is one number per batch and is added to each image, so that the mean over B
+is the paper's loss.
 
-Not handled: L_intra sees only this rank's micro-batch (one image gives it no gradient, a few are noisy), and images of
-weight 0 (padding) still count in its statistics. With two classes rho(Q_i:, P_i:) is 1 or -1 and teaches nothing.
-Student probabilities that are equal throughout (a classifier initialized to zero) meet the 1e-8 of the denominator and
-have very large gradients: clip.
+Not handled: L_intra uses only this rank's micro-batch. One image gives it no gradient; a few give a noisy one. Images
+of weight 0 (padding) count in its statistics. With two classes, rho(Q_i:, P_i:) is 1 or -1 and has no gradient. Equal
+student probabilities (a classifier initialized to zero) have very large gradients, because of the 1e-8: clip them.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -36,9 +35,9 @@ class Options:
     """The YAML keys of `kind: dist`; the defaults are those of the authors' code."""
 
     beta: float = 1.0
-    """Weight of the relation among classes, >= 0."""
+    """Weight of L_inter, the correlation over classes, >= 0."""
     gamma: float = 1.0
-    """Weight of the relation among images, >= 0."""
+    """Weight of L_intra, the correlation over images, >= 0."""
     temperature: float = 1.0
     """Divides both models' logits, > 0."""
 
@@ -51,7 +50,7 @@ class Options:
 
 
 class DIST(nn.Module):
-    """Score how well the student's probabilities correlate with the teacher's, along both axes."""
+    """Compute 1 - the correlation with the teacher's probabilities, over classes and over images."""
 
     needs: frozenset[str] = frozenset({"teacher"})
 
@@ -62,7 +61,7 @@ class DIST(nn.Module):
         self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return each image's own L_inter plus the batch's L_intra [B]; `batch` is not read."""
+        """Return each image's L_inter plus the batch's L_intra [B]; `batch` is not read."""
         student_BC = F.softmax(student.logits.float() / self.temperature, dim=1)
         teacher_BC = F.softmax(teacher.logits.detach().float() / self.temperature, dim=1)
         inter_B = 1 - _correlate(student_BC, teacher_BC, dim=1)
@@ -75,7 +74,7 @@ def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
     a = a - a.mean(dim=dim, keepdim=True)
     b = b - b.mean(dim=dim, keepdim=True)
     norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
-    # The authors' 1e-8 is part of the method: it mutes classes that neither model finds in this batch.
+    # The authors' 1e-8 is part of the method: it suppresses classes that neither model predicts in this batch.
     return (a * b).sum(dim=dim) / (norms + 1e-8)
 
 

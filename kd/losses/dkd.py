@@ -1,17 +1,16 @@
-"""Weigh the label's probability and the order of the other classes apart: decoupled knowledge distillation.
+"""Weight the target class and the other classes separately: decoupled knowledge distillation.
 
 Zhao et al. 2022 (arXiv:2203.08679), equation 7. With y the label, p the teacher's and q the student's probabilities
-at temperature T, and p^, q^ those probabilities over the classes other than y, made to sum to 1:
+at temperature T, and p^, q^ the same over the classes other than y, renormalized to sum to 1:
 
     TCKD = KL( [p_y, 1 - p_y] || [q_y, 1 - q_y] )
     NCKD = KL( p^ || q^ )
     L = T^2 * (alpha * TCKD + beta * NCKD)
 
-Plain distillation is alpha = 1 and beta = 1 - p_y (equation 6): where the teacher is certain, the other classes hardly
-teach. With two classes NCKD is 0.
+Plain distillation is alpha = 1 and beta = 1 - p_y (equation 6), so a confident teacher almost removes NCKD. With two
+classes NCKD is 0.
 
-Not handled: the authors' code raises the weight linearly over the first epochs (20 on CIFAR-100, 1 on ImageNet); here
-it is constant.
+Not handled: a warm-up of the weight. The authors' code raises it linearly over 20 epochs on CIFAR-100, 1 on ImageNet.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -34,9 +33,9 @@ class Options:
     """The YAML keys of `kind: dkd`; the defaults are the authors' for CIFAR-100."""
 
     alpha: float = 1.0
-    """Weight of the target class term, >= 0."""
+    """Weight of TCKD, the term of the target class, >= 0."""
     beta: float = 8.0
-    """Weight of the other classes' term, >= 0. The authors use 0.5 to 2 on ImageNet."""
+    """Weight of NCKD, the term of the other classes, >= 0. The authors use 0.5 to 2 on ImageNet."""
     temperature: float = 4.0
     """Divides both models' logits, > 0. The authors use 1 on ImageNet."""
 
@@ -49,7 +48,7 @@ class Options:
 
 
 class DKD(nn.Module):
-    """Score the label's probability and the other classes' probabilities apart."""
+    """Compute the KL divergences of the target class and of the other classes, each with its weight."""
 
     needs: frozenset[str] = frozenset({"teacher", "hard_labels"})
 
@@ -74,9 +73,9 @@ def _decouple(logits_BC: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return log [p_y, 1 - p_y] as [B, 2], and the log-probabilities among the other classes [B, C]."""
     label_B1 = label_B[:, None]
     is_label_BC = torch.arange(logits_BC.shape[1], device=logits_BC.device) == label_B1
-    # The lowest finite number, not -inf: its probability is 0 just the same, and 0 * -inf would be NaN.
+    # The lowest finite number, not -inf: its probability is 0 too, and 0 * -inf would be NaN.
     other_BC = logits_BC.masked_fill(is_label_BC, torch.finfo(torch.float32).min)
-    # p_y is the sigmoid of its log-odds, and 1 - p_y of their negative: neither can become log(0).
+    # p_y = sigmoid(log-odds) and 1 - p_y = sigmoid(-log-odds): neither becomes log(0).
     odds_B = -(other_BC - logits_BC.gather(1, label_B1)).logsumexp(dim=1)
     pair_B2 = F.logsigmoid(torch.stack([odds_B, -odds_B], dim=1))
     return pair_B2, F.log_softmax(other_BC, dim=1)

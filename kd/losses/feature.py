@@ -1,13 +1,13 @@
 """Predict the teacher's pooled features from the student's through a learned projector.
 
-Romero et al. 2014 (FitNets, arXiv:1412.6550), equation 3, on the features before the classifier; the teacher's are
-standardized as in Wei et al. 2022 (arXiv:2205.14141), so that a few loud channels do not decide the loss:
+Romero et al. 2014 (FitNets, arXiv:1412.6550), equation 3, on the features before the classifier. The teacher's are
+standardized as in Wei et al. 2022 (arXiv:2205.14141), so that a few channels of large magnitude do not dominate:
 
     target = LayerNorm(teacher), without affine parameters
     L = mean_d (W student + b - target)_d^2     or     1 - cos(W student + b, target)
 
-The projector is trained with the student and is not exported. It is there even where the two widths agree, for equal
-widths do not mean equal axes. It draws its first weights from torch's global generator.
+The projector is trained with the student and is not exported. Models of equal width get one too, because equal widths
+do not mean equal axes. Its initial weights come from torch's global generator.
 
 Not handled: features of single tokens or of inner layers.
 
@@ -34,9 +34,9 @@ class Options:
     """The YAML keys of `kind: feature`."""
 
     distance: Distance = "mse"
-    """`mse`: squared error, the mean over features. `cosine`: 1 - cosine, blind to the length of the features."""
+    """`mse`: squared error, mean over features. `cosine`: 1 - cosine, which ignores the norm of the features."""
     normalize: bool = True
-    """Give each image's teacher features mean 0 and variance 1 first."""
+    """Standardize each image's teacher features to mean 0 and variance 1 first."""
 
     def __post_init__(self) -> None:
         if self.distance not in get_args(Distance):
@@ -44,7 +44,7 @@ class Options:
 
 
 class Feature(nn.Module):
-    """Score how far the projected student features are from the teacher's."""
+    """Compute the distance between the projected student features and the teacher's."""
 
     needs: frozenset[str] = frozenset({"teacher", "pooled"})
 
@@ -59,7 +59,7 @@ class Feature(nn.Module):
         target_BD = teacher.features["pooled"].detach().float()
         if self.normalize:
             target_BD = F.layer_norm(target_BD, target_BD.shape[1:])
-        # float() before: the weights are float32. float() after: autocast multiplies in bfloat16.
+        # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
         projected_BD = self.project(student.features["pooled"].float()).float()
         if self.distance == "cosine":
             return 1 - F.cosine_similarity(projected_BD, target_BD, dim=1)
@@ -67,7 +67,7 @@ class Feature(nn.Module):
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss with a projector between the widths of `dims`.
+    """Build the loss, with a projector from the student's width to the teacher's.
 
     Raises:
         ModelError: one of the models has no features.

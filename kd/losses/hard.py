@@ -1,12 +1,12 @@
-"""Learn the teacher's first choice as if it were the label: DeiT's hard distillation.
+"""Train on the teacher's top-1 class as the label: DeiT's hard distillation.
 
-Touvron et al. 2020 (arXiv:2012.12877), equation 3, its teacher half:
+Touvron et al. 2020 (arXiv:2012.12877), the teacher's term of equation 3:
 
     L = - log softmax(student)_k,   k = argmax_c teacher_c
 
-The teacher sees the mixed image, so mixup is allowed. The label half of equation 3 is the loss `ce`.
+The teacher classifies the mixed image, so mixup is allowed. The label's term of equation 3 is the loss `ce`.
 
-Not handled: DeiT's distillation token; both terms act on the one classifier.
+Not handled: DeiT's distillation token. Both terms act on one classifier.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -24,11 +24,11 @@ from kd.types import Batch, Dims, Outputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """`kind: hard` has no keys: the paper neither softens nor smooths the teacher's choice."""
+    """`kind: hard` has no keys: the paper uses neither a temperature nor label smoothing here."""
 
 
 class Hard(nn.Module):
-    """Score the student against the class that the teacher puts first."""
+    """Compute the cross-entropy with the teacher's top-1 class."""
 
     needs: frozenset[str] = frozenset({"teacher"})
 

@@ -4,10 +4,10 @@ Hinton et al. 2015 (arXiv:1503.02531), section 2:
 
     L = T^2 * KL( softmax(teacher / T) || softmax(student / T) )
 
-summed over classes, so that the mean over images is what torch calls `batchmean`; a mean over classes too would
-make the weight of the loss depend on the number of classes.
+It is summed over classes; its mean over images is torch's `batchmean`. A mean over classes would make the weight of
+the loss depend on their number.
 
-Not handled: a teacher that is wrong is followed where it is wrong.
+Not handled: errors of the teacher, which the student learns too.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -29,8 +29,8 @@ class Options:
     """The YAML keys of `kind: kl`."""
 
     temperature: float = 1.0
-    """Divides both models' logits, > 0. The default is what long, strongly augmented recipes use, where the teacher is
-    soft already (arXiv:2204.03475); 4 is usual for CNNs on CIFAR-100, whose teachers are nearly certain."""
+    """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
+    soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -38,7 +38,7 @@ class Options:
 
 
 class KL(nn.Module):
-    """Score how far the student's softened class probabilities are from the teacher's."""
+    """Compute the KL divergence of the softened class probabilities, teacher to student."""
 
     needs: frozenset[str] = frozenset({"teacher"})
 
@@ -51,7 +51,7 @@ class KL(nn.Module):
         log_student_BC = F.log_softmax(student.logits.float() / self.temperature, dim=1)
         log_teacher_BC = F.log_softmax(teacher.logits.detach().float() / self.temperature, dim=1)
         divergence_BC = F.kl_div(log_student_BC, log_teacher_BC, reduction="none", log_target=True)
-        # T^2 undoes the 1/T^2 of the gradient, so that changing T does not change the weight of the loss.
+        # The gradient scales with 1/T^2; T^2 keeps the weight of the loss independent of T.
         return divergence_BC.sum(dim=1) * self.temperature**2
 
 

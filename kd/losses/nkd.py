@@ -1,4 +1,4 @@
-"""Learn the label as surely as the teacher does, and the other classes normalized: NKD.
+"""Weight the label by the teacher's confidence, and match the renormalized other classes: NKD.
 
 Yang et al. 2023, "From Knowledge Distillation to Self-Knowledge Distillation" (arXiv:2303.13005), the NKD loss. With
 y the label, p the teacher's and q the student's probabilities, and p^, q^ the softmax at temperature T over the
@@ -6,10 +6,10 @@ classes other than y:
 
     L = - p_y * log q_y  -  gamma * T^2 * sum_{c != y} p^_c * log q^_c
 
-A pair of cross-entropies, not a divergence: it does not reach 0 when the student equals the teacher. With two classes
-the second part is 0.
+The two terms are cross-entropies, not a divergence: the loss is not 0 where the student equals the teacher. With two
+classes the second term is 0.
 
-Not handled: mixed labels; the authors' code takes the larger of the two.
+Not handled: mixed labels. The authors' code takes the label with the larger share.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -32,9 +32,9 @@ class Options:
     """The YAML keys of `kind: nkd`; the defaults are those of the authors' code, meant for ImageNet."""
 
     gamma: float = 1.5
-    """Weight of the other classes' part, >= 0. The authors use 1 for DeiT students."""
+    """Weight of the other classes' term, >= 0. The authors use 1 for DeiT students."""
     temperature: float = 1.0
-    """Divides the logits of the other classes, > 0; the label's part is always at 1."""
+    """Divides the logits of the other classes, > 0. The label's term is always at 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma < math.inf:
@@ -44,7 +44,7 @@ class Options:
 
 
 class NKD(nn.Module):
-    """Score the label by the teacher's confidence, and the other classes normalized."""
+    """Compute the cross-entropies of the label, weighted by the teacher, and of the renormalized other classes."""
 
     needs: frozenset[str] = frozenset({"teacher", "hard_labels"})
 
@@ -54,7 +54,7 @@ class NKD(nn.Module):
         self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the two cross-entropies of each image, weighted and added [B], in nats."""
+        """Return the weighted sum of the two cross-entropies of each image [B], in nats."""
         student_BC, teacher_BC = student.logits.float(), teacher.logits.detach().float()
         label_B1 = batch.label[:, None]
         log_student_B = F.log_softmax(student_BC, dim=1).gather(1, label_B1).squeeze(1)
@@ -62,7 +62,7 @@ class NKD(nn.Module):
         target_B = -log_teacher_B.exp() * log_student_B
 
         is_label_BC = torch.arange(student_BC.shape[1], device=student_BC.device) == label_B1
-        # The lowest finite number, not -inf: its probability is 0 just the same, and 0 * -inf would be NaN.
+        # The lowest finite number, not -inf: its probability is 0 too, and 0 * -inf would be NaN.
         lowest = torch.finfo(torch.float32).min
         log_student_other_BC = F.log_softmax((student_BC / self.temperature).masked_fill(is_label_BC, lowest), dim=1)
         teacher_other_BC = F.softmax((teacher_BC / self.temperature).masked_fill(is_label_BC, lowest), dim=1)

@@ -1,4 +1,4 @@
-"""Match the student, unsoftened, to a softened teacher, most where the teacher is unsure: weighted TTM.
+"""Match softened teacher probabilities, with more weight where the teacher is uncertain: weighted TTM.
 
 Zheng and Yang 2024, "Knowledge Distillation Based on Transformed Teacher Matching" (arXiv:2402.11148), section 4. With
 p the teacher's and q the student's probabilities, both at temperature 1:
@@ -6,11 +6,11 @@ p the teacher's and q the student's probabilities, both at temperature 1:
     U = sum_c p_c^gamma
     L = U * KL( p^gamma / U || q )
 
-The power transform is a temperature of 1/gamma on the teacher's side only; gamma = 1 is plain distillation. U runs from
-1 (a certain teacher) to C^(1 - gamma) (a uniform one), so the loss is large with many classes and small gamma: lower
-its weight accordingly (the authors use 4 with gamma 0.2 on CIFAR-100).
+The exponent is a temperature of 1/gamma on the teacher only; gamma = 1 is plain distillation. U is 1 for a teacher that
+is certain and C^(1 - gamma) for uniform probabilities. The loss is therefore large with many classes and small gamma:
+lower its weight accordingly (the authors use 4 with gamma 0.2 on CIFAR-100).
 
-Not handled: plain TTM, which is the same without the factor U.
+Not handled: plain TTM, which has no factor U.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -32,7 +32,7 @@ class Options:
     """The YAML keys of `kind: wttm`."""
 
     gamma: float = 0.2
-    """The exponent on the teacher's probabilities, > 0; below 1 it softens. The default is the authors' example."""
+    """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The default is the authors'."""
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma < math.inf:
@@ -40,7 +40,7 @@ class Options:
 
 
 class WTTM(nn.Module):
-    """Score how far the student is from the power-transformed teacher, weighted by the teacher's doubt."""
+    """Compute the KL divergence from the power-transformed teacher, weighted by the teacher's uncertainty."""
 
     needs: frozenset[str] = frozenset({"teacher"})
 

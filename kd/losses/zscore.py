@@ -1,16 +1,15 @@
-"""Match the shape of the logits and leave their scale free: KL between standardized logits.
+"""Match standardized logits by KL divergence, which leaves the scale of the logits free.
 
 Sun et al. 2024 (arXiv:2403.01427), algorithms 1 and 2:
 
     z(x) = (x - mean_c x) / (std_c x + 1e-7)
     L = T^2 * KL( softmax(z(teacher) / T) || softmax(z(student) / T) )
 
-The standard deviation is the unbiased one, as in the authors' code. Their recipe wants a large weight: 9 beside
-0.1 * ce for CNNs on CIFAR-100.
+The standard deviation is the unbiased one, as in the authors' code. They use a large weight: 9, with 0.1 * ce, for
+CNNs on CIFAR-100.
 
-Not handled: logits that are all equal (a classifier initialized to zero) meet the 1e-7, and their gradient is
-multiplied by 1e7; clip it, or start from a classifier that is not zero. With two classes z is +-1/sqrt(2): only their
-order is left to teach.
+Not handled: equal logits (a classifier initialized to zero), whose gradient the 1e-7 multiplies by 1e7. Clip it, or
+initialize the classifier otherwise. With two classes z is +-1/sqrt(2): only their order is left.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -40,7 +39,7 @@ class Options:
 
 
 class ZScore(nn.Module):
-    """Score how far the student's standardized class probabilities are from the teacher's."""
+    """Compute the KL divergence of the class probabilities of standardized logits, teacher to student."""
 
     needs: frozenset[str] = frozenset({"teacher"})
 
@@ -57,7 +56,7 @@ class ZScore(nn.Module):
 
 
 def _standardize(logits_BC: Tensor) -> Tensor:
-    """Give each image's logits mean 0 and standard deviation 1; in float32, for 1e-7 is 0 to float16."""
+    """Give each image's logits mean 0 and standard deviation 1; in float32, because 1e-7 is lost in float16."""
     logits_BC = logits_BC.float()
     centred_BC = logits_BC - logits_BC.mean(dim=1, keepdim=True)
     return centred_BC / (logits_BC.std(dim=1, keepdim=True) + 1e-7)

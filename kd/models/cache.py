@@ -65,6 +65,15 @@ class Codec:
         spread_BC = (rest_B.float() - math.log(others)).unsqueeze(1).repeat(1, self.num_classes)
         return spread_BC.scatter(1, classes_BK.long(), values_BK.float())
 
+    def difference(self, parts: Sequence[Tensor], logits_BC: Tensor) -> float:
+        """Return the largest |stored - given| of a logit, or of the log of the rest's mass; NaN if one is NaN."""
+        if not self.topk:
+            return (logits_BC.float() - parts[0].float()).abs().max().item()
+        values_BK, classes_BK, rest_B = parts[0].float(), parts[1].long(), parts[2].float()
+        others_B = logits_BC.float().scatter(1, classes_BK, -math.inf).logsumexp(-1)
+        kept = (logits_BC.float().gather(1, classes_BK) - values_BK).abs().max()
+        return torch.maximum(kept, (others_B - rest_B).abs().max()).item()
+
 
 class Store:
     """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one a view."""
@@ -96,6 +105,11 @@ class Store:
         whole = np.array([content is not None and len(content) == size for content in found], bool)
         content = bytearray().join(part if part and len(part) == size else bytes(size) for part in found)
         return np.frombuffer(content, self.codec.record), whole
+
+    def parts(self, view: int, ids: Sequence[int]) -> tuple[list[Tensor], np.ndarray]:
+        """Return what the records [B] hold, as `Codec.expand` takes it, and which of them are whole, bool [B]."""
+        records, whole = self.read(view, ids)
+        return [_tensor(records[name]) for name in records.dtype.names or ()], whole
 
     def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
         """Write records. If the disk is full, warn once and write no more (`stopped`); what is written stays good."""
@@ -155,8 +169,8 @@ class CachedTeacher:
         """Look each batch up while it is still on the host, where its ids can be read without waiting."""
         for batch in batches:
             ids = batch.ids.tolist()
-            records, whole = self.store.read(batch.view, ids)
-            logits = self.store.codec.expand([_tensor(records[name]) for name in records.dtype.names or ()])
+            parts, whole = self.store.parts(batch.view, ids)
+            logits = self.store.codec.expand(parts)
             wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
             missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
             if not whole.all():

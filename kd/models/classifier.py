@@ -1,4 +1,4 @@
-"""Classifiers: uint8 pixels in, logits out, normalized and resized as each network needs it; several as one."""
+"""Classifiers from uint8 pixels to logits, with the normalization and input size of each network; ensembles."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from kd.types import Outputs
 
 GRAPHS = 64
-"""Of all models of a process together. torch's own limit of 8 would end in the plain forward: training and evaluation,
-teacher and student, and the trials' copies are graphs of their own."""
+"""Limit of compiled graphs in a process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
+training, evaluation and the copies of trials each need their own."""
 
 
 class Classifier(nn.Module):
     """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
-    Two models of one run see the same uint8 pixels; each normalizes with its own mean and deviation and, where its
-    input size differs from the data's, resizes on the device (bicubic, antialiased).
+    All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, where
+    its input size differs from the data's, resizes on the device (bicubic, antialiased).
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Classifier(nn.Module):
         """Wrap `network`.
 
         Args:
-            network: the module; its parameters keep their names below `network.`.
+            network: the module; its parameter names get the prefix `network.`.
             num_classes: C.
-            input_size: S in pixels; 0: takes any size.
-            mean: per channel, for pixels scaled to 0..1.
-            std: per channel.
-            with_features: also return the pooled features before the classifier; the network must be timm's.
-            architecture: what the network was built from, JSON values: weights alone do not tell the number of heads.
+            input_size: S in pixels; 0: any size.
+            mean: per channel, for pixels in 0..1.
+            std: standard deviation per channel.
+            with_features: also return the pooled features before the classifier; needs a timm network.
+            architecture: arguments of the network as JSON values; weights alone do not determine the number of heads.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
@@ -62,12 +62,12 @@ class Classifier(nn.Module):
         tokens = network.forward_features(pixels)  # type: ignore[operator]
         features_BD = network.forward_head(tokens, pre_logits=True)  # type: ignore[operator]
         head = network.get_classifier()  # type: ignore[operator]
-        # A network with two heads (DeiT's distilled one) has no single map from its features to its logits.
+        # A network with two heads (distilled DeiT) has no single map from its features to its logits.
         logits_BC = head(features_BD) if isinstance(head, nn.Module) else network.forward_head(tokens)  # type: ignore
         return Outputs(logits_BC, {"pooled": features_BD})
 
     def normalize(self, image: Tensor) -> Tensor:
-        """Return float [B, 3, S, S] in the network's own scale and dtype."""
+        """Return float [B, 3, S, S], normalized, in the network's dtype."""
         pixels = image.to(torch.float32)
         if self.input_size and image.shape[-1] != self.input_size:
             size = (self.input_size, self.input_size)
@@ -76,19 +76,19 @@ class Classifier(nn.Module):
         return pixels.to(next(self.network.parameters()).dtype)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the outputs depend on, JSON values: the weights, the architecture, what the pixels go through."""
+        """Return all that determines the outputs, as JSON values: weights, architecture, normalization, input size."""
         input_spec = [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
         return {"teacher": digest(self.network), "architecture": self.architecture, "input": input_spec}
 
     @property
     def num_features(self) -> int:
-        """Width D of the pooled features; 0 where the network does not say."""
+        """Width D of the pooled features; 0 where it is not known."""
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
 
 
 class LogitsModel(nn.Module):
-    """Wrap any module that maps images, as they come, to logits [B, C]: no normalization, no resizing, no features."""
+    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -100,21 +100,21 @@ class LogitsModel(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Average the probabilities of several classifiers (arXiv:1503.02531 distils such an ensemble).
+    """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble).
 
-    Probabilities and not logits: one teacher's large logits would drown the others'. The average is taken at
-    temperature 1 and then softened like one model's answer, so that a cache keeps one record an image.
-    Each model normalizes and resizes for itself. No features: there is no one space that all share.
+    It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
+    taken at temperature 1 and softened later, so that a cache stores one record per image. Each model normalizes and
+    resizes its input. There are no features, because the models have no common feature space.
     """
 
     num_features = 0
 
     def __init__(self, members: Sequence[Classifier | LogitsModel], weights: Sequence[float]) -> None:
-        """Join K classifiers of the same classes.
+        """Combine K classifiers of the same classes.
 
         Args:
             members: the classifiers.
-            weights: K numbers above 0, relative to each other.
+            weights: K numbers > 0; only their ratios matter.
         """
         super().__init__()
         self.members = nn.ModuleList(members)
@@ -122,30 +122,25 @@ class Ensemble(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The networks alone, without what normalizes their pixels."""
+        """The networks, without normalization."""
         return nn.ModuleList([member.network for member in self.members])  # type: ignore[arg-type]
 
     def identity(self) -> dict[str, Any]:
-        """Return what the outputs depend on, JSON values: that of each member, and its share."""
+        """Return all that determines the outputs, as JSON values: the identity and the share of each member."""
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
         joined = {name: [member[name] for member in members] for name in members[0]}
         return {**joined, "teacher": digest(self.network), "shares": self.shares}
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify uint8 images [B, 3, H, W]; the logits are log-probabilities, float32."""
-        said = [member(image).logits.float().log_softmax(-1) for member in self.members]
+        log_probabilities = [member(image).logits.float().log_softmax(-1) for member in self.members]
         shares_K = torch.tensor(self.shares, device=image.device).log()
-        stacked_KBC = torch.stack(said) + shares_K[:, None, None]
+        stacked_KBC = torch.stack(log_probabilities) + shares_K[:, None, None]
         return Outputs(stacked_KBC.logsumexp(0))
 
 
 TeacherModel = Classifier | Ensemble
-"""What a run may distil."""
-
-
-def first(model: TeacherModel) -> Classifier:
-    """Return the teacher that `teacher.model` names."""
-    return model.members[0] if isinstance(model, Ensemble) else model  # type: ignore[return-value]
+"""The models that a run can distill."""
 
 
 def digest(network: nn.Module) -> str:
@@ -158,10 +153,10 @@ def digest(network: nn.Module) -> str:
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:
-    """Choose torch's fused attention kernel or plain matrix products; return how many layers were set.
+    """Choose torch's fused attention kernel or plain matrix products; return the number of layers set.
 
-    timm decides when a layer is built; here the choice is changed afterwards, because which is faster depends on the
-    device and the shape (on one CPU unfused was 1.4 times faster in training).
+    timm chooses when a layer is built. The faster kernel depends on device and shape, so it is set again here (on one
+    CPU unfused was 1.4 times faster in training).
     """
     layers = _attention_layers(module)
     for layer in layers:
@@ -170,12 +165,12 @@ def set_attention(module: nn.Module, fused: bool) -> int:
 
 
 def compile_forward(module: nn.Module) -> nn.Module:
-    """Have a module's forward compiled at its first call, in place: its weights keep their names, its copies are plain.
+    """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled.
 
-    A graph for each shape, so that the bits of an answer are a function of its shape, whatever came before: a resumed
-    run computes what the unbroken one did.
+    Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives the
+    same bits as an uninterrupted one.
     """
-    import torch._dynamo.config as limits  # heavy, and only where something is compiled
+    import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 
     limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
     module.compile(dynamic=False)
@@ -183,7 +178,7 @@ def compile_forward(module: nn.Module) -> nn.Module:
 
 
 def count_attention(module: nn.Module) -> int:
-    """Return how many layers can attend with either kernel."""
+    """Return the number of attention layers that support both kernels."""
     return len(_attention_layers(module))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -49,6 +48,8 @@ def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
     source = _source(spec)
     weights = _weights(spec)
     pretrained = spec.pretrained and weights is None
+    if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
+        _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
     network = _create(spec, source, pretrained, image_size)
     if spec.exact_head and pretrained:
         _check_pretrained_head(spec, network)
@@ -85,6 +86,21 @@ def _source(spec: Spec) -> str:
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
+
+
+def _require_safetensors(spec: Spec, folder: Path) -> None:
+    """Refuse a folder whose weights are not safetensors: other formats are pickles, and loading one may run its code.
+
+    Raises:
+        ModelError: there is no model.safetensors.
+    """
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError(
+            f"{spec.where}.model",
+            f"no model.safetensors in '{folder}'",
+            "Weights as safetensors; other formats may run code when they are loaded",
+            "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)",
+        )
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
@@ -269,45 +285,3 @@ def export_files(network: nn.Module, classes: Sequence[str], crop: float) -> tup
         content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
     return content, tensors
-
-
-@torch.no_grad()
-def select_weights(student: nn.Module, teacher: nn.Module) -> int:
-    """Copy into the student evenly spaced elements of the teacher's tensors of the same names.
-
-    The paper's uniform element selection, and its first-N layer selection, which follows from equal names: block i of
-    the student comes from block i of the teacher. Along a dimension of size s out of t the elements i * t // s are
-    taken; a fused qkv is selected within each of its thirds because 3s out of 3t keeps them apart.
-
-    Returns:
-        How many of the student's parameters were set.
-
-    Raises:
-        ModelError: the two models share no tensor name, or the student is the larger one.
-    """
-    source = teacher.state_dict()
-    selected = 0
-    for name, target in student.state_dict().items():
-        given = source.get(name)
-        if given is None or given.ndim != target.ndim:
-            continue
-        if any(small > large for small, large in zip(target.shape, given.shape, strict=True)):
-            continue
-        target.copy_(_evenly(given, target.shape))
-        selected += target.numel()
-    if selected < 0.5 * sum(tensor.numel() for tensor in student.state_dict().values()):
-        raise ModelError(
-            "student.init",
-            "is 'teacher', but less than half of the student's weights have a larger namesake in the teacher",
-            "Both must be of one family (two ViTs) and the teacher the larger one",
-            "Set student.init=scratch, or choose a student of the teacher's family",
-        )
-    return selected
-
-
-def _evenly(tensor: Tensor, shape: torch.Size) -> Tensor:
-    for dim, (small, large) in enumerate(zip(shape, tensor.shape, strict=True)):
-        if small != large:
-            index = torch.arange(small, device=tensor.device) * large // small
-            tensor = tensor.index_select(dim, index)
-    return tensor

@@ -1,16 +1,16 @@
-"""A student as graphs that run without timm: ONNX, its int8 form, torch.export's .pt2, OpenVINO's IR.
+"""Export a classifier to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR; run one.
 
-Every graph takes what the evaluation's crop delivers, uint8 [batch, 3, S, S] with S of `data.image_size`, and returns
-logits [batch, C]: normalization, and the resize of a network with another input size, lie inside. So whoever runs it
-needs no constant from anywhere else.
+Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C]. It contains
+the normalization, and the resize where the network has another input size, so that users need no other constants.
 
-onnx, onnxscript, onnxruntime and openvino are imported when one of them is asked for.
+onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from kd.errors import MissingExtra, ModelError
 from kd.models.classifier import Classifier
+from kd.types import Outputs
 
 OPSET = 20
 LARGEST_BATCH = 4096
@@ -31,17 +32,17 @@ INPUT, OUTPUT = "image", "logits"
 
 
 class Graph(nn.Module):
-    """A classifier for export: uint8 [B, 3, S, S] in, logits [B, C] out.
+    """A classifier for export, from uint8 [B, 3, S, S] to logits [B, C].
 
-    The resize to the network's own size is two matrix products: resizing is linear in the pixels and separable, and a
-    product means the same to every runtime, whereas "bicubic, antialiased" does not. They run on planes [B * 3, S, S]:
-    OpenVINO 2026.4 merges the normalization into a product of four dimensions and takes channels for columns.
+    The resize to the network's size is two matrix products, since resizing is linear and separable. All runtimes agree
+    on a product, but not on antialiased bicubic resizing. The products run on planes [B * 3, S, S], because OpenVINO
+    2026.4 fuses the normalization into a four-dimensional product and confuses channels with columns.
     """
 
     matrix: Tensor | None
 
     def __init__(self, model: Classifier, size: int) -> None:
-        """Wrap `model` for images of `size` pixels a side."""
+        """Wrap `model` for images of `size` x `size` pixels."""
         super().__init__()
         self.model = model
         target = model.input_size
@@ -62,33 +63,33 @@ class Graph(nn.Module):
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
-    """Trace a classifier with a free batch dimension.
+    """Trace a classifier with a dynamic batch dimension.
 
     Raises:
         ModelError: the network cannot be traced.
     """
     graph = Graph(model, size).eval()
-    # Traced with two images: torch takes a dimension of one for a constant.
+    # Traced with two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(2, 3, size, size, dtype=torch.uint8),)
     batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     try:
         with torch.no_grad():
             return torch.export.export(graph, example, dynamic_shapes=({0: batch},))
-    except Exception as error:  # torch.export fails in its own ways, all of them the network's
+    except Exception as error:  # torch.export raises many types, all caused by the network
         raise _failed("torch.export", error) from error
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a .pt2 file, which `torch.export.load(path).module()` runs without timm."""
+    """Write a .pt2 file; `torch.export.load(path).module()` runs it without timm."""
     torch.export.save(program, path)
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write one ONNX file, weights inside.
+    """Write one ONNX file, including the weights.
 
     Raises:
         MissingExtra: onnx or onnxscript is not installed.
-        ModelError: a layer has no ONNX form, or the weights are above 2 GB.
+        ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
     """
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
@@ -104,14 +105,14 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
                 output_names=[OUTPUT],
                 verbose=False,
             )
-    except Exception as error:  # the exporter fails in its own ways, all of them the network's
+    except Exception as error:  # the exporter raises many types, all caused by the network
         raise _failed("torch.onnx.export", error) from error
 
 
 def write_int8(source: Path, path: Path) -> None:
-    """Write an ONNX file whose matrix products have int8 weights, one scale a channel, and quantize at run time.
+    """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs.
 
-    Convolutions stay float32: onnxruntime's integer convolution is slower than the one it replaces.
+    Convolutions stay float32, because onnxruntime's integer convolution is slower.
 
     Raises:
         MissingExtra: onnx or onnxruntime is not installed.
@@ -121,7 +122,7 @@ def write_int8(source: Path, path: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(source)
-    del graph.graph.value_info[:]  # shapes noted before the exporter turned weights round; they are inferred anew
+    del graph.graph.value_info[:]  # shapes from before the exporter transposed weights; onnxruntime infers them again
     with quiet():
         quantize_dynamic(
             graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
@@ -143,9 +144,9 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
 
     Args:
-        source: the file, or what stands in it.
-        threads: of the session, the caller's included.
-        spin: let them wait for work by spinning, which is faster where nothing else wants the cores.
+        source: the file, or its bytes.
+        threads: of the session, including the caller's.
+        spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
 
     Raises:
         MissingExtra: onnxruntime is not installed.
@@ -164,8 +165,8 @@ def openvino_runner(source: Path | bytes, threads: int = 0) -> Callable[[np.ndar
     """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32.
 
     Args:
-        source: a file, OpenVINO's or ONNX; or what stands in an ONNX file.
-        threads: how many it may use; 0: as OpenVINO sees fit.
+        source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
+        threads: number of threads; 0: OpenVINO's default.
 
     Raises:
         MissingExtra: openvino is not installed.
@@ -192,7 +193,7 @@ def require(name: str, option: str, extra: str = "") -> Any:
     """Import a package.
 
     Raises:
-        MissingExtra: it is not installed; the remedy names what brings it.
+        MissingExtra: it is not installed; the remedy names the extra or package.
     """
     try:
         return importlib.import_module(name)
@@ -209,7 +210,7 @@ def _failed(tool: str, error: Exception) -> ModelError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporters' notes about their own internals from the user, who can do nothing about them."""
+    """Suppress the exporters' warnings about their internals, which a user cannot act on."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -218,3 +219,53 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+
+
+class Exported(nn.Module):
+    """A classifier as an exported graph, from uint8 [B, 3, S, S] on the CPU to logits [B, C]; no features or gradients.
+
+    It has no torch weights and no files: the graph stays in memory. A session has a fixed number of threads, so another
+    one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
+    """
+
+    def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
+        """Export a classifier, which takes seconds.
+
+        Args:
+            model: in eval mode, float32, on the CPU, without features.
+            size: S.
+            runtime: "onnxruntime" or "openvino".
+            int8: quantize the weights of matrix products, and their inputs dynamically.
+
+        Raises:
+            MissingExtra: a package is not installed.
+            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
+                with its own error.
+        """
+        super().__init__()
+        self.runtime, self.graph = runtime, exported(model, size, int8)
+        self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Classify uint8 images [B, 3, S, S]; return float32 logits [B, C]."""
+        threads = torch.get_num_threads()
+        if threads not in self._sessions:
+            latest = dict(list(self._sessions.items())[-1:])
+            self._sessions = {**latest, threads: self._start(threads)}
+        return Outputs(torch.from_numpy(self._sessions[threads](image.contiguous().numpy())))
+
+    def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
+        if self.runtime == "openvino":
+            return openvino_runner(self.graph, threads)
+        return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
+
+
+def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
+    """Return the bytes of a classifier's ONNX file; temporary files are removed."""
+    with tempfile.TemporaryDirectory(prefix="kd-") as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(export_program(model, size), path)
+        if int8:
+            write_int8(path, path.with_suffix(".int8.onnx"))
+            path = path.with_suffix(".int8.onnx")
+        return path.read_bytes()

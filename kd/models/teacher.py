@@ -1,8 +1,9 @@
-"""The frozen model: eval mode, inference mode, its own precision, outside DDP and checkpoints; whole or divided."""
+"""The frozen teacher: eval mode, inference mode, its own precision, outside DDP and checkpoints."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,30 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kd.errors import BackendError, MissingExtra
 from kd.models.classifier import LogitsModel, TeacherModel
+from kd.models.onnx import quiet
 from kd.types import Batch, Outputs
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs (Ada) with float8 matrix products."""
+
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
-"""(module on the meta device, rank 0's tensors by name) -> the module, filled and spread over the ranks."""
+"""(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
 
 class Uncached:
-    """What a teacher that stores nothing has to say to the loop. See `kd.contracts.Teacher`."""
+    """The methods of a teacher without stored outputs. See `kd.contracts.Teacher`."""
 
     images = 0
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass the batches on: nothing is known before the forward."""
+        """Pass the batches on: no outputs are stored."""
         yield from batches
 
     def flush(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no outputs are stored."""
 
 
 class LiveTeacher(Uncached):
     """Run the teacher's forward for each batch. See `kd.contracts.Teacher`.
 
-    Not an nn.Module, so that no `.train()`, no DDP and no state_dict of the run can reach it.
+    Not an nn.Module, so that `.train()`, DDP and `state_dict()` of the run do not include it.
     """
 
     def __init__(
@@ -50,21 +56,21 @@ class LiveTeacher(Uncached):
 
         Args:
             model: the classifier; not changed.
-            device: where it runs.
-            dtype: of its weights and activations; normalization stays float32.
-            micro_batch: images per forward; 0: all at once.
-            shard: spreads it over the ranks instead; then only rank 0's `model` must hold weights, and all ranks must
-                answer for equally many batches.
-            pipeline: cuts it into stages instead; again all ranks must answer for equally many batches.
-            remake: makes what runs out of the frozen model on its device: an exported graph, a quantized or compiled
-                network. Not with `shard` or `pipeline`.
+            device: device of the copy.
+            dtype: of weights and activations; normalization stays float32.
+            micro_batch: images per forward; 0: the whole batch.
+            shard: shards the model over the ranks. Only rank 0's `model` needs weights. All ranks must call the teacher
+                equally often.
+            pipeline: splits the model into stages. All ranks must call the teacher equally often.
+            remake: converts the frozen model on its device: to an exported graph, a quantized or a compiled network.
+                Not with `shard` or `pipeline`.
         """
         frozen = on_meta(model) if shard is not None else copy.deepcopy(model)
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
         self.mib = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
-        """Of the whole teacher, before it is remade."""
+        """Size of the whole teacher in MiB, before `remake`."""
         if shard is not None:
             shard(frozen, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
         self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
@@ -75,21 +81,21 @@ class LiveTeacher(Uncached):
         self.micro_batch = micro_batch
 
     def _forward(self, image: Tensor) -> list[Outputs]:
-        # torch_xla cannot take views in inference mode
+        # torch_xla does not support views in inference mode
         frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
         with frozen, torch.autocast(image.device.type, enabled=False):
             return [self.model(part) for part in image.split(self.micro_batch or image.shape[0])]
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features, ordinary tensors that autograd may save."""
-        if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # a scoring pass has asked already
+        """Return float32 logits [B, C] and features, as normal tensors, which autograd can save."""
+        if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # known from a scoring pass
             return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
         return Outputs.cat(self._forward(batch.image)).map(lambda tensor: tensor.float().clone())
 
 
 class NoTeacher(Uncached):
-    """Stands where a run learns from labels alone: logits of width 0 that no loss may ask for."""
+    """The teacher of a run that trains on labels alone: logits of width 0, which no loss reads."""
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return empty outputs."""
@@ -97,7 +103,7 @@ class NoTeacher(Uncached):
 
 
 def on_meta(model: TeacherModel | LogitsModel) -> TeacherModel | LogitsModel:
-    """Return a copy of a model on the meta device, without ever holding its tensors twice."""
+    """Return a copy of a model on the meta device, without copying its tensors."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
 
@@ -108,10 +114,67 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Return whether a model's weights lie elsewhere."""
+    """Return whether a model is on the meta device: its weights are elsewhere."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def quantize(model: nn.Module, precision: str) -> nn.Module:
+    """Quantize the linear layers of a frozen classifier's network, in place, and return it.
+
+    Weights have one scale per output channel. Inputs are quantized dynamically.
+
+    Args:
+        model: has a `network`, which is on its device.
+        precision: "int8" or "fp8".
+
+    Raises:
+        MissingExtra: torchao is not installed.
+        BackendError: the device does not support float8.
+    """
+    network: Any = model.network
+    if precision == "fp8":
+        require_fp8(next(network.parameters()).device)
+    with quiet():
+        torchao = packaged()
+        kind = {"int8": "Int8DynamicActivationInt8WeightConfig", "fp8": "Float8DynamicActivationFloat8WeightConfig"}
+        torchao.quantize_(network, getattr(torchao, kind[precision])())
+    return model
+
+
+def packaged() -> Any:
+    """Import torchao's quantization.
+
+    Raises:
+        MissingExtra: torchao is not installed.
+    """
+    try:
+        return importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        remedy = "pip install 'kd[quantize]', or set teacher.precision=auto"
+        raise MissingExtra(
+            "teacher.precision", "torch quantizes with torchao, which is not installed", "", remedy
+        ) from error
+
+
+def require_fp8(device: torch.device) -> None:
+    """Require a device with float8 matrix products.
+
+    Raises:
+        BackendError: the device has none; the message names it.
+    """
+    name, capability = str(device), (0, 0)
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        found = f" of compute capability {capability[0]}.{capability[1]}" if device.type == "cuda" else ""
+        raise BackendError(
+            "teacher.precision",
+            f"is fp8, which the device '{name}'{found} does not have",
+            "float8 needs an NVIDIA GPU of compute capability 8.9 or above",
+            "Set teacher.precision=auto",
+        )

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md in Hugging Face's form, with the run's own numbers and nothing else."""
+"""The model card of an export: README.md in Hugging Face's format, with the numbers of the run."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kd.report.console import percent
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the card tells."""
+    """The contents of a model card."""
 
     name: str
     student: str
     student_parameters: int
     teacher: str
-    """Empty: learned from labels alone."""
+    """Empty: trained on labels alone."""
     losses: Sequence[str]
     data: str
     labels: Sequence[str]
     metrics: Mapping[str, Any]
     """The validation row of the exported checkpoint."""
     baseline: Mapping[str, Any]
-    """The same of the student trained on labels alone; empty where there is none."""
+    """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
     """For each exported graph: max_difference, same_top1, images, accuracy, cpu_ms."""
     eager_ms: float
-    """CPU time of PyTorch for one image, one thread; 0: not measured."""
+    """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
     size: int
     crop: float
     license: str
     weights_from: str
-    """Where the weights started, with their licence, in words."""
+    """Origin of the initial weights, with their licence, as text."""
     version: str
     commands: Mapping[str, str]
 
@@ -67,7 +67,7 @@ def _intro(card: Card) -> list[str]:
         f"- Data: {card.data}",
         f"- {len(card.labels)} classes: {shown}",
         f"- Weights: {card.weights_from}",
-        f"- Licence: {card.license or 'not stated by whoever exported it (`kd-export --license ID`)'}",
+        f"- Licence: {card.license or 'not stated (`kd-export --license ID`)'}",
         "",
     ]
 
@@ -95,7 +95,7 @@ def _graphs(card: Card) -> list[str]:
     if not card.graphs:
         return []
     lines = [
-        "| file | accuracy | same top-1 as PyTorch | max abs. logit difference | CPU ms an image |",
+        "| file | accuracy | same top-1 as PyTorch | max abs. logit difference | CPU ms per image |",
         "|---|---:|---:|---:|---:|",
     ]
     for file, row in card.graphs.items():
@@ -106,7 +106,7 @@ def _graphs(card: Card) -> list[str]:
     return [
         *lines,
         "",
-        f"Compared on validation images. CPU time: one thread, one image, {card.processor}, in turns with PyTorch, "
+        f"Compared on validation images. CPU time: one thread, one image, {card.processor}, interleaved with PyTorch, "
         f"which took {card.eager_ms:.2f} ms.",
         "",
     ]
@@ -124,11 +124,11 @@ def _limits(card: Card) -> list[str]:
         "## Pixels",
         "",
         f"Centre crop of {percent(card.crop)} of the shorter side, bicubic to {card.size} x {card.size}, RGB. "
-        "The graphs take these as uint8 [batch, 3, height, width] and normalize for themselves; for timm, mean and "
+        "The graphs take these as uint8 [batch, 3, height, width] and normalize them; for timm, mean and standard "
         "deviation are in config.json.",
         "",
         "## Limits",
         "",
-        "The numbers above are of one run on one validation split. Images unlike the training data get one of the "
-        "classes all the same: a score is not the probability that the picture shows any of them.",
+        "The numbers above are of one run on one validation split. Any image gets one of the classes, also one unlike "
+        "the training data: a score is not the probability that the image shows that class.",
     ]

@@ -1,8 +1,7 @@
-"""Progress for a person: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,20 +9,21 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kd.references import redact
 from kd.report.trackers import Trackers
 from kd.types import State
 
 
 class Console:
-    """Show how a run goes. See `kd.contracts.Logger`."""
+    """Show the progress of a run. See `kd.contracts.Logger`."""
 
     def __init__(self, title: str, quiet: bool = False, trackers: Trackers | None = None) -> None:
-        """Show a run.
+        """Prepare the output.
 
         Args:
-            title: what is trained, at the head of each line.
-            quiet: say nothing (other ranks).
-            trackers: told every row, closed at the end.
+            title: name of the run, at the start of each line.
+            quiet: show nothing (ranks other than 0).
+            trackers: get every row of metrics; closed at the end.
         """
         self.title, self.quiet, self.trackers = title, quiet, trackers
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True)
@@ -54,9 +54,9 @@ class Console:
             self.trackers.close()
 
     def info(self, text: str) -> None:
-        """Print a line above the bar; an empty one is none."""
+        """Print a line above the bar; an empty text prints nothing."""
         if text and not self.quiet:
-            (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+            (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
         """Move the bar."""
@@ -68,7 +68,7 @@ class Console:
         self._progress = progress
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Show a row of metrics and hand it to the trackers."""
+        """Show a row of metrics and pass it to the trackers."""
         if self.quiet:
             return
         if self.trackers is not None:
@@ -84,7 +84,7 @@ class Console:
             print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
 
     def _left(self) -> str:
-        """Return the time left as text, from the speed since this start."""
+        """Return the remaining time as text, from the speed since this process started."""
         done = getattr(self, "_progress", 0.0) - (self._first_progress or 0.0)
         if done <= 0:
             return ""
@@ -93,14 +93,14 @@ class Console:
 
 
 def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> str:
-    """Return a row as text; a count that stands still, such as memory or compilations, is said once."""
+    """Return a row as text; `news` has the values that changed, so that constant counts are shown once."""
     skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
     terms = " ".join(f"{name} {_number(value)}" for name, value in news.items() if name not in skip)
     return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
 
 
 def _number(value: float) -> str:
-    """Return a count without decimals, anything else with three."""
+    """Return a whole number without decimals, any other with three."""
     return f"{value:.0f}" if value.is_integer() else f"{value:.3f}"
 
 
@@ -116,13 +116,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def warn(text: str) -> None:
-    """Print a warning to stderr."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as an aligned Markdown table, readable on a terminal and in report.md alike."""
+    """Return rows as an aligned Markdown table, for terminals and report.md."""
     columns = list(rows[0])
     cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]

@@ -1,4 +1,4 @@
-"""What a sifter did: a table of the epochs, the time saved, the classes, and the pictures it kept and left out most.
+"""Report of a sifted run: epochs, time saved, classes, and the images kept and left out most.
 
 Legend: N images of the training split.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 from kd.report.console import percent, table
 
 SHOWN = 24
-"""Pictures of each kind on the sheet."""
+"""Number of images of each kind on the sheet."""
 MARGIN = 6
 
 
 def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size: int) -> str:
     """Return a table of the epochs and the time saved, as Markdown.
 
-    The time is compared with the run's own epochs that visited everything. Not separated: what a cache saves in the
+    The baseline is the run's own epochs that visited all images. Not separated: the time that a cache saves in the
     same epochs.
 
     Args:
         epochs: the rows of kind "epoch", oldest first; `seconds` counts from the start of the run.
         num_images: N.
-        batch_size: of a step, all ranks.
+        batch_size: images per step, over all ranks.
     """
     rows, spent = [], 0.0
     full, sifted = [], []
@@ -41,7 +41,7 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
                 "considered": f"{num_images}",
                 "trained": f"{row['trained']:.0f}",
                 "kept": percent(keep),
-                "worth, equally weighted": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
+                "effective sample size": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
                 "seconds": f"{seconds:.1f}",
             }
         )
@@ -64,14 +64,14 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
 def describe_images(
     visits_N: Tensor, loss_N: Tensor, label_N: Tensor, classes: Sequence[str], name: Callable[[int], str]
 ) -> str:
-    """Return what was kept of each class, and the names of the images kept and left out most, as Markdown."""
+    """Return the kept share of each class, and the names of the images kept and left out most, as Markdown."""
     share_N = visits_N / visits_N.max().clamp(min=1)
     owns = {kind: label_N == number for number, kind in enumerate(classes) if (label_N == number).any()}
     rows = [
         {
             "class": kind,
             "images": int(own.sum()),
-            "visits, of the most possible": percent(float(share_N[own].mean())),
+            "visits, of the maximum": percent(float(share_N[own].mean())),
             "mean loss": f"{float(loss_N[own].nanmean()):.3f}",
         }
         for kind, own in sorted(owns.items(), key=lambda pair: float(share_N[pair[1]].mean()))
@@ -92,7 +92,7 @@ def describe_images(
 
 
 def _quartiles(loss_N: Tensor) -> str:
-    """Return the median and the quartiles as text."""
+    """Return median and quartiles as text."""
     known = loss_N[~loss_N.isnan()].double()
     if not len(known):
         return "none"
@@ -104,18 +104,18 @@ def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:
     """Return the ids visited most with the highest mean loss, and those visited least with the lowest."""
     hardness = loss_N.nan_to_num(nan=0.0).double()
     spread = (hardness.max() - hardness.min()).clamp(min=1e-12)
-    key = visits_N.double() + (hardness - hardness.min()) / spread * 0.5  # visits first, loss among equals
+    key = visits_N.double() + (hardness - hardness.min()) / spread * 0.5  # by visits, then by loss
     order = key.argsort(descending=True)
     return order[:SHOWN].tolist(), order.flip(0)[:SHOWN].tolist()
 
 
 def sheet(groups: Sequence[Sequence[Image.Image]], side: int = 64, columns: int = 12) -> Image.Image:
-    """Lay pictures out in rows, a group after another with a gap between."""
+    """Arrange images in rows, one group below the other with a margin between."""
     heights = [-(-len(group) // columns) * side for group in groups]
-    made = Image.new("RGB", (columns * side, sum(heights) + MARGIN * (len(groups) - 1)), "white")
+    canvas = Image.new("RGB", (columns * side, sum(heights) + MARGIN * (len(groups) - 1)), "white")
     top = 0
     for group, height in zip(groups, heights, strict=True):
-        for i, picture in enumerate(group):
-            made.paste(picture.resize((side, side)), (i % columns * side, top + i // columns * side))
+        for i, image in enumerate(group):
+            canvas.paste(image.resize((side, side)), (i % columns * side, top + i // columns * side))
         top += height + MARGIN
-    return made
+    return canvas

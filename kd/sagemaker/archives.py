@@ -15,7 +15,7 @@ from kd import pixels
 from kd.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
-REQUIREMENTS = "timm>=1.0.20\nsafetensors>=0.4\npillow>=10\n"
+REQUIREMENTS = "timm>=1.0.26\nsafetensors>=0.4\npillow>=10\n"
 HEAVY = ("model.safetensors", "model.pt2")
 """What `kd-serve` never reads."""
 

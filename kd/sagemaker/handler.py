@@ -34,6 +34,8 @@ class Student:
     """The model, and what must happen to an image before it."""
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / "model.safetensors").is_file():  # timm would take a pickle, which may run code
+            raise FileNotFoundError(f"no model.safetensors in '{folder}'")
         self.network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
         self.labels = list(config["label_names"])

@@ -1,1 +1,1 @@
-"""The endpoint: an export answers over HTTP, on a CPU, without torch. Of kd it imports only errors and pixels."""
+"""The endpoint: serves an export over HTTP, on a CPU, without torch. It imports only errors and pixels of kd."""

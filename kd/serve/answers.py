@@ -1,4 +1,4 @@
-"""Scores to the answer of a request: JSON or CSV, as its Accept header asks."""
+"""Turn logits into the answer of a request: JSON or CSV, chosen by the Accept header."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from kd.serve.problems import Problem
 
 JSON, CSV = "application/json", "text/csv"
 DIGITS = 6
+MAX_ENTRIES = 32
+"""Entries of an Accept header."""
 
 
 def negotiate(accept: str) -> str:
-    """Return the media type of the answer: the one with the highest quality, JSON where both have it.
+    """Return the media type of the answer: the one with the higher quality value, or JSON if they are equal.
 
     Raises:
-        Problem: 406.
+        Problem: 400 (more than `MAX_ENTRIES`: parsing runs on the event loop), 406 (neither type is accepted).
     """
+    if accept.count(",") >= MAX_ENTRIES:
+        raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
     quality = {JSON: -1.0, CSV: -1.0}
     closeness = {JSON: -1, CSV: -1}
     for item in (accept.strip() or "*/*").split(","):
@@ -50,7 +54,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def predictions(logits: np.ndarray, labels: Sequence[str], top: int) -> list[dict]:
-    """Return for each row of logits [B, C] its label, its score and the `top` best of both."""
+    """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best."""
     found = []
     for row in probabilities(logits):
         best = np.argsort(-row, kind="stable")[:top]
@@ -63,8 +67,8 @@ def write(kind: str, found: Sequence[dict], model: str, version: str) -> bytes:
     """Write the answer.
 
     Returns:
-        JSON: {"predictions": [{"label", "score", "top": [...]}], "model", "version"}, one prediction an image.
-        CSV: a row an image, label and score in turns, the best first; no header line.
+        JSON: {"predictions": [{"label", "score", "top": [...]}], "model", "version"}, one prediction per image.
+        CSV: one row per image: label, score, label, score, ..., best first. No header line.
     """
     if kind == JSON:
         return json.dumps({"predictions": found, "model": model, "version": version}).encode()

@@ -18,20 +18,23 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.serve import answers, bodies, v2
-from kd.serve.intake import Intake
 from kd.serve.metrics import MEDIA_TYPE
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
+from kd.serve.request_body import RequestBody
 from kd.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
+HEALTH = ("/ping", "/v2/health/live", "/v2/health/ready")
+MAX_QUERY = 256
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
-    """Return the application; `service` need not be loaded yet."""
+    """Return the application. `service` may still be loading."""
 
     async def ping(request: Request) -> Response:
         if service.ready:
@@ -45,14 +48,16 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def invocations(request: Request) -> Response:
         kind = bodies.media_type(request.headers.get("content-type", ""))
         accept = answers.negotiate(request.headers.get("accept", ""))
-        top = _top(request, len(service.told.labels))
+        top = _top(request, len(service.description.labels))
         header = request.headers.get("content-type", "")
-        async with Intake(request, service) as body:
-            logits, request.state.told = await service.run(
+        async with RequestBody(request, service) as body:
+            logits, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, header, body), request.receive
             )
-        found = answers.predictions(logits, service.told.labels, top)
-        return Response(answers.write(accept, found, service.told.name, service.told.version), media_type=accept)
+        found = answers.predictions(logits, service.description.labels, top)
+        return Response(
+            answers.write(accept, found, service.description.name, service.description.version), media_type=accept
+        )
 
     routes = [
         Route("/ping", ping, methods=["GET"]),
@@ -66,7 +71,23 @@ def build(service: Service, ui: bool = True) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
+def health_only(application: Starlette) -> ASGIApp:
+    """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HEALTH:
+            await application(scope, receive, send)
+            return
+        problem = busy("Too many connections are open.")
+        problem.headers["connection"] = "close"
+        await problem.response()(scope, receive, send)
+
+    return answer
+
+
 def _top(request: Request, classes: int) -> int:
+    if len(request.url.query) > MAX_QUERY:
+        raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
     text = request.query_params.get("top", str(TOP))
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
         raise Problem(400, "The parameter `top` must be a whole number from 1.")
@@ -74,27 +95,29 @@ def _top(request: Request, classes: int) -> int:
 
 
 def observed(service: Service, route: str, handler: Handler) -> Handler:
-    """Count and log the requests of a handler: sizes, times and the status, never what was sent."""
+    """Wrap a handler: count and log its requests with sizes, times and status. The content is never logged."""
 
     async def handle(request: Request) -> Response:
         start, identity = time.perf_counter(), uuid.uuid4().hex[:16]
-        request.state.told = ""
+        request.state.summary = ""
         status = 500
         try:
             response = await handler(request)
         except Problem as problem:
             response = problem.response()
-            request.state.told = problem.detail
+            request.state.summary = problem.detail
         except HTTPException:
             raise
+        except MemoryError:
+            response = no_memory().response()
         except Exception as error:
             response = _bug_response(error, identity)
         status = response.status_code
         seconds = time.perf_counter() - start
         service.metrics.request(route, status, seconds)
-        if status != 499:
-            told = request.state.told
-            log.info("%s %s %d %.1fms %s", identity, route, status, 1000 * seconds, told)
+        if status != CLIENT_GONE:
+            description = request.state.summary
+            log.info("%s %s %d %.1fms %s", identity, route, status, 1000 * seconds, description)
         response.headers["x-request-id"] = identity
         if service.draining:
             response.headers["connection"] = "close"
@@ -120,7 +143,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 def _bug_response(error: Exception, identity: str) -> Response:
-    """Answer for a bug of ours: where it is, and not what the variables held, which is a client's data."""
+    """Answer 500 and log where the error was raised. Values are not logged: they may be a client's data."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -131,8 +154,12 @@ def _bug_response(error: Exception, identity: str) -> Response:
 
 def _page(service: Service) -> Handler:
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    told = service.told
-    for key, value in (("NAME", told.name), ("VERSION", told.version), ("CLASSES", str(len(told.labels)))):
+    description = service.description
+    for key, value in (
+        ("NAME", description.name),
+        ("VERSION", description.version),
+        ("CLASSES", str(len(description.labels))),
+    ):
         text = text.replace(f"[[{key}]]", html.escape(value))
     text = text.replace("[[LIMIT]]", f"{service.limits.max_body / 2**20:g}")
 

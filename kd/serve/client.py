@@ -1,13 +1,16 @@
-"""Score a running endpoint on labelled folders. The standard library is all it needs."""
+"""Evaluate a running endpoint on labelled folders. Needs only the standard library."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,17 +19,21 @@ from kd.errors import DataError, KdError, did_you_mean
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
+MAX_PAUSE = 30.0
 ALL_LABELS = 999_999
 
 
 class Endpoint:
-    """One connection to an endpoint; not to be shared by threads."""
+    """One connection to an endpoint. Not thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Prepare a connection to `url`: the endpoint's address, with or without /invocations.
+        """Prepare a connection. It is opened by the first request.
+
+        Args:
+            url: the endpoint's address, with or without /invocations.
 
         Raises:
-            KdError: not an http address.
+            KdError: not an HTTP address.
         """
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -36,28 +43,29 @@ class Endpoint:
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
-        """Send an image file; return the status and the answer or problem. A busy endpoint is asked again.
+        """Send an image file and return the status and the JSON answer. Retries after a 503.
 
         Raises:
-            KdError: nothing answers there, or what answers is no endpoint of kd.
+            KdError: no answer, an answer that is not JSON, or 503 after all retries.
         """
         headers = {"content-type": "application/x-image", "accept": "application/json"}
         for _ in range(RETRIES):
             try:
                 self._connection.request("POST", f"{self.path}?top={top}", image, headers)
                 response = self._connection.getresponse()
-                content = json.loads(response.read())
+                body = response.read()
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 remedy = "Start one: kd-serve runs/NAME/export"
                 raise KdError("--endpoint", f"'{self.url}' does not answer ({error})", "", remedy) from error
+            if response.status == 503:  # before JSON is parsed: a proxy may send HTML
+                time.sleep(pause(response.headers.get("retry-after", "")))
+                continue
+            try:
+                return response.status, json.loads(body)
             except ValueError as error:
-                raise KdError(
-                    "--endpoint", f"what answers at '{self.url}' is not kd-serve", "", "Correct it"
-                ) from error
-            if response.status != 503:
-                return response.status, content
-            time.sleep(float(response.headers.get("retry-after", 1)))
+                wrong = f"what answers at '{self.url}' is not kd-serve"
+                raise KdError("--endpoint", wrong, "", "Correct it") from error
         raise KdError("--endpoint", f"'{self.url}' is busy or not ready", "", "Try again when it has less to do")
 
     def close(self) -> None:
@@ -65,19 +73,37 @@ class Endpoint:
         self._connection.close()
 
 
-def evaluate(url: str, folder: Path) -> dict[str, float]:
-    """Score an endpoint on a folder of class folders.
+def pause(retry_after: str) -> float:
+    """Return the time to wait before the next try, in seconds, from 0 to `MAX_PAUSE`.
 
     Args:
-        url: the endpoint.
-        folder: images at `folder/<label>/...`; a label may be a path, as in training.
+        retry_after: the header's value: seconds or a date (RFC 9110, section 10.2.3). Anything else means 1 second.
+    """
+    text = retry_after.strip()
+    if re.fullmatch("[0-9]+", text):
+        return min(MAX_PAUSE, float(text[:9]))
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return 1.0
+    date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
+    return min(MAX_PAUSE, max(0.0, date.timestamp() - time.time()))
+
+
+def evaluate(url: str, folder: Path) -> dict[str, float]:
+    """Evaluate an endpoint on a folder of class folders.
+
+    Args:
+        url: the endpoint's address.
+        folder: images at `folder/<label>/...`. A label may be a path, as in training.
 
     Returns:
-        `images` (answered), `accuracy`, `top5`, `refused` (images that the endpoint turned down), `images_per_second`.
+        `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
+        endpoint rejected), `images_per_second`.
 
     Raises:
-        DataError: no images, or a folder whose name is no label of the model.
-        KdError: no endpoint answers.
+        DataError: no images, or a folder whose name is not a label of the model.
+        KdError: the endpoint does not answer.
     """
     files = sorted(_listing(folder))
     if not files:
@@ -89,12 +115,12 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:
         parts = list(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)))
-    right, among, answered, refused = (sum(part[i] for part in parts) for i in range(4))
+    correct, in_top, answered, refused = (sum(part[i] for part in parts) for i in range(4))
     seconds = time.perf_counter() - start
     return {
         "images": answered,
-        "accuracy": right / max(1, answered),
-        "top5": among / max(1, answered),
+        "accuracy": correct / max(1, answered),
+        "top5": in_top / max(1, answered),
         "refused": refused,
         "images_per_second": answered / seconds,
     }
@@ -108,7 +134,7 @@ def _listing(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None:
-    """Ask for all labels with one image that the endpoint takes, and compare them with the folders' names."""
+    """Get all labels of the model with the first image that the endpoint accepts, and compare the folders' names."""
     endpoint = Endpoint(url)
     try:
         for path, _ in files:
@@ -132,7 +158,7 @@ def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None
 
 
 def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]:
-    endpoint, right, among, answered, refused = Endpoint(url), 0, 0, 0, 0
+    endpoint, correct, in_top, answered, refused = Endpoint(url), 0, 0, 0, 0
     try:
         for path, label in files:
             status, content = endpoint.classify(path.read_bytes())
@@ -140,7 +166,7 @@ def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]
                 refused += 1
                 continue
             found = [entry["label"] for entry in content["predictions"][0]["top"]]
-            answered, right, among = answered + 1, right + (found[0] == label), among + (label in found)
+            answered, correct, in_top = answered + 1, correct + (found[0] == label), in_top + (label in found)
     finally:
         endpoint.close()
-    return right, among, answered, refused
+    return correct, in_top, answered, refused

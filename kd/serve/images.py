@@ -1,8 +1,9 @@
-"""Bytes of a client to the pixels that the model was evaluated on; everything else is refused before it costs."""
+"""Decode a client's image into the pixels that evaluation would see. Limits are checked before pixels are decoded."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,51 +16,75 @@ from kd.serve.problems import Problem
 FORMATS = ("JPEG", "PNG", "WEBP")
 START_OF_SCAN = b"\xff\xda"
 
-# The limit is our own, checked between the header and the pixels; Pillow would only warn up to twice its.
+# `_check` enforces our own limit after the header is read. Pillow only warns up to twice its limit.
 Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One prepared image and what the log says about it."""
+    """One decoded and cropped image, and a summary of it for the log."""
 
     pixels: np.ndarray
     """uint8 [3, S, S]."""
-    told: str
+    summary: str
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
-    """Decode an image file and crop it as evaluation does.
+    """Decode an image file and crop it in the same way as evaluation.
 
     Args:
         data: the whole file.
         size: side of the result, pixels.
         crop: share of the shorter side that the crop keeps.
-        limits: what is refused.
+        limits: limits on pixels, sides, aspect and scans.
 
     Raises:
-        Problem: 400 (no whole image), 413 (too many pixels), 415 (another format), 422 (a shape that makes no sense).
+        Problem: 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format), 422 (too small, too
+            long, or too many JPEG scans).
     """
-    if not data:
-        raise Problem(400, "The image is empty (0 bytes).")
-    image = _open(data)
+    return decode(open_all([data], limits)[0], size, crop)
+
+
+def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
+    """Read and check the headers of image files. No pixel is decoded yet.
+
+    Raises:
+        Problem: as `prepare`. 413 also if all images together have too many pixels.
+    """
+    opened, together = [], 0
+    for data in files:
+        if not data:
+            raise Problem(400, "The image is empty (0 bytes).")
+        image = _open(data)
+        _check(image, data, limits)
+        together += image.width * image.height
+        if together > limits.pixels_together:
+            allowed = f"Allowed are {limits.pixels_together / 1e6:g} million in a request."
+            raise Problem(413, f"The images have more pixels than allowed together. {allowed}")
+        opened.append(image)
+    return opened
+
+
+def decode(image: Image.Image, size: int, crop: float) -> Picture:
+    """Decode an opened image, crop it in the same way as evaluation, and close it.
+
+    Raises:
+        Problem: 400 (the data is damaged or cut short).
+    """
     try:
         with image:
-            _check(image, data, limits)
             image.load()
-            told = f"{image.width}x{image.height} {image.mode} {image.format}"
+            summary = f"{image.width}x{image.height} {image.mode} {image.format}"
             rgb = to_rgb(image)
-    except Problem:
-        raise
     except MemoryError:
-        raise  # the machine's trouble, not the image's
-    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        raise  # the image is not at fault
+    except Exception as error:  # on damaged data Pillow raises errors of every type
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
-    return Picture(np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1)), told)
+    return Picture(np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1)), summary)
 
 
 def warm_up(size: int, crop: float, limits: Limits) -> None:
-    """Load the decoders, which Pillow imports when the first image of a format comes."""
+    """Load the decoders. Pillow imports each of them with the first image of its format."""
     for kind in FORMATS:
         file = io.BytesIO()
         Image.new("RGB", (64, 48)).save(file, kind)
@@ -69,7 +94,9 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
 def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
-    except Exception as error:  # as above: a damaged header is enough
+    except MemoryError:
+        raise
+    except Exception as error:  # as in `decode`; a damaged header is enough
         known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
         if known:
             raise Problem(400, "The image is damaged in its first bytes.") from error

@@ -1,4 +1,4 @@
-"""What the endpoint takes from a client, and what it takes from the machine."""
+"""Limits on what a client may send, and the number of CPU cores that the endpoint may use."""
 
 from __future__ import annotations
 
@@ -11,39 +11,54 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds on what a client may ask for. Each has an answer of its own, none of them a 5xx but `busy`."""
+    """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the server is busy."""
 
     max_body: int = 6 * MIB
-    """Bytes of a request; SageMaker's own limit for real-time endpoints."""
+    """Bytes of a request. SageMaker's real-time endpoints have the same limit."""
     max_pixels: int = 25_000_000
-    """Width x height of an image, read from its header before anything is decoded."""
+    """Width x height of an image. Read from its header, before pixels are decoded."""
+    max_request_pixels: int = 0
+    """Width x height, summed over all images of a request. 0: twice `max_pixels`."""
     max_images: int = 16
     """Images in one request."""
     min_side: int = 4
     max_aspect: float = 20.0
     """Longer side over shorter side."""
     max_scans: int = 64
-    """Scans of a progressive JPEG: each costs a pass over all pixels, and a crafted file has thousands."""
+    """Scans of a progressive JPEG. Each is a pass over all pixels, and a crafted file has thousands."""
     max_in_flight: int = 32
-    """Requests being answered or waiting for it; the next one gets 503 at once."""
+    """Requests that are being computed or wait for a thread. The next one gets 503 at once."""
     max_buffered: int = 64 * MIB
-    """Bytes of all bodies in memory together."""
+    """Bytes of all request bodies in memory."""
     max_connections: int = 512
+    spare_connections: int = 256
+    """Connections beyond `max_connections`, for health checks only. The oldest is closed to accept a new one."""
+    max_header_bytes: int = 16_384
+    max_header_lines: int = 100
+    min_chunk: int = 256
+    """Mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller."""
     header_seconds: float = 10.0
-    """From the first moment of a connection, or of a next request on it, to the end of its headers."""
+    """From the start of a connection, or of the next request on it, to the end of the headers."""
     body_seconds: float = 10.0
     """From the end of the headers to the end of the body."""
     deadline: float = 10.0
-    """From the end of the body to the answer, seconds."""
+    """From the end of the body to the answer."""
+    write_seconds: float = 10.0
+    """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
     drain_seconds: float = 25.0
-    """From SIGTERM to the end; SageMaker and Kubernetes kill after 30."""
+    """From SIGTERM to the end of the process. SageMaker and Kubernetes kill after 30."""
+
+    @property
+    def pixels_together(self) -> int:
+        """The largest sum of pixels over all images of a request."""
+        return self.max_request_pixels or 2 * self.max_pixels
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may keep busy: its affinity, cut by the cgroup's quota.
+    """Return the number of CPU cores that this process may use: its affinity, limited by the cgroup's quota.
 
     Args:
-        root: where /proc and /sys lie.
+        root: the folder that holds /proc and /sys.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -52,7 +67,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the cgroup's quota in cores, version 2 or 1; None where there is none."""
+    """Return the cgroup's CPU quota (version 2 or 1) in cores, or None without a quota."""
     quotas = [_version_2(folder) for folder in _groups(root, "", root / "sys/fs/cgroup")]
     quotas += [_version_1(folder) for folder in _groups(root, "cpu", root / "sys/fs/cgroup/cpu")]
     found = [quota for quota in quotas if quota]
@@ -60,7 +75,7 @@ def _quota(root: Path) -> float | None:
 
 
 def _groups(root: Path, controller: str, top: Path) -> list[Path]:
-    """Return this process' cgroup folder and all above it: any of them may hold the quota."""
+    """Return this process' cgroup folder and its parents. Each of them may set a quota."""
     inside = "/"
     try:
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Counters and histograms in Prometheus' text form (version 0.0.4)."""
+"""Counters and histograms in Prometheus' text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """What the endpoint counts; may be used by several threads."""
+    """Counters and histograms of the endpoint. Thread-safe."""
 
     def __init__(self, model: str, version: str) -> None:
         self.model, self.version = model, version
@@ -23,13 +23,13 @@ class Metrics:
         self._images = 0
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """Count a finished request. `route` is one of ours, never what a client wrote."""
+        """Count a finished request. `route` is a fixed name, never text from a client."""
         with self._lock:
             self._requests[route, status] += 1
         self.stage(f"{route} total", seconds)
 
     def stage(self, name: str, seconds: float) -> None:
-        """Count how long something took."""
+        """Add a duration to the histogram of a stage."""
         with self._lock:
             buckets = self._buckets.setdefault(name, [0] * (len(BOUNDS) + 1))
             buckets[bisect_left(BOUNDS, seconds)] += 1
@@ -41,7 +41,7 @@ class Metrics:
             self._images += count
 
     def text(self, ready: bool, in_flight: int, buffered: int) -> str:
-        """Return the page."""
+        """Return all metrics as text."""
         with self._lock:
             lines = [
                 *_head("kd_model_info", "gauge", "The model that answers."),
@@ -77,7 +77,7 @@ class Metrics:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return the resident memory of a process; 0 where the system does not tell."""
+    """Return the resident memory of a process, or 0 where /proc does not exist."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""An export folder as something that answers: its graph in onnxruntime or OpenVINO, its labels, its pixels."""
+"""Load an export folder: its graph in onnxruntime or OpenVINO, its labels, and its input size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from kd.errors import MissingExtra, ModelError
 
 Engine = Callable[[np.ndarray], np.ndarray]
-"""uint8 [B, 3, S, S] to logits [B, C]; may be called by several threads at once."""
+"""Maps uint8 [B, 3, S, S] to logits [B, C]. Thread-safe."""
 ENDINGS = {"model.onnx": "", "model.int8.onnx": "-int8", "openvino.xml": "-openvino"}
 
 
@@ -26,7 +26,7 @@ class Model:
 
     name: str
     version: str
-    """First digits of the weights' hash, and the graph's kind where it is not model.onnx."""
+    """First digits of the weights' hash, then the kind of graph unless it is model.onnx."""
     labels: tuple[str, ...]
     size: int
     """Side of the crop, pixels."""
@@ -34,24 +34,24 @@ class Model:
     engine: Engine
 
     def warm_up(self, times: int = 3) -> None:
-        """Answer for a grey image, so that no client waits for first-time allocations.
+        """Run the graph on a grey image, so that the first client does not wait for allocations.
 
         Raises:
-            ModelError: the graph does not take or return what the manifest says.
+            ModelError: the graph fails, or returns another shape than the manifest says.
         """
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
-                raise _unfit(f"the graph fails on a grey image ({_first_line(error)})") from error
+                raise _invalid_export(f"the graph fails on a grey image ({_first_line(error)})") from error
             if shape != (1, len(self.labels)):
-                raise _unfit(f"the graph returns {shape}, but there are {len(self.labels)} labels")
+                raise _invalid_export(f"the graph returns {shape}, but there are {len(self.labels)} labels")
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an export folder says about itself, read before the socket opens."""
+    """The metadata of an export folder. It is read before the socket opens."""
 
     folder: Path
     file: str
@@ -64,10 +64,10 @@ class Description:
 
 
 def describe(folder: Path, file: str = "model.onnx") -> Description:
-    """Read an export's manifest and labels; the graph is not touched yet.
+    """Read an export's manifest and labels, not the graph.
 
     Raises:
-        ModelError: not an export, one without graphs, or one changed since it was written.
+        ModelError: not an export, an export without this graph, or a file that was changed after the export.
     """
     manifest, config = _json(folder, "manifest.json"), _json(folder, "config.json")
     try:
@@ -75,48 +75,48 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
         labels = tuple(map(str, config["label_names"]))
         name, version = str(manifest["name"]), str(manifest["version"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _unfit(f"'{folder}' lacks {error} in manifest.json or config.json") from error
+        raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     if file not in files or file not in ENDINGS:
         there = ", ".join(sorted(ENDINGS.keys() & files.keys())) or "no graph at all"
         option = {"model.int8.onnx": " --int8", "openvino.xml": " --openvino"}.get(file, "")
         raise ModelError(
             "--file", f"'{folder}' has no '{file}'", f"There is {there}", f"Export anew: kd-export RUN{option}"
         )
-    _verified(folder, "config.json", files)
+    _read_verified(folder, "config.json", files)
     return Description(folder, file, name, version + ENDINGS[file], labels, size, crop, files)
 
 
-def load(told: Description, threads: int, slots: int) -> Model:
+def load(description: Description, threads: int, slots: int) -> Model:
     """Load the graph.
 
     Args:
-        told: what to load.
-        threads: for one call.
-        slots: how many calls there will be at once.
+        description: the result of `describe`.
+        threads: CPU threads of one call.
+        slots: the largest number of calls at the same time.
 
     Raises:
-        ModelError: the file is not what was exported, or the runtime refuses it.
+        ModelError: the file was changed after the export, or the runtime cannot load it.
         MissingExtra: the runtime is not installed.
     """
-    content = _verified(told.folder, told.file, told.files)
+    content = _read_verified(description.folder, description.file, description.files)
     try:
-        if told.file.endswith(".onnx"):
+        if description.file.endswith(".onnx"):
             engine = _onnx(content, threads)
         else:
-            weights = _verified(told.folder, "openvino.bin", told.files)
+            weights = _read_verified(description.folder, "openvino.bin", description.files)
             engine = _openvino(content, weights, threads, slots)
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
-        raise _unfit(f"'{told.file}' cannot be loaded ({_first_line(error)})") from error
-    return Model(told.name, told.version, told.labels, told.size, told.crop, engine)
+        raise _invalid_export(f"'{description.file}' cannot be loaded ({_first_line(error)})") from error
+    return Model(description.name, description.version, description.labels, description.size, description.crop, engine)
 
 
 def _onnx(content: bytes, threads: int) -> Engine:
     runtime = _import("onnxruntime", "pip install onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # Threads that spin while they wait take the core from whoever decodes the next image.
+    # A thread that spins while it waits takes CPU time from the decoding of other images.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
@@ -127,17 +127,17 @@ def _openvino(content: bytes, weights: bytes, threads: int, slots: int) -> Engin
     openvino = _import("openvino", "pip install 'kd[openvino]'")
     core = openvino.Core()
     settings = {
-        "INFERENCE_PRECISION_HINT": "f32",  # what kd-export compared; bfloat16 would be another model
+        "INFERENCE_PRECISION_HINT": "f32",  # kd-export compared float32 with PyTorch, not bfloat16
         "NUM_STREAMS": str(slots),
         "INFERENCE_NUM_THREADS": str(threads * slots),
     }
     compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
-    mine = threading.local()
+    local = threading.local()
 
     def run(pixels: np.ndarray) -> np.ndarray:
-        if not hasattr(mine, "request"):
-            mine.request = compiled.create_infer_request()
-        return next(iter(mine.request.infer({0: pixels}).values())).copy()
+        if not hasattr(local, "request"):
+            local.request = compiled.create_infer_request()
+        return next(iter(local.request.infer({0: pixels}).values())).copy()
 
     return run
 
@@ -156,22 +156,24 @@ def _json(folder: Path, name: str) -> Any:
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
         raise ModelError("kd-serve", f"'{folder}' is not an export: it has no {name}", "", remedy) from error
     except (OSError, ValueError) as error:
-        raise _unfit(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
+        raise _invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
 
 
-def _verified(folder: Path, name: str, files: dict[str, Any]) -> bytes:
-    """Read a file and compare it with the manifest; what is compared is what is used."""
+def _read_verified(folder: Path, name: str, files: dict[str, Any]) -> bytes:
+    """Read a file once, compare its hash with the manifest, and return the bytes."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
-        raise _unfit(f"'{folder / name}' cannot be read ({error.strerror})") from error
+        raise _invalid_export(f"'{folder / name}' cannot be read ({error.strerror})") from error
     expected = files.get(name, {}).get("sha256")
     if hashlib.sha256(content).hexdigest() != expected:
-        raise _unfit(f"'{folder / name}' is not the file that was exported (its sha256 differs from manifest.json)")
+        raise _invalid_export(
+            f"'{folder / name}' is not the file that was exported (its sha256 differs from manifest.json)"
+        )
     return content
 
 
-def _unfit(wrong: str) -> ModelError:
+def _invalid_export(wrong: str) -> ModelError:
     return ModelError("kd-serve", wrong, "A folder as `kd-export` wrote it", "Export anew: kd-export RUN")
 
 

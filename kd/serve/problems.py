@@ -1,4 +1,4 @@
-"""Everything that is not an answer, as application/problem+json (RFC 9457)."""
+"""Error responses: application/problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 1
+CLIENT_GONE = 499
+"""The client disconnected. This status is counted in the metrics and never sent; no RFC defines it."""
 
 
 class Problem(Exception):
-    """Why a request gets no answer: a status, and one or two sentences for whoever sent it."""
+    """An error response: a status, and one or two sentences for the client."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}) -> None:
         super().__init__(detail)
@@ -22,16 +24,21 @@ class Problem(Exception):
     @property
     def body(self) -> bytes:
         """The JSON document."""
-        title = HTTPStatus(self.status).phrase
+        title = "Client Closed Request" if self.status == CLIENT_GONE else HTTPStatus(self.status).phrase
         return json.dumps(
             {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
         ).encode()
 
     def response(self) -> Response:
-        """Return the HTTP answer."""
+        """Return the HTTP response."""
         return Response(self.body, self.status, self.headers, MEDIA_TYPE)
 
 
+def no_memory() -> Problem:
+    """Return the 503 for a request that raised MemoryError."""
+    return busy("There is not enough free memory for this request now.")
+
+
 def busy(detail: str) -> Problem:
-    """Return a 503 that says when to come back."""
+    """Return a 503 with a Retry-After header."""
     return Problem(503, detail, {"retry-after": str(RETRY_SECONDS)})

@@ -1,7 +1,9 @@
-"""The process: its socket, its signals, its threads; from the first byte of a connection to an end that loses none."""
+"""The server process: its socket, signals, threads and shutdown."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
 import signal
@@ -27,30 +29,30 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8080
     cores: int = 0
-    """0: what the affinity and the cgroup allow."""
+    """0: as many as the affinity and the cgroup allow."""
     slots: int = 0
-    """Requests computed at once, each with cores / slots threads. 0: as many as cores."""
+    """Requests that are computed at the same time, each with cores / slots threads. 0: as many as cores."""
     ui: bool = True
     quiet: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
 def serve(settings: Settings) -> None:
-    """Serve an export until SIGTERM or SIGINT, then answer what was accepted and return.
+    """Serve an export until SIGTERM or SIGINT, then answer all accepted requests and return.
 
     Raises:
         MissingExtra: starlette, uvicorn or the runtime is not installed.
         ModelError: the folder is not a whole export.
         KdError: the address is taken.
     """
-    # Read by Pillow when it is imported: it keeps this many blocks of pixels. Memory given back and taken again for
-    # every image costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs in turns, busy machine).
+    # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
+    # allocate them again costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
     try:
         import uvicorn
 
         from kd.serve import app
-        from kd.serve.connection import Connection, DrainingServer
+        from kd.serve.connection import ACCEPTED_AT_ONCE, Connection, DrainingServer, Shared
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
@@ -58,15 +60,19 @@ def serve(settings: Settings) -> None:
     from kd.serve.service import Service
 
     _logging(settings.quiet)
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # of broken EXIF and odd palettes: noise, and a client's
-    told = describe(settings.folder, settings.file)
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about a client's EXIF or palette
+    description = describe(settings.folder, settings.file)
     cores = settings.cores or usable_cores()
     slots = settings.slots or cores
-    service = Service(told, settings.limits, slots, max(1, cores // slots))
+    service = Service(description, settings.limits, slots, max(1, cores // slots))
     opened = _listen(settings.host, settings.port)
+    application = app.build(service, settings.ui)
+    shared = Shared(settings.limits, app.health_only(application))
     config = uvicorn.Config(
-        app.build(service, settings.ui),
-        http=Connection,
+        application,
+        http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
+        loop="asyncio",
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -75,15 +81,14 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
         timeout_graceful_shutdown=int(settings.limits.drain_seconds),
     )
-    Connection.limits = settings.limits
     server = DrainingServer(config, service)
     failed: list[KdError | Exception] = []
     threading.Thread(target=_load, args=(service, server, failed), name="kd-load", daemon=True).start()
     address = opened.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     print(
-        f"kd-serve: {told.name} {told.version}, {len(told.labels)} classes, at http://{shown}:{address[1]} "
-        f"({slots} slots x {service.threads} threads)",
+        f"kd-serve: {description.name} {description.version}, {len(description.labels)} classes, "
+        f"at http://{shown}:{address[1]} ({slots} slots x {service.threads} threads)",
         flush=True,
     )
     _run(server, opened)
@@ -95,6 +100,8 @@ def serve(settings: Settings) -> None:
 def _load(service, server, failed: list[KdError | Exception]) -> None:
     try:
         service.load()
+        gc.collect()
+        gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
         log.info("ready")
     except Exception as error:
         failed.append(error)
@@ -102,7 +109,7 @@ def _load(service, server, failed: list[KdError | Exception]) -> None:
 
 
 def _run(server, opened: socket.socket) -> None:
-    # uvicorn raises the signal again after it has drained; with these handlers that is no longer a violent end.
+    # uvicorn raises the signal again after its shutdown. These handlers keep it from killing the process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[opened])
@@ -114,7 +121,7 @@ def _run(server, opened: socket.socket) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it an answer waits 40 ms for the client's ACK.
+    # asyncio sets TCP_NODELAY only if the protocol is IPPROTO_TCP. Without it an answer waits 40 ms for an ACK.
     opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

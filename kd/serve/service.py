@@ -1,8 +1,8 @@
-"""Between the event loop and the model: who is let in, who waits, and which thread does the work.
+"""Admission control and worker threads, between the event loop and the model.
 
-The loop only moves bytes. Everything that costs CPU (parsing, decoding, cropping, the graph) is one job on one of
-`slots` threads, so that never more jobs run than there are cores: a decoder cannot take the core from a graph that is
-half done, and an image does not travel between threads. See docs/design.md for the measurement behind `slots`.
+The event loop only reads and writes bytes. All CPU work of a request (parsing, decoding, cropping, inference) is one
+job on one of `slots` threads. So there are never more jobs than cores, and an image stays on one thread. docs/design.md
+has the measurement behind `slots`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kd.serve import bodies
-from kd.serve.images import prepare, warm_up
+from kd.serve.images import decode, open_all, warm_up
 from kd.serve.limits import Limits
 from kd.serve.metrics import Metrics
 from kd.serve.model import Description, Model, load
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 
 Result = TypeVar("Result")
 
 
 class Service:
-    """A model, its threads and its door."""
+    """A model, its worker threads, and the limit on concurrent requests."""
 
-    def __init__(self, told: Description, limits: Limits, slots: int, threads: int) -> None:
-        self.told, self.limits, self.slots, self.threads = told, limits, slots, threads
-        self.metrics = Metrics(told.name, told.version)
+    def __init__(self, description: Description, limits: Limits, slots: int, threads: int) -> None:
+        self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
+        self.metrics = Metrics(description.name, description.version)
         self.model: Model | None = None
         self.draining = False
         self.in_flight = 0
@@ -38,13 +39,13 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model and warm every thread up; blocks.
+        """Load the model and warm up every thread. Blocks.
 
         Raises:
             ModelError: the graph is not what was exported.
             MissingExtra: its runtime is not installed.
         """
-        model = load(self.told, self.threads, self.slots)
+        model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for done in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
             done.result()
@@ -56,30 +57,33 @@ class Service:
         return self.model is not None and not self.draining
 
     def close(self) -> None:
-        """End the threads; what still waits is dropped."""
+        """Stop the threads. Jobs that have not started are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def closed(self) -> Problem | None:
-        """Return why no request is let in now, or None."""
+    def admission_error(self) -> Problem | None:
+        """Return a 503 if no further request is admitted now, else None."""
         if self.model is None:
             return busy("The model is still being loaded.")
         if self.in_flight >= self.limits.max_in_flight:
             return busy(f"{self.limits.max_in_flight} requests are being answered already.")
         return None
 
-    async def run(self, job: Callable[[Model], Result], gone: Callable[[], Any]) -> Result:
+    async def run(self, job: Callable[[Model], Result], disconnected: Callable[[], Any]) -> Result:
         """Run a job on the next free thread.
 
+        A request that times out still counts as in flight until its thread has finished the job.
+
         Args:
-            job: everything that costs CPU.
-            gone: an awaitable that ends when the client has hung up.
+            job: all CPU work of the request.
+            disconnected: returns an awaitable that completes when the client has disconnected.
 
         Raises:
-            Problem: what the job raises; 503 when the door is full or the deadline passes; 499 when the client is gone.
+            Problem: whatever the job raises. 503: too many requests, or the deadline has passed. 499: the client has
+                disconnected.
         """
-        refusal = self.closed()
-        if refusal or self.model is None:
-            raise refusal or busy("The model is still being loaded.")
+        error = self.admission_error()
+        if error or self.model is None:
+            raise error or busy("The model is still being loaded.")
         model, submitted = self.model, time.perf_counter()
 
         def timed() -> Result | Problem:
@@ -87,15 +91,22 @@ class Service:
             try:
                 return job(model)
             except Problem as problem:
-                # Without what it was raised from: those frames hold the body, in a circle that only the collector ends.
+                # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
                 return Problem(problem.status, problem.detail, problem.headers)
+            except MemoryError:
+                return no_memory()
 
         self.in_flight += 1
         loop = asyncio.get_running_loop()
         future: Future[Result | Problem] = self._pool.submit(timed)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server stopped before this job finished
+                loop.call_soon_threadsafe(self._release)
+
+        future.add_done_callback(ended)
         answer = asyncio.ensure_future(asyncio.wrap_future(future))
-        watch = asyncio.ensure_future(gone())
+        watch = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({answer, watch}, timeout=self.limits.deadline, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
@@ -103,35 +114,36 @@ class Service:
                 if isinstance(result, Problem):
                     raise result
                 return result
-            future.cancel()  # only if it has not begun; the door counts it until it ends
+            future.cancel()  # works only if the job has not started
             if watch.done():
-                raise Problem(499, "The client hung up.")
+                raise Problem(CLIENT_GONE, "The client hung up.")
             raise busy(f"No answer within {self.limits.deadline:g} seconds.")
         finally:
             for task in (watch, answer):
                 task.cancel()
 
-    def _left(self) -> None:
+    def _release(self) -> None:
         self.in_flight -= 1
 
     def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, str]:
-        """Return the logits [B, C] of the images in a body, and what the log says about them; blocks.
+        """Return the logits [B, C] of the images in a body, and a summary for the log. Blocks.
 
         Raises:
             Problem: 400, 413, 415 or 422.
         """
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
-        rows, told, decoding = [], [], 0.0
-        for file in files:  # one by one: a batch costs as much an image, and holds all of them in memory
+        opened = open_all(files, self.limits)
+        rows, summaries, decoding = [], [], 0.0
+        while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
             before = time.perf_counter()
-            picture = prepare(file, model.size, model.crop, self.limits)
+            picture = decode(opened.pop(0), model.size, model.crop)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
-            told.append(picture.told)
+            summaries.append(picture.summary)
         whole = time.perf_counter() - start
         self.metrics.stage("decode", decoding)
         self.metrics.stage("infer", whole - decoding)
         self.metrics.images(len(files))
-        summary = told[0] if len(told) == 1 else f"{len(told)} images"
+        summary = summaries[0] if len(summaries) == 1 else f"{len(summaries)} images"
         return np.concatenate(rows), f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * (whole - decoding):.1f}ms"

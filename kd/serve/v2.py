@@ -1,7 +1,10 @@
-"""KServe's Open Inference Protocol, version 2, over HTTP: health, metadata, and tensors in, tensors out."""
+"""KServe's Open Inference Protocol, version 2, over HTTP: health, metadata and inference on tensors."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,23 +14,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kd.serve.bodies import parse_json
-from kd.serve.intake import Intake
+from kd.serve.bodies import SPARE_VALUES, parse_json
 from kd.serve.model import Model
 from kd.serve.problems import Problem, busy
+from kd.serve.request_body import RequestBody
 from kd.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
+MAX_ID = 256
 
 
 class Protocol:
-    """The handlers, over one service."""
+    """The handlers of one service."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.told = service, service.told
+        self.service, self.description = service, service.description
 
     def routes(self, observed: Callable[[Handler], Handler]) -> list[Route]:
-        """Return the routes; `observed` wraps the handler that costs something."""
+        """Return the routes. `observed` wraps the handler of inference, to count and log it."""
         found = [
             Route("/v2", self.server),
             Route("/v2/health/live", self.live),
@@ -42,63 +46,104 @@ class Protocol:
         return found
 
     async def server(self, request: Request) -> Response:
-        """Say what this server is."""
-        return JSONResponse({"name": "kd-serve", "version": self.told.version, "extensions": []})
+        """Return the server's name and version."""
+        return JSONResponse({"name": "kd-serve", "version": self.description.version, "extensions": []})
 
     async def live(self, request: Request) -> Response:
-        """Answer as long as the process can."""
+        """Answer 200 while the process runs."""
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        """Say whether the model answers."""
+        """Answer 200 if the model is loaded and the server is not shutting down, else 503."""
         if "model" in request.path_params:
             self._check_names(request)
         if not self.service.ready:
             raise busy("The model is not ready.")
-        return JSONResponse({"name": self.told.name, "ready": True})
+        return JSONResponse({"name": self.description.name, "ready": True})
 
     async def metadata(self, request: Request) -> Response:
         """Describe the model's tensors."""
         self._check_names(request)
-        told = self.told
-        image = {"name": "image", "datatype": "UINT8", "shape": [-1, 3, told.size, told.size]}
-        logits = {"name": "logits", "datatype": "FP32", "shape": [-1, len(told.labels)]}
-        platform = "openvino_ir" if told.file.endswith(".xml") else "onnxruntime_onnx"
-        facts = {"name": told.name, "versions": [told.version], "platform": platform}
+        description = self.description
+        image = {"name": "image", "datatype": "UINT8", "shape": [-1, 3, description.size, description.size]}
+        logits = {"name": "logits", "datatype": "FP32", "shape": [-1, len(description.labels)]}
+        platform = "openvino_ir" if description.file.endswith(".xml") else "onnxruntime_onnx"
+        facts = {"name": description.name, "versions": [description.version], "platform": platform}
         return JSONResponse({**facts, "inputs": [image], "outputs": [logits]})
 
     async def infer(self, request: Request) -> Response:
-        """Answer with the logits of uint8 images."""
+        """Return the logits of uint8 images."""
         self._check_names(request)
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Problem(415, "Tensors are sent as application/json.", {"accept": "application/json"})
-        async with Intake(request, self.service) as body:
+        async with RequestBody(request, self.service) as body:
             answer = await self.service.run(lambda model: _infer(self.service, model, body), request.receive)
-        return JSONResponse(answer)
+        return Response(answer, media_type="application/json")
 
     def _check_names(self, request: Request) -> None:
-        model, version = request.path_params["model"], request.path_params.get("version", self.told.version)
-        if (model, version) != (self.told.name, self.told.version):
+        model, version = request.path_params["model"], request.path_params.get("version", self.description.version)
+        if (model, version) != (self.description.name, self.description.version):
             raise Problem(404, "There is no such model or version here.")
 
 
-def _infer(service: Service, model: Model, body: bytes) -> dict[str, Any]:
+def _infer(service: Service, model: Model, body: bytes) -> bytes:
     start = time.perf_counter()
-    content = parse_json(body)
-    pixels = _tensor(content, model.size, service.limits.max_images)
+    content = parse_json(body, _values(model.size, service.limits.max_images))
+    pixels, identity = _tensor(content, model.size, service.limits.max_images), _identity(content)
     logits = np.concatenate([model.engine(image[None]) for image in pixels])
     service.metrics.stage("infer", time.perf_counter() - start)
     service.metrics.images(len(pixels))
     output = {"name": "logits", "datatype": "FP32", "shape": list(logits.shape), "data": logits.ravel().tolist()}
     answer = {"model_name": model.name, "model_version": model.version, "outputs": [output]}
-    if isinstance(content.get("id"), str):
-        answer["id"] = content["id"]
-    return answer
+    if identity is not None:
+        answer["id"] = identity
+    return json.dumps(answer).encode()  # ASCII: an `id` with a lone surrogate cannot be encoded as UTF-8
+
+
+def _values(size: int, max_images: int) -> int:
+    """Return the largest number of JSON values in a request: numbers, rows, channels and images."""
+    return max_images * (3 * size * size + 3 * size + 4) + SPARE_VALUES
+
+
+def _identity(content: dict[str, Any]) -> str | None:
+    """Return the `id` of the request, which the answer repeats, or None.
+
+    Raises:
+        Problem: 400.
+    """
+    identity = content.get("id")
+    if identity is not None and not (isinstance(identity, str) and len(identity) <= MAX_ID):
+        raise Problem(400, f"`id` must be a string of up to {MAX_ID} characters.")
+    return identity
 
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and len(shape) == 4 and all(type(n) is int for n in shape)
+
+
+def _flat(data: Any, shape: list[int]) -> np.ndarray:
+    """Return nested or flat lists of whole numbers as uint8 [B, 3, S, S].
+
+    Lengths and types are checked before numpy, which would store every string at the width of the longest.
+
+    Raises:
+        ValueError: other lengths or types, or a number outside 0..255.
+    """
+    count = math.prod(shape)
+    values = data
+    if not isinstance(values, list):
+        raise ValueError
+    if len(values) != count:
+        if len(values) != shape[0]:
+            raise ValueError
+        for length in shape[1:]:
+            if any(type(inner) is not list or len(inner) != length for inner in values):
+                raise ValueError
+            values = list(itertools.chain.from_iterable(values))
+    if set(map(type, values)) != {int}:  # excludes bool, a subclass of int
+        raise ValueError
+    return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
 
 
 def _tensor(content: Any, size: int, max_images: int) -> np.ndarray:
@@ -118,13 +163,10 @@ def _tensor(content: Any, size: int, max_images: int) -> np.ndarray:
         raise Problem(400, f"The shape must be [images, 3, {size}, {size}].")
     if shape[0] > max_images:
         raise Problem(413, f"There are more than {max_images} images in the request.")
-    wanted = [output.get("name") for output in content.get("outputs") or [] if isinstance(output, dict)]
-    if any(output != "logits" for output in wanted):
+    wanted = content.get("outputs") or []
+    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != "logits" for o in wanted):
         raise Problem(400, "The only output is `logits`.")
     try:
-        values = np.asarray(given.get("data"))
-        if values.dtype.kind not in "iu" or values.size != np.prod(shape) or values.min() < 0 or values.max() > 255:
-            raise ValueError
-        return values.reshape(shape).astype(np.uint8)
-    except (ValueError, TypeError, OverflowError) as error:
+        return _flat(given.get("data"), shape)
+    except ValueError as error:
         raise Problem(400, "`data` must hold whole numbers from 0 to 255, as many as the shape says.") from error

@@ -19,16 +19,16 @@ from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.errors import KdError
-from kd.models.classifier import TeacherModel, first
-from kd.models.load import select_weights
+from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
+from kd.setup.cache import open_cache
 from kd.setup.data import BatchSplit, Data, loaders, split_batch, views
 from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student
-from kd.setup.teacher import TeacherReport, choose_teacher, open_cache
+from kd.setup.teacher import TeacherReport, choose_teacher
 from kd.types import Dims
 
 
@@ -233,14 +233,12 @@ def _distillation(
 ) -> Distillation:
     """Build the student and what it minimizes as one module."""
     student = build_student(section, seed, data.train.classes, data.section.image_size, features)
-    if section.init == "teacher" and teacher is not None:
-        select_weights(student.network, first(teacher).network)
     dims = Dims(len(data.train.classes), student.num_features, teacher.num_features if teacher is not None else 0)
     return Distillation(student, build_criterion(losses, dims, seed))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
-    """Return what the manifest says of the live teacher besides its mode, where there is something to say."""
+    """Return facts about the live teacher for the manifest, besides its mode."""
     facts: dict[str, Any] = {"teacher_error": report.error} if report.error else {}
     held = backend.counters().get("teacher_mib")
     if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks

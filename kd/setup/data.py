@@ -15,8 +15,7 @@ from kd.config.schema import Augment, DataSection
 from kd.contracts import Backend, Source
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
-from kd.data.transforms import Evaluate, Train, build_policy
-from kd.data.views import Mixing, Views
+from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError, RunError
 from kd.host import cores, free_mib
 from kd.storage import hashed_folder
@@ -218,7 +217,7 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
     """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
 
     Args:
-        data: the splits; `data.store` says where their pixels are kept.
+        data: the splits; with `data.store`, where their pixels are kept.
         folder: below which a store on disk lies.
         backend: its ranks agree on whether there is room.
         fill: keep pixels. False: the same pixels, decoded each time.
@@ -241,7 +240,7 @@ def open_store(data: Data, folder: Path, backend: Backend, fill: bool = True) ->
 def _require_room(
     data: Data, rules: tuple[Shrunk, Cropped], folder: Path, folders: list[Path], backend: Backend
 ) -> None:
-    """Require room for a store, as rank 0 finds it, and say what it takes."""
+    """Require room for a store, as rank 0 finds it, and log what it takes."""
     ram, ranks = data.section.store == "ram", backend.local_world_size
     numbers = [0.0, 0.0, 0.0]
     if backend.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from kd.config.schema import (
 from kd.config.validate import needs
 from kd.contracts import Backend
 from kd.parts import default_options
+from kd.references import Referenced
 from kd.setup.data import BatchSplit, Data
 
 
@@ -53,9 +55,11 @@ class Recipe:
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""
     yaml: str
-    """The configuration, every key written out; the run folder keeps it."""
+    """The configuration, every key written out; the run folder keeps it. Texts from the environment are references."""
     keys: Mapping[str, Any]
-    """The same as {"section.key": value}, to compare and to show."""
+    """The same as {"section.key": value}, with the values of references, to compare."""
+    shown: Mapping[str, Any]
+    """The same with the references themselves, to show."""
 
     def __init__(self, config: Config, path: Path | None = None) -> None:
         """Resolve a configuration.
@@ -65,6 +69,8 @@ class Recipe:
             path: the run folder, where it is not `run.folder`/`run.name`.
         """
         run, teachers = config.run, split_teachers(config.teacher)
+        keys = flatten(configuration.to_dict(config, values=True))
+        hashed = hashes(keys).items()
         unfitted = [where for where, one in teachers.items() if one.fit.epochs and not one.checkpoint]
         values = {
             **{section.name: getattr(config, section.name) for section in fields(config)},
@@ -76,8 +82,9 @@ class Recipe:
             "fits": {where: teacher_fit(config, teachers[where]) for where in unfitted},
             "needs": frozenset().union(*needs(config.losses)),
             "baseline": labels_only(config) if run.baseline else None,
-            "yaml": configuration.dump(config),
-            "keys": flatten(configuration.to_dict(config)),
+            "yaml": configuration.dump(config) + "".join(f"# sha256 {each} {text}\n" for each, text in hashed),
+            "keys": keys,
+            "shown": flatten(configuration.to_dict(config)),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -147,6 +154,19 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     else:
         return {prefix: value}
     return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
+
+
+def hashes(keys: Mapping[str, Any]) -> dict[str, str]:
+    """Return a short hash of each value from the environment, by key: a run folder holds the reference alone.
+
+    Left out is where the data lies, and what opens it: the data's content is compared, and a token may change.
+    """
+    found = {key: value for key, value in keys.items() if isinstance(value, Referenced)}
+    return {
+        key: hashlib.sha256(f"{key}={value}".encode()).hexdigest()[:8]
+        for key, value in found.items()
+        if not key.startswith("data.") or key.startswith("data.augment.")
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
-"""The frozen teacher: loaded, executed in the mode that is fastest here or asked for, behind its cache."""
+"""The frozen teacher: loaded, executed in the mode that is fastest here or asked for."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,16 +17,14 @@ from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.contracts import Backend, Teacher
 from kd.errors import DataError
-from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import Classifier, Ensemble, TeacherModel, compile_forward, set_attention
 from kd.models.load import Spec
-from kd.models.runtime import Exported, quantize
-from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.data import Data, evenly_spaced, keep_rules
+from kd.models.onnx import Exported
+from kd.models.teacher import LiveTeacher, NoTeacher, quantize
+from kd.setup.data import Data, evenly_spaced
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
 from kd.setup.recipe import Session
 from kd.setup.trial import Table, Work, noise, trial_images
-from kd.storage import hashed_folder
 from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,8 +32,6 @@ PLAIN = ("fp32+fused", "fp32+unfused")
 """Torch in float32: nothing to compare."""
 COMPARED = 16
 """Validation images on which a teacher is compared with itself in float32."""
-
-log = logging.getLogger("kd")
 
 
 def load_teacher(
@@ -223,61 +217,3 @@ def validation_images(data: Data) -> torch.Tensor:
     if not found and broken is not None:
         raise broken
     return torch.from_numpy(np.stack(found))
-
-
-# ---------------------------------------------------------------------------------------------------------- cache
-
-
-def open_cache(
-    section: TeacherSection, run_folder: str, seed: int, report: TeacherReport, model: TeacherModel, session: Session
-) -> CachedTeacher:
-    """Put the cache of a configuration before the live teacher.
-
-    One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
-
-    Args:
-        section: of the configuration.
-        run_folder: `run.folder`, below which the cache lies unless it names its path.
-        seed: of the run, which the views depend on.
-        report: the live teacher and its mode.
-        model: the loaded teacher.
-        session: backend and data.
-
-    Raises:
-        ModelError: the cache was made from something else; the field is named.
-        RunError: its folder cannot be used.
-    """
-    backend, data, cache = session.backend, session.data, section.cache
-    classes, mode = len(data.train.classes), ExecutionMode.parse(report.mode)
-    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
-    codec = Codec(classes, cache.dtype, topk if topk < classes else 0)
-    made_from = {
-        **model.identity(),
-        "precision": mode.numerics,
-        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
-        "data": data.train.fingerprint,
-        "images": len(data.train),
-        "classes": list(data.train.classes),
-        "seed": seed,
-        "dtype": cache.dtype,
-        "topk": codec.topk,
-    }
-    if data.kept is not None:  # a store changes the pixels
-        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
-    folder = (
-        Path(cache.path)
-        if cache.path
-        else hashed_folder(Path(run_folder) / "caches", Path(section.model).name.replace(":", "_"), made_from)
-    )
-    mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
-    writable = bool(backend.reduce_sum(mine).item())
-    if backend.rank == 0 and not writable:
-        told = f"'{folder}' has another writer, or may not be written: it is read, the teacher answers what is missing"
-        log.info("teacher.cache: %s.", told)
-    store = None
-    for turn in (True, False):  # rank 0 begins the folder, then the others find it
-        if turn == (backend.rank == 0):
-            store = open_store(folder, made_from, codec, len(data.train), writable)
-        backend.barrier()
-    assert store is not None
-    return CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)

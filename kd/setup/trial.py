@@ -152,10 +152,13 @@ def fastest(
             break
     medians = of_rank_0([1000 * statistics.median(samples[name][1:] or samples[name]) for name in names], backend)
     table = dict(zip(names, medians, strict=True))
-    winner = min(table, key=table.__getitem__)
-    if table[winner] > (1 - margin) * table[names[0]]:
-        winner = names[0]
-    return winner, {name: round(value, 2) for name, value in table.items()}
+    return clear_winner(table, margin), {name: round(value, 2) for name, value in table.items()}
+
+
+def clear_winner(table: Table, margin: float) -> str:
+    """Return the fastest of a table, or its first entry where that is slower by less than a share `margin`."""
+    plain, best = next(iter(table)), min(table, key=table.__getitem__)
+    return best if table[best] <= (1 - margin) * table[plain] else plain
 
 
 def milliseconds(work: Work, backend: Backend) -> float:
@@ -192,7 +195,7 @@ def attempt(work: Work, backend: Backend) -> str:
 
 
 def in_short(error: Any) -> str:
-    """Return what an error says, short enough to stand inside a sentence."""
+    """Return the message of an error, short enough for one line."""
     if isinstance(error, KdError):
         return error.wrong
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

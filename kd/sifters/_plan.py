@@ -1,4 +1,4 @@
-"""What sifters that decide before loading share: full epochs, exact counts, and nothing to do afterwards."""
+"""Shared by the sifters that decide before images are loaded: full epochs, exact counts, random orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kd.types import Batch, Costs, Plan, SiftContext
 
 
 class Planned:
-    """Decide in the plan: what was loaded is trained, and nothing is scored. See `kd.contracts.Sifter`."""
+    """Decide in the plan; every loaded image is trained on, none is scored. See `kd.contracts.Sifter`."""
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
@@ -22,7 +22,7 @@ class Planned:
         self.context = context
 
     def cost(self, costs: Costs) -> float:
-        """Return what is kept of a whole step: what is left out is neither loaded nor asked for."""
+        """Return `keep` times the whole cost: an image that is left out costs neither loading nor a forward pass."""
         return self.keep * costs.per_image()
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
@@ -30,7 +30,7 @@ class Planned:
         yield from batches
 
     def first(self, start: int) -> int:
-        """Return `start`: a step of the plan is a step of the optimizer."""
+        """Return `start`: each step of the plan is one optimizer step."""
         return start
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
@@ -45,16 +45,15 @@ class Planned:
 
 
 def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator:
-    """Return a generator that is a function of (seed, purpose, epoch)."""
+    """Return a generator whose state is a function of (seed, purpose, epoch)."""
     return torch.Generator().manual_seed(seed_from(context.seed, purpose, epoch))
 
 
 def everything(context: SiftContext, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size.
 
-    What is cut differs from epoch to epoch, so that no image is left out for good. Where an image has several views it
-    differs from view to view and is the same whenever a view comes back: after one epoch of a view a cache of the
-    teacher's logits has all that this view will ever ask for.
+    Each epoch drops other images, so none is left out for good. Where an image has several views, each view drops a
+    fixed set: after one epoch of a view, the teacher's cache has all logits of that view.
     """
     count, views = context.num_images, context.views
     visited = count // context.batch_size * context.batch_size
@@ -67,18 +66,18 @@ def everything(context: SiftContext, epoch: int) -> Plan:
 
 
 def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
-    """Return a plan of chosen images in a random order that is a function of (seed, epoch)."""
+    """Return a plan of the given images, in a random order that is a function of (seed, epoch)."""
     order = torch.randperm(len(ids), generator=generator(context, "order", epoch))
     return Plan(ids=ids[order], weights=weights[order])
 
 
 def count_kept(context: SiftContext, keep: float) -> int:
-    """Return the multiple of the global batch size that is nearest to the share `keep` of all images; at least one."""
+    """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
     batches = context.num_images // context.batch_size
-    wanted = round(keep * context.num_images / context.batch_size)
-    return min(max(1, wanted), batches) * context.batch_size
+    target = round(keep * context.num_images / context.batch_size)
+    return min(max(1, target), batches) * context.batch_size
 
 
 def sees_everything(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
-    """Return whether an epoch is left whole: the first `warmup`, and those that begin in the last share `anneal`."""
+    """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
     return epoch < warmup or progress >= 1 - anneal

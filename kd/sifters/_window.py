@@ -1,13 +1,13 @@
-"""Relative probabilistic sifting: the rank of a loss among the last ones, a probability from it, and a draw.
+"""Relative probabilistic sifting: rank a loss among recent ones, turn the rank into a probability, draw.
 
 An image whose loss has percentile u among the recent losses is kept with probability u**beta (Selective-Backprop,
-arXiv 1910.00762; Amazon's smart sifting documents the same rule by its table of kept fractions). Where u is uniform,
-1 / (1 + beta) of all images are kept. A percentile that counts only what is strictly smaller is not uniform: equal
-losses all get the lowest one, and constant losses starve the run. Here each loss takes a uniform place within the span
-of its equals, the randomized rank of conformal tests, which is exactly uniform for exchangeable losses of any
-distribution and any length of history: ties, constants and the very first batch included.
+arXiv:1910.00762; the table of kept fractions of Amazon's smart sifting follows the same rule). Where u is uniform,
+1 / (1 + beta) of all images are kept. A percentile that counts strictly smaller losses is not uniform: ties all get
+the lowest one, so a run with constant losses would keep almost nothing. Here ties are broken at random: the randomized
+rank of conformal tests. It is exactly uniform for exchangeable losses of any distribution and any length of history,
+ties and the first batch included.
 
-Everything has static shapes and waits for no device, except a Bernoulli draw, whose size is random.
+All shapes are static and nothing waits for the device, except a Bernoulli draw, whose size is random.
 
 Shape legend: B images of a candidate batch, L length of the window, K images kept.
 """
@@ -25,25 +25,24 @@ from kd.seeds import seed_from
 class LossWindow:
     """The last `length` losses, with which new ones are compared.
 
-    Not handled: losses that fall steeply within one window. They rank too low and a Bernoulli draw keeps fewer than
-    1 / (1 + beta); a draw of a fixed size is not affected.
+    Not handled: losses that fall steeply within one window. They rank too low, so a Bernoulli draw keeps less than
+    1 / (1 + beta). A draw of a fixed size is not affected.
     """
 
     def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
         self.losses_L = torch.full((length,), math.inf, device=device)
-        """float32, the newest last; infinite where nothing has been seen yet."""
+        """float32 [L], the newest last; infinite where the window is not filled yet."""
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        """How many losses were ever pushed; a tensor, so that XLA does not compile anew for every value."""
+        """Number of losses pushed so far; a tensor, so that XLA does not compile a graph for each value."""
 
     def percentile(self, losses_B: Tensor, place_B: Tensor | None = None) -> Tensor:
         """Rank each loss among the window and its own batch.
 
-        The batch takes part so that the very first batch is ranked too, and so that a window of old losses lags less.
+        The batch itself is included, so that the first batch has ranks too and old losses count for less.
 
         Args:
             losses_B: any float dtype; NaN counts as infinite.
-            place_B: where within the span of its equals (itself among them) a loss stands, 0 to 1; None is the
-                middle, the mid-rank.
+            place_B: the place of a loss among its ties (itself included), 0 to 1; None: 0.5, the mid-rank.
 
         Returns:
             float64 [B] in [0, 1]; float32 on a device without float64.
@@ -51,7 +50,7 @@ class LossWindow:
         losses_B = _clean(losses_B)
         self._follow(losses_B.device)
         ordered = torch.cat([self.losses_L, losses_B]).sort().values
-        known = self.count.clamp(max=len(self.losses_L)) + len(losses_B)  # what is not filled yet sorts last
+        known = self.count.clamp(max=len(self.losses_L)) + len(losses_B)  # unfilled entries are infinite and sort last
         below_B = torch.searchsorted(ordered, losses_B)
         upto_B = torch.searchsorted(ordered, losses_B, right=True).clamp(max=known)
         dtype = _precision(losses_B.device)
@@ -59,20 +58,20 @@ class LossWindow:
         return (below_B + place_B * (upto_B - below_B)) / known
 
     def push(self, losses_B: Tensor) -> None:
-        """Remember the losses of a batch; the oldest fall out."""
+        """Append the losses of a batch and drop the oldest ones."""
         losses_B = _clean(losses_B)
         self._follow(losses_B.device)
         self.losses_L = torch.cat([self.losses_L, losses_B])[len(losses_B) :]
         self.count = self.count + len(losses_B)
 
     def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
-        """Draw which images of a candidate batch are kept, and remember the losses.
+        """Draw the images of a candidate batch that are kept, and push the losses.
 
         Args:
-            losses_B: one loss an image.
+            losses_B: one loss per image.
             beta: the higher, the fewer are kept.
             generator: on the CPU; see `generator_at`.
-            size: keep exactly so many, which lets all ranks keep equally many; None draws each image by itself.
+            size: number of images to keep, so that all ranks keep equally many; None: draw each image independently.
 
         Returns:
             int64 [K], ascending positions in the batch, on the device of the losses.
@@ -89,34 +88,33 @@ class LossWindow:
         return {"losses": self.losses_L.clone(), "count": self.count.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take the losses of a checkpoint; of a longer window only the newest, into a longer one all of them."""
+        """Load the losses of a checkpoint; where its window is longer than this one, only the newest."""
         losses, length = state["losses"].to(self.losses_L), len(self.losses_L)
         empty = torch.full((max(0, length - len(losses)),), math.inf).to(self.losses_L)
         self.losses_L = torch.cat([empty, losses])[-length:]
         self.count = state["count"].to(self.count).clamp(max=len(losses))
 
     def _follow(self, device: torch.device) -> None:
-        """Move to the device of the losses, once: where the model lies is often decided after the window is made."""
+        """Move to the device of the losses. The model is often moved there after the window was made."""
         if self.losses_L.device != device:
             self.losses_L, self.count = self.losses_L.to(device), self.count.to(device)
 
 
 def quota(seen: int, size: int, beta: float) -> int:
-    """Return how many of the next `size` images to keep after `seen` of them, so that 1 / (1 + beta) is kept overall.
+    """Return how many of the next `size` images to keep after `seen` images, so that 1 / (1 + beta) is kept overall.
 
-    What a batch cannot keep of a fraction of an image goes to the next one: the sum over any batches is the floor of
-    the whole.
+    A fraction of an image is carried to the next batch: the sum over batches is the floor of the exact total.
     """
     return math.floor((seen + size) / (1 + beta) + 1e-9) - math.floor(seen / (1 + beta) + 1e-9)
 
 
 def generator_at(seed: int, rank: int, position: int) -> torch.Generator:
-    """Return the CPU generator of one draw, a function of its place in the run: nothing random has to be saved."""
+    """Return the CPU generator of one draw, a function of its position in the run, so that no state is saved."""
     return torch.Generator().manual_seed(seed_from(seed, "sift", rank, position))
 
 
 def bernoulli(probability_B: Tensor, generator: torch.Generator) -> Tensor:
-    """Keep each image with its own probability; int64 [K], of random length: waits for the device."""
+    """Keep each image with its own probability; return int64 [K]. K is random, so this waits for the device."""
     uniform_B = torch.rand(len(probability_B), generator=generator, dtype=torch.float64).to(probability_B)
     return (uniform_B < probability_B).nonzero().flatten()
 
@@ -124,21 +122,21 @@ def bernoulli(probability_B: Tensor, generator: torch.Generator) -> Tensor:
 def inclusion(probability_B: Tensor, size: int) -> Tensor:
     """Scale probabilities to inclusion probabilities [B] that sum to `size`, each at most 1.
 
-    The largest ones are capped at 1 and what they cannot take is shared by the others in proportion.
+    The largest ones are capped at 1. The excess is distributed over the others in proportion.
     """
     ordered, order = probability_B.clamp(min=torch.finfo(probability_B.dtype).tiny).sort(descending=True)
     rest = ordered.flip(0).cumsum(0).flip(0)
     places = torch.arange(len(ordered), device=ordered.device)
-    scale = (size - places) / rest  # of all from here on, if everything before is capped
+    scale = (size - places) / rest  # of this and all later ones, if all before are capped
     capped = (scale * ordered > 1).long().cumprod(0).sum().clamp(max=len(ordered) - 1)
     scaled = torch.where(places < capped, 1.0, (ordered * scale[capped]).clamp(min=0, max=1))
     return torch.empty_like(scaled).scatter_(0, order, scaled)
 
 
 def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly `size` images with the given inclusion probabilities: systematic sampling, one random number.
+    """Draw exactly `size` images with the given inclusion probabilities, by systematic sampling.
 
-    Which images go together depends on their order in the batch, so the batch should come shuffled.
+    Joint probabilities depend on the order of the batch, which should therefore be random.
 
     Returns:
         int64 [K], ascending and distinct.
@@ -147,7 +145,7 @@ def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Te
     start = torch.rand((), generator=generator, dtype=torch.float64).to(inclusion_B)
     places = torch.arange(size, device=device)
     found = torch.searchsorted(inclusion_B.cumsum(0), start + places, right=True)
-    # In exact arithmetic these are distinct and in range; rounding may shift a boundary by one image.
+    # In exact arithmetic these are distinct and in range. Rounding may shift a boundary by one image.
     return (found - places).cummax(0).values.clamp(max=len(inclusion_B) - size) + places if size else found
 
 

@@ -1,4 +1,4 @@
-"""Skip, before they are decoded, images whose last distillation loss was low; refreshed, exact in number.
+"""Skip images whose last distillation loss was low, before they are decoded.
 
 Legend: N images of the dataset, K kept this epoch.
 """
@@ -17,43 +17,43 @@ from kd.types import Plan, SiftContext
 
 NEVER = -1
 CONFIRMATIONS = 3
-"""Observations before a loss is believed to stay high."""
+"""Observations needed before a loss counts as high for good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How much is kept, and what is never given up."""
+    """How much of an epoch is kept, and with what limits."""
 
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits; exact up to one global batch."""
     floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
-    """Smallest probability with which an easy image is kept; its weight, 1/probability, is bounded by it."""
+    """Lowest probability of keeping an easy image; so its weight, 1/probability, is at most 1/floor."""
     warmup: int = field(default=1, metadata={"low": 1})
-    """First epochs that visit everything."""
+    """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run in which epochs visit everything."""
+    """Last share of the run, in which epochs visit all images."""
     refresh: int = field(default=4, metadata={"low": 1})
-    """An image that was left out for so many epochs is visited, whatever its loss was."""
+    """An image that was left out for this many epochs is visited, whatever its loss."""
     reweight: bool = False
-    """true: easy images weigh 1/probability, so that the plan's gradient is the full one in expectation. false: each
-    image kept counts as one, which leans towards hard images; in our study it costs less accuracy (docs/sifting.md)."""
+    """true: easy images weigh 1/probability, so that the expected gradient is that of all images. false: each kept
+    image weighs 1. This is biased towards hard images, and cost less accuracy in our study (docs/sifting.md)."""
     balance: bool = False
-    """Judge easy within each class, so that no class is sifted more than another."""
+    """Rank losses within each class, so that no class is sifted more than another."""
     noise_cap: float = field(default=0.0, metadata={"low": 0.0, "high": 0.5})
-    """Share of images, those whose loss is highest and does not fall, that are treated as label noise: kept with
-    probability `floor` and not weighted up. 0: none. This alone is biased, on purpose."""
+    """Largest share of images treated as label noise: those whose loss is highest and does not fall. They are kept
+    with probability `floor` and weight 1, a deliberate bias. 0: none."""
 
 
 class History(Planned):
-    """Sift by an id-keyed table of the losses that training has already paid for.
+    """Sift by a table of the losses that training has computed, by image id.
 
-    The lower part of the losses is easy: below their mean, or more where `keep` asks for it (InfoBatch's rule,
-    arXiv:2303.04947, which at equal keep has a larger effective sample size than a probability that grows with the
-    loss). Easy images are drawn without replacement with one probability p (weight 1/p with `reweight`); the others are
-    all kept. With `reweight` the plan's weighted sum of gradients has the full sum as its expectation.
+    Images whose loss is below the mean are easy, or more images where `keep` requires it (InfoBatch's rule,
+    arXiv:2303.04947; at equal `keep` its effective sample size is larger than that of a probability that grows with
+    the loss). Easy images are drawn without replacement with one probability p, and weigh 1/p with `reweight`. All
+    others are kept. With `reweight` the expected weighted sum of gradients is the sum over all images.
 
-    The table is updated once an epoch and is the same on all ranks. Not handled: with mixup a loss belongs to two
-    images; it is booked to the first.
+    The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two
+    images. It is assigned to the first one.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -67,14 +67,14 @@ class History(Planned):
         self.observed_N = torch.zeros(count, dtype=torch.int64)
         self.visits_N = torch.zeros(count, dtype=torch.int64)
         self.fresh_N = torch.full((count,), torch.nan)
-        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._pending: list[tuple[Tensor, Tensor]] = []
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Keep the losses where they are, on the device; they are read once an epoch."""
-        self._arrived.append((ids, losses))
+        """Keep the losses on the device; they are read once per epoch."""
+        self._pending.append((ids, losses))
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return what the losses up to the last epoch leave of this one."""
+        """Return the plan of an epoch, from the losses of the epochs before it."""
         new = epoch != self.epoch
         if new:
             self._gather()
@@ -82,52 +82,52 @@ class History(Planned):
             self.epoch = epoch
         options = self.options
         if sees_everything(epoch, progress, options.warmup, options.anneal):
-            made = everything(self.context, epoch)
+            plan = everything(self.context, epoch)
         else:
-            made = shuffled(self.context, epoch, *self._chosen(epoch))
+            plan = shuffled(self.context, epoch, *self._sifted(epoch))
         if new:
-            self.visits_N[made.ids] += 1
-        return made
+            self.visits_N[plan.ids] += 1
+        return plan
 
-    def _chosen(self, epoch: int) -> tuple[Tensor, Tensor]:
+    def _sifted(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the ids [K] and weights [K] of a sifted epoch."""
         count, kept = self.context.num_images, count_kept(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
         due = overdue_N.nonzero()[:, 0]
-        due = due[torch.argsort(self.seen_N[due], stable=True)][:kept]  # the oldest first, where there is no room
+        due = due[torch.argsort(self.seen_N[due], stable=True)][:kept]  # the oldest first, where not all fit
         rest_N = torch.ones(count, dtype=torch.bool)
         rest_N[due] = False
         rest = rest_N.nonzero()[:, 0]
         room = kept - len(due)
-        easy, hard, doubted = self._divided(rest, room)
-        drawn_easy = room - len(hard) - len(doubted)
+        easy, hard, suspected = self._split(rest, room)
+        drawn_easy = room - len(hard) - len(suspected)
         draws = generator(self.context, "sift", epoch)
         picked = easy[torch.randperm(len(easy), generator=draws)[:drawn_easy]]
         weight = len(easy) / drawn_easy if drawn_easy and self.options.reweight else 1.0
-        ids = torch.cat([due, hard, doubted, picked])
+        ids = torch.cat([due, hard, suspected, picked])
         weights = torch.cat([torch.ones(len(ids) - len(picked)), torch.full((len(picked),), weight)])
         return ids, weights
 
-    def _divided(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `rest` into easy images to draw from, hard ones that are all kept, and the doubted ones drawn."""
-        doubted = self._doubted(rest)
-        if len(doubted):
-            rest = rest[~torch.isin(rest, doubted)]
+    def _split(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `rest` into easy images to draw from, hard images to keep, and the noisy images already drawn."""
+        suspected = self._suspected(rest)
+        if len(suspected):
+            rest = rest[~torch.isin(rest, suspected)]
             draws = generator(self.context, "doubt", self.epoch)
-            few = min(round(self.options.floor * len(doubted)), room)
-            doubted = doubted[torch.randperm(len(doubted), generator=draws)[:few]]
-            room -= len(doubted)
+            few = min(round(self.options.floor * len(suspected)), room)
+            suspected = suspected[torch.randperm(len(suspected), generator=draws)[:few]]
+            room -= len(suspected)
         dropped = len(rest) - room
         if dropped <= 0:
-            return rest[:0], rest, doubted
+            return rest[:0], rest, suspected
         score = self._within_class(rest) if self.options.balance else self.loss_N[rest]
-        # equal losses take turns, or their places in the dataset would decide
+        # ties are broken at random; otherwise the order of the dataset would decide
         turn = torch.randperm(len(rest), generator=generator(self.context, "ties", self.epoch))
         order = rest[turn[torch.argsort(score[turn], stable=True)]]
         below_mean = int((score < score.mean()).sum())
-        spared = max(1 - self.options.floor, 1e-9)
-        num_easy = min(max(below_mean, math.ceil(dropped / spared)), len(rest))
-        return order[:num_easy], order[num_easy:], doubted
+        kept_out = max(1 - self.options.floor, 1e-9)
+        num_easy = min(max(below_mean, math.ceil(dropped / kept_out)), len(rest))
+        return order[:num_easy], order[num_easy:], suspected
 
     def _within_class(self, ids: Tensor) -> Tensor:
         """Return each image's percentile of loss within its class, 0 to 1."""
@@ -141,31 +141,31 @@ class History(Planned):
         percentile[order] = (place + 0.5) / sizes[label[order]]
         return percentile
 
-    def _doubted(self, rest: Tensor) -> Tensor:
-        """Return the images whose loss is among the highest and has not fallen below its own mean."""
+    def _suspected(self, rest: Tensor) -> Tensor:
+        """Return the suspected label noise: the loss is among the highest and not below the image's own mean."""
         most = int(self.options.noise_cap * self.context.num_images)
         if not most:
             return rest[:0]
-        stuck = (self.observed_N[rest] >= CONFIRMATIONS) & (self.loss_N[rest] >= self.mean_N[rest])
+        stays_high = (self.observed_N[rest] >= CONFIRMATIONS) & (self.loss_N[rest] >= self.mean_N[rest])
         highest = rest[torch.argsort(self.loss_N[rest], descending=True, stable=True)][:most]
-        return highest[torch.isin(highest, rest[stuck])]
+        return highest[torch.isin(highest, rest[stays_high])]
 
     def _gather(self) -> None:
-        """Merge what this rank has observed with what the others have; every rank then knows the same."""
+        """Average the observed losses over the ranks, so that the table is equal on all of them."""
         count = self.context.num_images
         sums = torch.zeros(2, count)
-        if self._arrived:
-            ids = torch.cat([ids for ids, _ in self._arrived]).cpu()
-            losses = torch.cat([losses for _, losses in self._arrived]).float().cpu()
+        if self._pending:
+            ids = torch.cat([ids for ids, _ in self._pending]).cpu()
+            losses = torch.cat([losses for _, losses in self._pending]).float().cpu()
             sums[0].index_put_((ids,), losses, accumulate=True)
             sums[1].index_put_((ids,), torch.ones(len(ids)), accumulate=True)
-            self._arrived = []
+            self._pending = []
         sums = self.context.reduce_sum(sums)
         seen = sums[1] > 0
         self.fresh_N[seen] = sums[0][seen] / sums[1][seen]
 
     def _fold(self) -> None:
-        """Move the losses of the epoch that has ended into the table."""
+        """Move the losses of the finished epoch into the table."""
         fresh = ~self.fresh_N.isnan()
         new = self.fresh_N[fresh]
         first = self.mean_N[fresh].isnan()
@@ -175,13 +175,13 @@ class History(Planned):
         self.fresh_N.fill_(torch.nan)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the table, what the running epoch has added, and the epoch."""
+        """Return the table, the losses of the current epoch, and its number."""
         self._gather()
         return {"epoch": torch.tensor(self.epoch), **{name: getattr(self, f"{name}_N").clone() for name in _TABLE}}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned, in this world or in one of another size."""
-        self.epoch, self._arrived = int(state["epoch"]), []
+        """Load what `state_dict` returned, on this number of ranks or another one."""
+        self.epoch, self._pending = int(state["epoch"]), []
         for name in _TABLE:
             getattr(self, f"{name}_N").copy_(state[name])
 
@@ -198,7 +198,7 @@ def build(options: Options, context: SiftContext) -> History:
     if options.keep < options.floor:
         raise ConfigError(
             "sifter.keep",
-            f"is {options.keep:g}, but an easy image is kept with probability sifter.floor={options.floor:g} at least",
+            f"is {options.keep:g}, but easy images are kept with probability sifter.floor={options.floor:g} or more",
             "keep >= floor",
             "Lower sifter.floor or raise sifter.keep",
         )

@@ -14,7 +14,7 @@ class Options:
 
 
 class Everything(Planned):
-    """Sift nothing. Not handled: a dataset smaller than one batch; `build` of the run refuses it."""
+    """Keep all images. Not handled: a dataset smaller than one batch, which is refused before the run starts."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images, in a random order."""
@@ -22,5 +22,5 @@ class Everything(Planned):
 
 
 def build(options: Options, context: SiftContext) -> Everything:
-    """Build the sifter that sifts nothing."""
+    """Build the sifter that keeps all images."""
     return Everything(context)

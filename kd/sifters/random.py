@@ -1,4 +1,4 @@
-"""Visit a fresh random subset each epoch: the baseline that every cleverer sifter must beat at equal keep."""
+"""Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Options:
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits."""
     warmup: int = field(default=1, metadata={"low": 0})
-    """First epochs that visit everything."""
+    """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run in which epochs visit everything."""
+    """Last share of the run, in which epochs visit all images."""
 
 
 class Random(Planned):
     """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
 
-    With distillation a strong baseline: arXiv:2403.07854 finds it no worse than cleverer pruning.
+    A strong baseline for distillation: arXiv:2403.07854 finds it no worse than other pruning methods.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -33,7 +33,7 @@ class Random(Planned):
         self.options, self.keep = options, options.keep
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return `keep` of all images, or everything in the first and last epochs."""
+        """Return the share `keep` of all images, or all of them in the first and last epochs."""
         if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
             return everything(self.context, epoch)
         count = count_kept(self.context, self.options.keep)

@@ -1,4 +1,4 @@
-"""Score candidates with the model as it is and keep those whose loss is high among the last ones (SageMaker's rule).
+"""Score candidates with the current model; keep those whose loss ranks high among recent ones (SageMaker's rule).
 
 Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks of a step (accumulate x ranks).
 """
@@ -18,53 +18,53 @@ from kd.sifters._plan import everything
 from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
 from kd.types import Batch, Costs, Plan, SiftContext
 
-NOTHING = -1
+NO_EPOCH = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """SageMaker's parameters, under its names, and what a candidate is scored by."""
+    """SageMaker's parameters, under its names, and the score."""
 
     beta_value: float = field(default=1.0, metadata={"above": 0.0})
-    """An image is kept with probability percentile**beta_value: 1 / (1 + beta_value) of all."""
+    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept."""
     loss_history_length: int = field(default=500, metadata={"low": 1})
-    """How many previous losses a new one is compared with."""
+    """Number of previous losses that a new one is compared with."""
     sift_delay: int = field(default=1000, metadata={"low": 0})
-    """First optimizer steps that see everything, unscored."""
+    """Number of first optimizer steps that use all images, without scoring."""
     repeat_delay_per_epoch: bool = False
     """Apply the delay at the start of each epoch instead of once."""
     score: Literal["loss", "entropy"] = "loss"
-    """What is compared. loss: the distillation loss; the teacher's answers are kept for the step. entropy: of the
-    student's prediction alone, so that the teacher runs on kept images only (arXiv:2012.09413)."""
+    """loss: the distillation loss; the step reuses the teacher's outputs. entropy: of the student's prediction, so that
+    the teacher runs on kept images only (arXiv:2012.09413)."""
 
 
 class Relative:
     """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.contracts.Sifter`.
 
-    Each chunk of candidates gives exactly as many images as 1 / (1 + beta) of all so far asks for, drawn in proportion
-    to their probabilities: all ranks make equal steps, shapes never change, and an epoch's length is known before it
-    begins. Percentiles are taken among the losses of all ranks. What is left of less than a micro-batch at the end of
-    an epoch is dropped. The kept images are not weighted: like SageMaker's rule, this is biased towards hard images.
+    The number kept of each chunk is fixed: 1 / (1 + beta) of all candidates so far, drawn in proportion to their
+    probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known before
+    it begins. Percentiles are taken over the losses of all ranks. Images that fill no micro-batch at the end of an
+    epoch are dropped. Kept images weigh 1: like SageMaker's rule, this is biased towards hard images.
 
-    A resumed epoch begins at the oldest candidates of which images were still waiting, with the draws that were made.
+    A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
         self.options, self.context = options, context
         self.window = LossWindow(options.loss_history_length)
-        self.epoch = NOTHING
+        self.epoch = NO_EPOCH
         self.counts: list[int] = []
-        """Images kept of each chunk, candidate step by candidate step, this epoch."""
+        """Number of images kept of each chunk, by candidate step of this epoch."""
         self.decided: dict[int, Tensor] = {}
-        """Positions kept, int64 [G, K], of candidate steps of this epoch whose images may still be waiting."""
+        """Kept positions, int64 [G, K], by candidate step of this epoch; only steps with images still pending."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return everything as candidates, and the exact number of steps that will be made of it."""
+        """Return all images as candidates, and the exact number of optimizer steps."""
         if epoch != self.epoch:
             self.epoch, self.decided = epoch, {}
             self.counts = self._counts(epoch)
-        made = everything(self.context, epoch)
-        return Plan(made.ids, made.weights, steps=sum(self.counts) // self.context.micro_batch)
+        plan = everything(self.context, epoch)
+        return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
 
     def _counts(self, epoch: int) -> list[int]:
         candidates = self.context.num_images // self.context.batch_size
@@ -79,11 +79,11 @@ class Relative:
         return counts
 
     def first(self, start: int) -> int:
-        """Return the candidate step of which the first image of optimizer step `start` was kept."""
+        """Return the candidate step that holds the first image of optimizer step `start`."""
         return self._locate(start)[0]
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """Return that candidate step, and how many of its images earlier steps have used, a chunk."""
+        """Return that candidate step, and how many images of each of its chunks earlier steps have used."""
         used = start * self.context.micro_batch
         for number, count in enumerate(self.counts):
             if used < count:
@@ -92,7 +92,7 @@ class Relative:
         return len(self.counts), 0
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
-        """Yield full micro-batches of kept images, a step's worth at a time."""
+        """Yield full micro-batches of kept images, those of a whole step together."""
         micro = self.context.micro_batch
         local = self.context.batch_size // (micro * self.context.world_size)
         incoming = iter(batches)
@@ -101,7 +101,7 @@ class Relative:
         steps = sum(self.counts) // micro
         while start < steps and (group := list(itertools.islice(incoming, local))):
             for i, part in enumerate(self._kept(number, group, score)):
-                if used:  # trained before the checkpoint
+                if used:  # trained on before the checkpoint
                     part = part.take(torch.arange(used, len(part.ids)))
                 if len(part.ids):
                     pools[i].append(part)
@@ -111,13 +111,13 @@ class Relative:
                 rows = torch.arange(len(ready[0].ids))
                 pools = [[one.take(rows[micro:])] if len(rows) > micro else [] for one in ready]
                 whole = [one.take(rows[:micro]) for one in ready]
-                score.cut()  # or a compiler would see a new step for every way in which a batch was put together
+                score.cut()  # otherwise XLA would compile a graph for each way to assemble a batch
                 yield from whole
-                self._forget(number, sum(len(part.ids) for part in pools[0]))
+                self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
                 start += 1
 
     def _kept(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
-        """Return what is kept of this rank's chunks of a candidate step."""
+        """Return the kept images of this rank's chunks of a candidate step."""
         count = self.counts[number]
         if count == self.context.micro_batch:
             return group
@@ -128,7 +128,7 @@ class Relative:
         return [batch.take(rows) for batch, rows in zip(scored, picked, strict=True)]
 
     def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
-        """Draw the positions that are kept, int64 [G, count]; the same on all ranks."""
+        """Draw the kept positions, int64 [G, count]; equal on all ranks."""
         candidates = self.context.num_images // self.context.batch_size
         position = self.epoch * candidates + number
         draws = generator_at(self.context.seed, 0, position)
@@ -138,31 +138,31 @@ class Relative:
         chunks = probability_B.view(-1, self.context.micro_batch)
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
 
-    def _forget(self, number: int, waiting: int) -> None:
-        """Drop the draws of candidate steps of which no image is waiting."""
+    def _drop_draws(self, number: int, pending: int) -> None:
+        """Drop the draws of candidate steps without pending images."""
         oldest = number
-        while waiting > 0:
+        while pending > 0:
             oldest -= 1
-            waiting -= self.counts[oldest]
+            pending -= self.counts[oldest]
         for old in [known for known in self.decided if known < oldest]:
             del self.decided[old]
 
     def cost(self, costs: Costs) -> float:
-        """Return the cost of scoring every candidate, and of training what is kept."""
+        """Return the cost of scoring every candidate and training on the kept ones."""
         kept = 1 / (1 + self.options.beta_value)
         return costs.per_image(teacher=kept if self.options.score == "entropy" else 1.0, forward=1.0, step=kept)
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Nothing to remember: what is compared are scores."""
+        """Do nothing: this sifter compares scores, not training losses."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the window and the draws whose images are still waiting; equal on all ranks."""
+        """Return the window and the draws with pending images; equal on all ranks."""
         draws = {f"draw.{number}": rows for number, rows in self.decided.items()}
         window = {f"window.{name}": value for name, value in self.window.state_dict().items()}
         return {"epoch": torch.tensor(self.epoch), **window, **draws}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned; micro-batches must be as large as they were, the ranks may be others."""
+        """Load what `state_dict` returned; the micro-batch size must be the same, the number of ranks may differ."""
         self.epoch = int(state["epoch"])
         self.counts = self._counts(self.epoch) if self.epoch >= 0 else []
         parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}

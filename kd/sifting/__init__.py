@@ -1,6 +1,6 @@
-"""Drop-in names for scripts that were written for SageMaker's `smart_sifting`, on any PyTorch loop.
+"""Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch loop.
 
-One import replaces those of the original; parameters, defaults, errors and metric names are the documented ones:
+One import replaces those of the original. Parameters, defaults, errors and metric names are as documented there:
 
     from kd.sifting import (                 # in smart_sifting:
         SiftingDataloader,                   #   .dataloader.sift_dataloader
@@ -16,11 +16,11 @@ One import replaces those of the original; parameters, defaults, errors and metr
         TrainingMetricsRecorder,             #   .metrics.lightning
     )
 
-The method is Selective-Backprop (arXiv 1910.00762); no line of the original, which is closed, was seen. It scores every
-sample with an extra forward pass, so it pays only where that is cheap beside a training step; the loader measures it
-and says so. Distillation with kd has sifters that decide before the forward pass (`kd.sifters`).
+The method is Selective-Backprop (arXiv:1910.00762), written without access to the closed original. It scores each
+sample with an extra forward pass, so it saves time only where that is cheap compared with a training step. The loader
+measures this and logs it. For distillation, `kd.sifters` decide before the forward pass.
 
-Hugging Face and Lightning are imported by their users, never here.
+transformers and Lightning are not imported here.
 """
 
 from kd.sifting.batch import ListBatch, SiftingBatch, SiftingBatchTransform, TensorBatch

@@ -1,4 +1,4 @@
-"""Batches that can be sifted and accumulated, and how a user's batch becomes one."""
+"""Batches that can be sifted and accumulated, and the conversion of a user's batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SiftingBatch(ABC):
 
 
 class SiftingBatchTransform(ABC):
-    """The way from a batch of the user's to a `SiftingBatch` and back. Only for batches of other formats."""
+    """Convert a user's batch to a `SiftingBatch` and back; needed only for formats not supported by default."""
 
     @abstractmethod
     def transform(self, batch: Any) -> SiftingBatch:
@@ -46,7 +46,7 @@ class SiftingBatchTransform(ABC):
 
 
 class _Labelled(SiftingBatch):
-    """Inputs and labels, each a tensor, an array or a list, one entry a sample."""
+    """Inputs and labels, each a tensor, an array or a list with one entry per sample."""
 
     def __init__(self, inputs: Any, labels: Any = None) -> None:
         self.inputs, self.labels = inputs, labels
@@ -58,7 +58,7 @@ class _Labelled(SiftingBatch):
         return len(self.inputs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the inputs, then the labels where there are any: `[t.to(device) for t in transformed_batch]`."""
+        """Yield the inputs, then the labels if any: `[t.to(device) for t in transformed_batch]`."""
         yield self.inputs
         if self.labels is not None:
             yield self.labels
@@ -71,11 +71,11 @@ class _Labelled(SiftingBatch):
 
 
 class ListBatch(_Labelled):
-    """A batch of a list of inputs and, where there are any, a list of labels."""
+    """A list of inputs and, optionally, a list of labels."""
 
 
 class TensorBatch(_Labelled):
-    """A batch of a tensor of inputs [B, ...] and, where there are any, a tensor of labels [B, ...]."""
+    """A tensor of inputs [B, ...] and, optionally, a tensor of labels [B, ...]."""
 
 
 def take(rows: Any, index: Tensor) -> Any:
@@ -88,10 +88,10 @@ def take(rows: Any, index: Tensor) -> Any:
 
 
 def join(parts: list[Any], where: str) -> Any:
-    """Return the rows of all parts, one after the other.
+    """Concatenate the rows of all parts.
 
     Raises:
-        UnsupportedDataFormatException: tensors of different shapes, as a padding to the longest of a batch makes them.
+        UnsupportedDataFormatException: tensors of different shapes, for example padded to the longest of each batch.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -101,9 +101,7 @@ def join(parts: list[Any], where: str) -> Any:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         wrong = f"samples have the shapes {', '.join(map(str, sorted(shapes)))}, which do not fit into one batch"
-        remedy = (
-            "Pad all batches to one length, or stack them in a SiftingBatchTransform of your own (batch_transforms)"
-        )
+        remedy = "Pad all batches to one length, or stack them in your own SiftingBatchTransform (batch_transforms)"
         raise UnsupportedDataFormatException(where, wrong, "All samples must have one shape", remedy)
     return torch.cat(parts) if isinstance(first, Tensor) else np.concatenate(parts)
 
@@ -116,7 +114,7 @@ def like(sequence: Any, items: list[Any]) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with all its tensors on a device, nested as it was."""
+    """Return a nested batch with all its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -134,7 +132,7 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
 
 
 ROWS, SAME = "one entry a sample", "one value for all samples"
-"""What a leaf of a batch is."""
+"""The two kinds of leaves of a batch; `state_dict` saves these strings."""
 
 
 class TreeBatch(SiftingBatch):
@@ -160,7 +158,7 @@ class TreeBatch(SiftingBatch):
 
 
 def _walk(trees: list[Any], form: Any, rows: Callable[[list[Any], str], Any], same: Any, where: str = "batch") -> Any:
-    """Apply `rows` or `same` to the corresponding leaves of trees of one form."""
+    """Apply `rows` or `same` to the corresponding leaves of trees of one structure."""
     if isinstance(form, str):
         return (rows if form == ROWS else same)(trees, where)
     first = trees[0]
@@ -189,17 +187,17 @@ def _one(parts: list[Any], where: str) -> Any:
                 where,
                 wrong,
                 "Sifted samples of several batches share one value",
-                "Give it per sample, drop it, or use a SiftingBatchTransform of your own (batch_transforms)",
+                "Give it per sample, drop it, or use your own SiftingBatchTransform (batch_transforms)",
             )
     return first
 
 
 def _changed(where: str) -> UnsupportedDataFormatException:
-    return UnsupportedDataFormatException(where, "has another structure than in the first batch", "All must be alike")
+    return UnsupportedDataFormatException(where, "has another structure than in the first batch", "All must be equal")
 
 
 def sizes(data: Any, form: Any) -> set[int]:
-    """Return the numbers of rows of all leaves that have rows."""
+    """Return the set of row counts of all leaves with rows."""
     found: set[int] = set()
     _walk([data], form, lambda parts, _: found.add(len(parts[0])), lambda parts, _: None)
     return found

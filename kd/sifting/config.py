@@ -21,25 +21,25 @@ class UnsupportedDataFormatException(KdError):
 
 
 class LossImplementationNotProvidedException(KdError):
-    """There is no `Loss`, or it does not give one value a sample."""
+    """There is no `Loss`, or it does not return one value per sample."""
 
 
 _REQUIRED: Any = object()
-"""Default of what has none: a missing key is then our exception, whether it came by name or in a dict."""
+"""Marks a required key, so that a missing one raises our exception both for keyword arguments and for dicts."""
 
 
 @dataclass(frozen=True)
 class SiftingBaseConfig:
-    """When sifting begins.
+    """The delay before sifting begins.
 
     Raises:
         SiftConfigValidationException: a value is not allowed.
     """
 
     sift_delay: int = 1000
-    """Training steps that see everything before sifting begins."""
+    """Number of training steps on all samples before sifting begins."""
     repeat_delay_per_epoch: bool = False
-    """Delay each epoch anew."""
+    """Apply the delay at the start of each epoch."""
 
     def __post_init__(self) -> None:
         _whole(self, "sift_delay", least=0)
@@ -64,7 +64,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class RelativeProbabilisticSiftConfig:
-    """Keep a sample with probability percentile**beta of its loss among the recent ones: 1 / (1 + beta) of all.
+    """Keep a sample with probability percentile**beta of its loss among recent losses: 1 / (1 + beta) of all.
 
     Raises:
         SiftConfigValidationException: a key is missing, or its value is not allowed.
@@ -73,7 +73,7 @@ class RelativeProbabilisticSiftConfig:
     beta_value: float = _REQUIRED
     """Above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %."""
     loss_history_length: int = _REQUIRED
-    """How many previous losses a new one is compared with."""
+    """Number of previous losses that a new one is compared with."""
     loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
     """A `LossConfig` or a dict of its keys."""
 
@@ -86,7 +86,7 @@ class RelativeProbabilisticSiftConfig:
 
     @property
     def base(self) -> SiftingBaseConfig:
-        """The innermost configuration, when sifting begins."""
+        """The innermost configuration: the delay before sifting begins."""
         assert isinstance(self.loss_based_sift_config, LossConfig)
         assert isinstance(self.loss_based_sift_config.sift_config, SiftingBaseConfig)
         return self.loss_based_sift_config.sift_config
@@ -96,7 +96,7 @@ Config = TypeVar("Config", SiftingBaseConfig, LossConfig, RelativeProbabilisticS
 
 
 def from_dict(kind: type[Config], value: object, where: str) -> Config:
-    """Return `value` if it is of that class already, or build it from a dict.
+    """Return `value` if it has that class already, or build it from a dict.
 
     Raises:
         SiftConfigValidationException: a key is unknown, or `value` is neither.
@@ -139,4 +139,4 @@ def _whole(config: Any, name: str, least: int) -> None:
 
 def _nest(config: Any, name: str, kind: type[Any]) -> None:
     value = from_dict(kind, _given(config, name), f"{type(config).__name__}.{name}")
-    object.__setattr__(config, name, value)  # frozen for others: a dict becomes its class once, here
+    object.__setattr__(config, name, value)  # the only write to the frozen class: replaces a dict by its class

@@ -1,4 +1,4 @@
-"""What a list, tuple, dict or tensor batch looks like, found out once, on the first batch."""
+"""Detect the structure of a list, tuple, dict or tensor batch, once, from the first batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from kd.sifting.batch import ROWS, SAME, SiftingBatchTransform, TreeBatch, sizes
 from kd.sifting.config import UnsupportedDataFormatException
 
-REMEDY = "Pass a SiftingBatchTransform of your own as batch_transforms"
+REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
 SAMPLE, FEATURE = 0, 1
-"""`batch_format_index`: the dimension of the batch that counts samples."""
+"""`batch_format_index`: the sample dimension of the batch."""
 
 
 class DefaultTransform(SiftingBatchTransform):
-    """Cut lists, tuples, dicts and tensors into samples.
+    """Split lists, tuples, dicts and tensors into samples.
 
-    A list is either samples, `batch[i]` is sample i (`batch_format_index=0`), or features, `batch[i]` holds feature
-    i of all samples, as torch's own collation makes it (`batch_format_index=1`). Which of them follows from the batch
-    size; where both fit, it has to be said. A bare tensor is alike: [B, ...] or [features, B, ...]. Inside a dict
-    or a list of features everything is batch-first; numbers and strings there count for all samples.
+    A list holds samples (`batch[i]` is sample i; `batch_format_index=0`) or features (`batch[i]` is feature i of all
+    samples, as torch's default collation makes it; `batch_format_index=1`). The batch size tells which. Where both
+    dimensions match it, `batch_format_index` is required. A bare tensor is [B, ...] or [features, B, ...]. Inside a
+    dict or a list of features everything is batch-first; numbers and strings there belong to all samples.
 
     Args:
         expected: the loader's batch size, or None where it is not known.
         index: `batch_format_index`.
-        alone: whether the first batch is the only one, which may be shorter than the batch size.
+        alone: the first batch is the only one, and may be shorter than the batch size.
     """
 
     def __init__(self, expected: int | None, index: int | None, alone: bool) -> None:
@@ -48,7 +48,7 @@ class DefaultTransform(SiftingBatchTransform):
         return batch.data.movedim(0, 1) if isinstance(batch.data, Tensor) and self.index == FEATURE else batch.data
 
     def _learn(self, batch: Any) -> None:
-        """Find out which parts of the batch have one entry a sample."""
+        """Find the parts of the batch with one entry per sample."""
         if isinstance(batch, Mapping):
             size = self._size([_length(value) for value in batch.values() if not _is_constant(value)])
             self.form = _form(batch, size, "batch")
@@ -70,14 +70,14 @@ class DefaultTransform(SiftingBatchTransform):
         known = [length for length in lengths if length is not None]
         if not known:
             raise UnsupportedDataFormatException(
-                "batch", "Unable to index the batch: no value has one entry a sample", "", REMEDY
+                "batch", "Unable to index the batch: no value has one entry per sample", "", REMEDY
             )
         if self.expected is None or (self.alone and self.expected not in known):
             return known[0]
         return self.expected
 
     def _which(self, batch: Any, samples: int, features: int | None) -> int:
-        """Tell samples from features by the batch size."""
+        """Return whether the batch is a list of samples or of features, from the batch size."""
         size = self.expected
         if size is None or (self.alone and size not in (samples, features)):
             size = samples if isinstance(batch, Tensor) or features is None else features
@@ -86,7 +86,7 @@ class DefaultTransform(SiftingBatchTransform):
                 "batch",
                 f"Both dimension 0 and dimension 1 match batch size {size}",
                 "A batch is a sequence of samples or of features",
-                "Say which with batch_format_index: 0 where batch[i] is a sample, 1 where batch[i] is a feature of "
+                "Set batch_format_index: 0 where batch[i] is a sample, 1 where batch[i] is a feature of "
                 "all samples (torch's default collation)",
             )
         if size not in (samples, features):
@@ -95,7 +95,7 @@ class DefaultTransform(SiftingBatchTransform):
 
 
 def _dimensions(batch: Any) -> tuple[int, int | None]:
-    """Return the sizes of dimensions 0 and 1; None where there is no second one, or its parts differ."""
+    """Return the sizes of dimensions 0 and 1; None where there is no dimension 1, or its sizes differ."""
     if isinstance(batch, Tensor):
         if not batch.ndim:
             raise UnsupportedDataFormatException(
@@ -135,7 +135,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    """Return how many samples a part of a batch seems to have."""
+    """Return the length of a part of a batch, or None where it has none."""
     if isinstance(value, Mapping):
         return next((_length(item) for item in value.values() if not _is_constant(item)), None)
     return len(value) if hasattr(value, "__len__") else None
@@ -143,4 +143,4 @@ def _length(value: Any) -> int | None:
 
 def _mismatch(where: str, size: Any, found: str) -> UnsupportedDataFormatException:
     wrong = f"Batch size {size} does not match dimension 0 or dimension 1 sizes: {found}"
-    return UnsupportedDataFormatException(where, wrong, "One of them must count samples", REMEDY)
+    return UnsupportedDataFormatException(where, wrong, "One of them must be the sample dimension", REMEDY)

@@ -1,4 +1,4 @@
-"""Training times of a Lightning run, under the names that smart sifting logs."""
+"""Training times of a Lightning run, under smart sifting's metric names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> type[Any]:
-    """Return the Callback of the Lightning that the script uses: the one that is imported already, if any is."""
+    """Return the Callback class of the Lightning package that is imported already, or else of an installed one."""
     for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
@@ -26,18 +26,18 @@ def _callback_class() -> type[Any]:
 
 
 class TrainingMetricsRecorder:
-    """Lightning callback: log how long forward, backward and optimizer take, and what sifting does.
+    """Lightning callback: log how long forward, backward and optimizer take.
 
-    `latencies` holds the newest values in seconds under smart sifting's names, as the host sees them: on a GPU they
-    are only as true as the synchronizations of the loop make them. The loader's own numbers are `loader.metrics`.
+    `latencies` holds the latest values in seconds under smart sifting's names, measured on the host. On a GPU they are
+    accurate only where the loop synchronizes. The loader's own metrics are `loader.metrics`.
 
     Raises:
-        MissingExtra: when it is made and Lightning is not installed.
+        MissingExtra: at construction, where Lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         base = _callback_class()
-        if not issubclass(cls, base):  # made a Lightning callback only now: importing kd.sifting stays light
+        if not issubclass(cls, base):  # derived here, so that importing kd.sifting does not import Lightning
             cls = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
         return object.__new__(cls)
 

@@ -1,4 +1,4 @@
-"""`SiftingDataloader`: a loader around a loader, which gives full batches of the samples that are worth training on."""
+"""`SiftingDataloader`: wraps a loader and yields full batches of the samples with high losses."""
 
 from __future__ import annotations
 
@@ -27,37 +27,35 @@ COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 
 
 class SiftingDataloader:
-    """Score every batch of a loader with the live model and give on only what is worth a training step.
+    """Score every batch of a loader with the current model and yield full batches of the kept samples.
 
-    The first `sift_delay` batches pass as they are, a short last one too, and cost nothing. Then every batch gets an
-    evaluative forward pass; a sample is kept with probability percentile**beta of its loss among the last
-    `loss_history_length` and those of its own batch; kept samples wait until they fill a batch of the original size.
-    So all sifted batches have one size; what is left at the end of an epoch goes into the next one, and less than
-    one batch is left for good at the end of the run.
+    The first `sift_delay` batches pass unchanged and unscored, a short last one included. Later batches are scored in
+    evaluation mode. A sample is kept with probability percentile**beta of its loss among the last
+    `loss_history_length` losses and those of its batch. Kept samples wait until they fill a batch of the original size,
+    so all sifted batches have one size. The remainder of an epoch goes into the next one; at the end of the run less
+    than one batch is lost.
 
-    In a world of several ranks each ranks its losses for itself, and all give the same number of batches. With
-    `pick="fixed"` this is so by construction wherever all ranks have equally long loaders; where they have not, or it
-    is not known, or with `pick="bernoulli"`, they add up a flag before each batch and stop together.
+    Each rank uses its own losses, and all ranks yield equally many batches. With `pick="fixed"` and loaders of equal,
+    known length this holds by construction. Otherwise the ranks all-reduce a flag before each batch and stop together.
 
-    `state_dict` is this rank's: each rank saves its own.
+    `state_dict` is per rank: each rank saves its own.
 
     Args:
         sift_config: a `RelativeProbabilisticSiftConfig` or a dict of its keys.
-        orig_dataloader: any iterable of batches. Attributes that are not ours are looked up there (`dataset`,
-            `sampler`).
-        model: the model that is trained; every sample is scored with its weights of that moment.
+        orig_dataloader: any iterable of batches. Unknown attributes are looked up there (`dataset`, `sampler`).
+        model: the model in training; samples are scored with its current weights.
         loss_impl: an object with `loss(model, transformed_batch, original_batch)`, see `Loss`.
-        batch_transforms: how a batch becomes a `SiftingBatch` and back; None for lists, tuples, dicts and tensors.
+        batch_transforms: converts a batch to a `SiftingBatch` and back; None for lists, tuples, dicts and tensors.
         log_batch_data: keep and log the losses of each batch; copies them from the device.
-        batch_format_index: the dimension of a batch that counts samples, 0 or 1, where the batch size does not tell.
+        batch_format_index: the sample dimension of a batch, 0 or 1, where the batch size leaves it open.
         pick: "fixed" keeps a fixed number of each batch, exactly 1 / (1 + beta) overall; "bernoulli" draws each
-            sample by itself, as smart sifting documents it.
-        seed: of the draws, which touch no global random state.
+            sample independently, as smart sifting documents it.
+        seed: of the draws, which do not use the global random state.
 
     Raises:
         SiftConfigValidationException: a configuration or an argument is not allowed.
         LossImplementationNotProvidedException: `loss_impl` has no loss.
-        UnsupportedDataFormatException: later, a batch cannot be cut into samples.
+        UnsupportedDataFormatException: during iteration, a batch cannot be split into samples.
     """
 
     def __init__(
@@ -83,16 +81,16 @@ class SiftingDataloader:
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0
-        """Samples of a full batch, once the first one was seen."""
+        """Samples of a full batch; 0 before the first batch."""
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
-        """Whether `len` may answer. Lightning, told a length, does not read to the end, and its checkpoint after an
-        epoch would be one inside it; for the Hugging Face Trainer see `enable_sifting`."""
+        """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
+        epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
         self._order = source.random_state(orig_dataloader)
         self._resuming = False
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What was logged last, under smart sifting's names: `num_orig_samples_seen`, `num_orig_samples_kept`, ..."""
+        """The latest values under smart sifting's names: `num_orig_samples_seen`, `num_orig_samples_kept`, ..."""
         return self.meter.metrics
 
     @property
@@ -114,7 +112,7 @@ class SiftingDataloader:
             start = time.perf_counter()
             batch = next(batches, None)
             if not counted and not world.all_ready(batch is not None, device):
-                if batch is not None:  # another rank has no more: this one is the first of the next epoch
+                if batch is not None:  # another rank has no batch left: keep this one for the next epoch
                     self.pending.put_back(batch)
                 break
             if batch is None:
@@ -122,19 +120,19 @@ class SiftingDataloader:
             self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
             self.meter.log(len(batch), time.perf_counter() - start)
             with self.meter.timed("reverse_transform"):
-                given = self.transform.reverse_transform(batch)
+                converted = self.transform.reverse_transform(batch)
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device, pilot)
-            yield given
+            yield converted
             if pilot:
                 self.meter.trained(now(device, True) - start, len(batch), self.keep)
         if not self.steps_in_epoch:
             text = "an epoch of %d batches gave no full batch of %d kept samples; %d wait for the next epoch"
             logger.warning(text, self.position, self.size, len(self.pending))
-        self.position = self.steps_in_epoch = 0  # a checkpoint from now on begins an epoch
+        self.position = self.steps_in_epoch = 0  # a checkpoint from here on starts an epoch
 
     def _open(self) -> Iterator[Any]:
-        """Begin an epoch of the original loader, or take up the one of a checkpoint."""
+        """Begin an epoch of the original loader, or resume the one of a checkpoint."""
         if self._resuming:
             self._resuming = False
             return source.take_up(self.orig_dataloader, self._order, self.position)
@@ -142,8 +140,8 @@ class SiftingDataloader:
         return iter(self.orig_dataloader)
 
     def _sifted(self) -> Iterator[SiftingBatch]:
-        """Yield batches to train on. Whenever one is out, the counters are those of the moment after it."""
-        while self.size and len(self.pending) >= self.size:  # put back, or of a checkpoint
+        """Yield batches to train on. At each yield, the counters include the batch yielded."""
+        while self.size and len(self.pending) >= self.size:  # put back, or from a checkpoint
             yield self.pending.cut(self.size)
         for original in self._open():
             self.position += 1
@@ -173,7 +171,7 @@ class SiftingDataloader:
         return (self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps) < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
-        """Score a candidate batch and add what is kept of it to what is pending."""
+        """Score a candidate batch and add the kept samples to the pending ones."""
         size, beta = len(batch), float(self.sift_config.beta_value)
         with self.meter.scored(size, device_of(self.model)):
             losses = losses_of(self.loss_method, self.model, batch, original)
@@ -190,25 +188,25 @@ class SiftingDataloader:
         self.meter.count(size, len(kept))
 
     def _counts_agree(self, device: torch.device) -> bool:
-        """Return whether all ranks give equally many batches this epoch without asking each other."""
+        """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
         if world.rank_and_size()[1] == 1:
             return True
         loader = self.orig_dataloader
         numbers = [source.count_of(loader), source.samples_of(loader), source.batch_size_of(loader)]
         known = self.pick == "fixed" and None not in numbers
         counters = [getattr(self, name) for name in COUNTERS]
-        # Every rank takes part, whatever it knows itself.
+        # A collective: every rank calls it, whatever its own values are.
         same = world.same_everywhere(
             [known, *(number or 0 for number in numbers), *counters, len(self.pending)], device
         )
         return same and known
 
     def __len__(self) -> int:
-        """Return how many batches this epoch has, or the next one where none is under way.
+        """Return the number of batches of the current epoch, or of the next one between epochs.
 
         Raises:
-            TypeError: it is not known: `pick="bernoulli"`, a loader without a length, or a first delay that is not
-                over, with which epochs differ: `epoch_lengths` answers then.
+            TypeError: it is not known: `pick="bernoulli"`, or a loader without a length. Also before the first delay
+                is over, because epochs differ then: see `epoch_lengths`.
         """
         base = self.sift_config.base
         done = self.steps - self.steps_in_epoch
@@ -217,9 +215,9 @@ class SiftingDataloader:
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs, the one under way, if there is one, whole.
+        """Return the numbers of batches of the next epochs; the current one counts as a whole.
 
-        Their sum is what a learning rate schedule needs to decay to its end.
+        A learning rate schedule needs their sum.
 
         Raises:
             TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
@@ -227,43 +225,43 @@ class SiftingDataloader:
         batches, samples = source.count_of(self.orig_dataloader), source.samples_of(self.orig_dataloader)
         size = self.size or source.batch_size_of(self.orig_dataloader)
         if self.pick != "fixed" or batches is None or samples is None or size is None:
-            raise TypeError("the number of batches that a SiftingDataloader gives is not known beforehand")
+            raise TypeError("the number of batches of this SiftingDataloader is not known in advance")
         size = self.size or min(size, samples)
         base, lengths = self.sift_config.base, []
         under_way = 0 < self.position <= batches
-        position, given = (self.position, self.steps_in_epoch) if under_way else (0, 0)
+        position, yielded = (self.position, self.steps_in_epoch) if under_way else (0, 0)
         steps, seen, pending = self.steps, self.seen, len(self.pending)
         for _ in range(epochs):
-            delay = base.sift_delay - (given if base.repeat_delay_per_epoch else steps)
+            delay = base.sift_delay - (yielded if base.repeat_delay_per_epoch else steps)
             flushed, pending = divmod(pending, size)
             passed = min(batches - position, max(0, delay - flushed))
             rest = max(0, samples - (position + passed) * size)
             kept = quota(seen, rest, float(self.sift_config.beta_value))
             full, pending = divmod(pending + kept, size)
-            lengths.append(given + flushed + passed + full)
+            lengths.append(yielded + flushed + passed + full)
             steps, seen = steps + flushed + passed + full, seen + rest
-            position = given = 0
+            position = yielded = 0
         return lengths
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the counters, the pending samples and the order of the epoch under way.
+        """Return the window, the counters, the pending samples and the order of the current epoch.
 
-        The state is that after the batch which the loop got last, whether it asks inside the loop or after it.
+        The state is that after the last batch yielded, both inside the loop and after it.
         """
         waiting = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
         state |= {f"order.{name}": value for name, value in self._order.items()}
         state["pending"] = None if waiting is None else self.transform.reverse_transform(waiting)
-        if isinstance(self.transform, DefaultTransform):  # what waits may be too few to tell
+        if isinstance(self.transform, DefaultTransform):  # too few pending samples may not show the format
             state["format"] = [self.transform.form, self.transform.index]
         state["seen_and_kept"] = [self.metrics["num_orig_samples_seen"], self.metrics["num_orig_samples_kept"]]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: the next iteration gives the batches that were still to come.
+        """Resume from `state`: the next iteration yields the remaining batches of the epoch.
 
-        The original loader must be made as it was: the same data, sampler and seeds.
+        The original loader must be the same: data, sampler and seeds.
         """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
@@ -285,7 +283,7 @@ def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
-    """Refuse arguments that cannot work, before the first batch."""
+    """Check the types of the arguments, before the first batch."""
     methods = ("transform", "reverse_transform")
     rules = (
         ("model", isinstance(model, nn.Module), model, "a torch.nn.Module"),
@@ -299,8 +297,8 @@ def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> N
         ("batch_format_index", index is None or (index in (0, 1) and not isinstance(index, bool)), index, "0 or 1"),
         ("pick", pick in ("fixed", "bernoulli"), pick, "'fixed' or 'bernoulli'"),
     )
-    for name, fine, value, allowed in rules:
-        if not fine:
+    for name, valid, value, allowed in rules:
+        if not valid:
             shown = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
             where = f"SiftingDataloader.{name}"
             raise SiftConfigValidationException(where, f"is {shown}", f"Allowed: {allowed}", "Change the value")

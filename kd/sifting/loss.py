@@ -1,4 +1,4 @@
-"""The user's loss a sample, and how it is evaluated without leaving a trace in the training run."""
+"""The user's loss per sample, evaluated without side effects on the training run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kd.sifting.config import LossImplementationNotProvidedException
 
 
 class Loss:
-    """The loss of each sample, for sifting: derive from it and write `loss`."""
+    """Base class of the loss per sample: derive from it and implement `loss`."""
 
     def loss(self, model: nn.Module, transformed_batch: SiftingBatch, original_batch: Any = None) -> Tensor:
-        """Return one loss a sample, float [B], with `reduction="none"`.
+        """Return one loss per sample, float [B], with `reduction="none"`.
 
         Args:
             model: the model that was given to the loader.
-            transformed_batch: the batch as `batch_transforms` made it.
-            original_batch: the batch as the original loader gave it, on the model's device.
+            transformed_batch: the batch after `batch_transforms`.
+            original_batch: the batch of the original loader, on the model's device.
         """
         raise LossImplementationNotProvidedException(
             "loss_impl",
             f"{type(self).__name__} does not implement loss()",
-            "loss(self, model, transformed_batch, original_batch) must return one value a sample",
-            "Write it as a method; an attribute of that name set in __init__ does not count",
+            "loss(self, model, transformed_batch, original_batch) must return one value per sample",
+            "Write it as a method; an attribute of that name set in __init__ is not used",
         )
 
 
@@ -39,10 +39,10 @@ LossMethod = Callable[[nn.Module, SiftingBatch, Any], Tensor]
 def method_of(loss_impl: Any) -> LossMethod:
     """Return the `loss` method of a user's object, whether or not it derives from `Loss`.
 
-    Taken from the class, because Amazon's own example hides it behind an attribute: `self.loss = CrossEntropyLoss()`.
+    Read from the class, because Amazon's example sets an attribute of that name: `self.loss = CrossEntropyLoss()`.
 
     Raises:
-        LossImplementationNotProvidedException: there is none.
+        LossImplementationNotProvidedException: the class has no such method.
     """
     if loss_impl is None or isinstance(loss_impl, type):
         wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an object of it"
@@ -59,10 +59,10 @@ def method_of(loss_impl: Any) -> LossMethod:
 
 
 def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any) -> Tensor:
-    """Return the losses [B] of a batch from the model as it is, in evaluation mode, without a gradient.
+    """Return the losses [B] of a batch by the current model, in evaluation mode, without gradients.
 
     Raises:
-        LossImplementationNotProvidedException: not one value a sample.
+        LossImplementationNotProvidedException: not one value per sample.
     """
     device = device_of(model)
     with undisturbed(model, device):
@@ -73,14 +73,14 @@ def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, origi
         raise LossImplementationNotProvidedException(
             "loss_impl",
             f"loss() returned {shape} for {size} samples",
-            f"One value a sample is needed: [{size}]",
-            'Use reduction="none", and the mean over whatever else one sample has',
+            f"One value per sample is needed: [{size}]",
+            'Use reduction="none", and the mean over the other dimensions of a sample',
         )
     return losses.detach().reshape(size)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the model lies."""
+    """Return the device of the model."""
     tensor = next(model.parameters(), None)
     tensor = next(model.buffers(), None) if tensor is None else tensor
     return torch.device("cpu") if tensor is None else tensor.device
@@ -88,10 +88,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate inside; afterwards each submodule's mode and the random states are what they were.
+    """Switch to evaluation mode; on exit restore each submodule's mode and the random states.
 
-    DDP broadcasts its buffers in a forward pass. Scoring must not: ranks may score different numbers of batches, and
-    one that broadcasts alone waits forever.
+    DDP's broadcast of buffers in the forward pass is switched off: ranks may score different numbers of batches, and a
+    rank that broadcasts alone would hang.
     """
     modes = [(module, module.training) for module in model.modules()]
     synced = [(m, m.require_forward_param_sync) for m, _ in modes if isinstance(m, DistributedDataParallel)]
@@ -108,5 +108,5 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = training
             for module, flag in synced:
                 module.require_forward_param_sync = flag
-            # Inside the user's autocast a weight cast without a gradient would be taken for the training step.
+            # Inside the user's autocast, the training step would reuse weights that were cast without gradients.
             torch.clear_autocast_cache()

@@ -1,4 +1,4 @@
-"""What sifting did and what it cost: the metrics under the names that smart sifting logs, and the cost check."""
+"""The metrics of sifting under smart sifting's names, and the check that it saves time."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import torch
 
 logger = logging.getLogger("kd.sifting")
 PILOT = 24
-"""Scored batches that are timed before the cost is judged; the first quarter warms up and does not count."""
+"""Number of scored batches timed for the prediction of the saving; the first quarter is warm-up."""
 
 
 class Meter:
-    """Counts and times; `metrics` is the dict that a user sees."""
+    """Counts and times; users read the dict `metrics`."""
 
     def __init__(self, log_batch_data: bool) -> None:
         self.log_batch_data = log_batch_data
         self.metrics: dict[str, Any] = {"num_orig_samples_seen": 0, "num_orig_samples_kept": 0}
         self.scoring: list[float] = []
-        """Seconds a scored sample, of the pilot."""
+        """Seconds per scored sample, in the pilot."""
         self.training: list[float] = []
-        """Seconds a trained sample, of the pilot."""
+        """Seconds per trained sample, in the pilot."""
         self.saving: float | None = None
-        """The predicted share of the time of the epochs that sifting saves; below 0 it costs time."""
+        """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
 
     def count(self, seen: int, kept: int) -> None:
-        """Count samples of the original loader and those of them that go on to training."""
+        """Count samples of the original loader, and the kept ones."""
         self.metrics["num_orig_samples_seen"] += seen
         self.metrics["num_orig_samples_kept"] += kept
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time one function of the sifting, as the host sees it."""
+        """Time one function of sifting, on the host."""
         start = time.perf_counter()
         yield
         self.metrics[f"func:{name} latency"] = time.perf_counter() - start
 
     @contextmanager
     def scored(self, size: int, device: torch.device) -> Iterator[None]:
-        """Time the scoring of a candidate batch; in the pilot to the end of the device's work."""
+        """Time the scoring of a candidate batch; the pilot waits for the device."""
         pilot = self.saving is None
         start = now(device, pilot)
         yield
@@ -53,7 +53,7 @@ class Meter:
             self.scoring.append(seconds / size)
 
     def trained(self, seconds: float, size: int, keep: float) -> None:
-        """Note the time that the user's loop took for a batch; after the pilot say what sifting saves."""
+        """Record the time of a training step; at the end of the pilot, log the predicted saving."""
         if self.saving is not None:
             return
         self.training.append(seconds / size)
@@ -65,7 +65,7 @@ class Meter:
         self.saving = 1 - keep - score / train
         self.metrics["predicted_saving"] = self.saving
         text = (
-            f"scoring takes {score * 1e3:.3g} ms a sample, a training step {train * 1e3:.3g} ms a sample, "
+            f"scoring takes {score * 1e3:.3g} ms per sample, a training step {train * 1e3:.3g} ms per sample, "
             f"{keep:.1%} are kept: 1 - {keep:.3f} - {score / train:.3f} = {self.saving:+.1%} of the time is saved"
         )
         if self.saving > 0:
@@ -74,7 +74,7 @@ class Meter:
             logger.warning(f"sifting saves nothing here: {text}. Raise beta_value, or train without sifting")
 
     def data(self, relevance: torch.Tensor, index: torch.Tensor) -> None:
-        """Keep and log the losses of a candidate batch and of what is kept of it; copies them from the device."""
+        """Keep and log the losses of a candidate batch and of its kept samples; copies them from the device."""
         if self.log_batch_data:
             self.metrics["relevance_values"] = relevance.tolist()
             self.metrics["relevance_values_kept"] = relevance.index_select(0, index.to(relevance.device)).tolist()
@@ -89,7 +89,7 @@ class Meter:
 
 
 def now(device: torch.device, wait: bool) -> float:
-    """Return the time, after the device has done all its work if asked to wait."""
+    """Return the time in seconds; with `wait`, after synchronizing the device."""
     if wait and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Kept samples that wait for a full batch."""
+"""The queue of kept samples that do not fill a batch yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kd.sifting.batch import SiftingBatch
 
 
 class Pending:
-    """A queue of samples, first in, first out; the batches that it gives are all of one size."""
+    """A first-in, first-out queue of samples, from which batches of one size are taken."""
 
     def __init__(self) -> None:
         self.parts: list[SiftingBatch] = []
@@ -22,11 +22,11 @@ class Pending:
             self.parts.append(batch)
 
     def put_back(self, batch: SiftingBatch) -> None:
-        """Put samples in front again, in their order."""
+        """Insert samples at the front, in their order."""
         self.parts.insert(0, batch)
 
     def joined(self) -> SiftingBatch | None:
-        """Return all waiting samples as one batch without removing them; None where there are none."""
+        """Return all samples as one batch without removing them; None where the queue is empty."""
         if len(self.parts) > 1:
             self.parts = [self.parts[0].join(self.parts[1:])]
         return self.parts[0] if self.parts else None

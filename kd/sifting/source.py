@@ -1,4 +1,4 @@
-"""The original loader: how long it is, and how it is taken up again in the middle of an epoch."""
+"""The original loader: its length, and how to resume it in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def count_of(thing: Any) -> int | None:
-    """Return `len(thing)`, or None where it has none."""
+    """Return `len(thing)`, or None where it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, AttributeError):
@@ -19,7 +19,7 @@ def count_of(thing: Any) -> int | None:
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the size of the loader's full batches, or None where it does not say."""
+    """Return the size of the loader's full batches, or None where it is not known."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -27,12 +27,12 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Return how many samples an epoch of this rank has, or None where that is not known before it is over."""
+    """Return the number of samples of an epoch of this rank, or None where it is not known in advance."""
     batches, size = count_of(loader), batch_size_of(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batches is None or size is None:
         return None
-    if getattr(batch_sampler, "even_batches", False):  # accelerate's shard of a rank: every batch is full
+    if getattr(batch_sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
         return batches * size
     if type(batch_sampler) is not torch.utils.data.BatchSampler:
         return None
@@ -41,7 +41,7 @@ def samples_of(loader: Any) -> int | None:
 
 
 def random_state(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the generators that decide the order of an epoch when it begins."""
+    """Return the states of the generators that determine the order of the next epoch."""
     state = {"torch": torch.get_rng_state()}
     generator = getattr(loader, "generator", None)
     if isinstance(generator, torch.Generator):
@@ -50,10 +50,10 @@ def random_state(loader: Any) -> dict[str, Tensor]:
 
 
 def take_up(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
-    """Begin the epoch that began with those random states, and skip `position` batches of it.
+    """Repeat the epoch of those random states, and skip its first `position` batches.
 
-    The caller's random state is left as it is. Not handled: an order drawn from numpy or `random`, and a loader that
-    restores a position of its own (torchdata's StatefulDataLoader): give it to `state_dict` or to us, not to both.
+    The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that
+    restores its own position (torchdata's StatefulDataLoader), whose state must not be saved separately.
     """
     generator = getattr(loader, "generator", None)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Sifting in the Hugging Face `Trainer`, which is only duck-typed here: transformers is never imported."""
+"""Sifting in the Hugging Face `Trainer`, by duck typing: transformers is not imported."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def enable_sifting(
 ) -> None:
     """Let a Hugging Face Trainer train on sifted batches.
 
-    As in smart sifting, the Trainer is given no length. Set `max_steps`, or `set_epochs=True` to train for
-    `num_train_epochs`: `max_steps` becomes the exact number of steps that sifting leaves of them, so that the
-    learning rate decays to its end (smart sifting sets it to the largest integer, with which it never decays).
+    As in smart sifting, the loader has no length. Set `max_steps`, or `set_epochs=True` to train for
+    `num_train_epochs`: then `max_steps` becomes the exact number of steps after sifting, so that the learning rate
+    decays fully. Smart sifting sets it to the largest integer, with which the rate never decays.
 
-    Not handled: `resume_from_checkpoint` continues the weights and the steps, but begins an epoch of the data and an
-    empty window. Skipping batches of a sifted loader would mean nothing, so `ignore_data_skip` is turned on.
+    Not handled: `resume_from_checkpoint` restores weights and step count, but starts a new epoch with an empty window.
+    Batches of a sifted loader cannot be skipped, so `ignore_data_skip` is set.
 
     Args:
-        trainer: a `transformers.Trainer`. `trainer.sifting_dataloader` is the loader, once training has begun.
+        trainer: a `transformers.Trainer`. During training, `trainer.sifting_dataloader` is the loader.
         sift_config: see `SiftingDataloader`.
         loss: an object with `loss(model, transformed_batch, original_batch)`.
         set_epochs: train for `num_train_epochs`.
         options: further arguments of `SiftingDataloader`.
 
     Raises:
-        SiftConfigValidationException: with `set_epochs`, later, if the loader's length is not known.
+        SiftConfigValidationException: at the start of training, with `set_epochs`, if the loader's length is unknown.
     """
     original = trainer.get_train_dataloader
 
@@ -41,7 +41,7 @@ def enable_sifting(
         loader = SiftingDataloader(sift_config, original(), trainer.model, loss, **options)
         if set_epochs:
             trainer.args.max_steps = _steps(loader, trainer.args)
-        # With a length of its first epoch the Trainer would count epochs by it, and stop early after a delay.
+        # The Trainer would count epochs by the length of the first one, and stop early after a delay.
         loader.sized = False
         trainer.sifting_dataloader = loader
         return loader
@@ -51,7 +51,7 @@ def enable_sifting(
 
 
 def _steps(loader: SiftingDataloader, args: Any) -> int:
-    """Return the optimizer steps of all epochs; what is left of an accumulation at the end of one is no step."""
+    """Return the optimizer steps of all epochs; an incomplete gradient accumulation at the end of one is no step."""
     epochs, accumulate = args.num_train_epochs, args.gradient_accumulation_steps
     whole = int(epochs)
     try:

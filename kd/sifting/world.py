@@ -1,4 +1,4 @@
-"""What the ranks agree on, with nothing but a SUM: they must end an epoch after the same number of batches."""
+"""Agreement of the ranks by SUM all-reduces only; all must end an epoch after the same number of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _device(device: torch.device) -> torch.device:
 
 
 def same_everywhere(values: Sequence[int], device: torch.device) -> bool:
-    """Return whether all ranks hold the same numbers; the answer is the same on all of them."""
+    """Return whether all ranks hold the same numbers; the result is the same on all ranks."""
     rank, size = rank_and_size()
     table = torch.zeros(size, len(values), dtype=torch.int64, device=_device(device))
     table[rank] = torch.tensor(values, dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""What one rank does in the conformance suite of backends; the tests compare what the ranks wrote.
+"""One rank of the backends' conformance suite; the tests compare the files that the ranks write.
 
-`main([kind, options as JSON, folder, task])`. What this machine cannot build ends with code 77 and the reason.
+`main([kind, options as JSON, folder, task])`. A backend that this machine lacks exits with code 77 and the reason.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def ours(made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW) -> tuple[nn.Module, Any]:
-    """Train by the contract's methods; the ranks start from different weights, which `wrap` must make equal."""
+    """Train with the contract's methods; the ranks start with different weights, which `wrap` must make equal."""
     model = network(made.rank).to(made.device)
     module = made.wrap(model)
     optimizer = made.optimizer(groups(model), cls, zero, lr=LR)
@@ -90,7 +90,7 @@ def ours(made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW) -
 
 
 def by_hand(made: Any) -> nn.Module:
-    """Train with nothing of ours: DDP and AdamW as PyTorch's documentation shows them."""
+    """Train without kd: DDP and AdamW as in PyTorch's documentation."""
     model = network(0).to(made.device)
     module = model
     if made.world_size > 1:
@@ -118,7 +118,7 @@ def train(made: Any, folder: Path) -> dict[str, Any]:
         mib = made.counters()["optimizer_mib"]
         states["zero"] = made.optimizer_state(optimizer)
     except KdError as error:
-        print(error)  # a backend may refuse ZeRO, in words
+        print(error)  # a backend may refuse ZeRO
         mib = whole_mib
     models["two micros"], _ = ours(made, zero=False, micros=2)
     models["sgd"], _ = ours(made, zero=False, cls=torch.optim.SGD)
@@ -144,7 +144,7 @@ def train(made: Any, folder: Path) -> dict[str, Any]:
 
 
 def resume(made: Any, folder: Path) -> dict[str, Any]:
-    """Take up the two-rank run's ZeRO state in this world, give it back, and make one more step."""
+    """Load the two-rank run's ZeRO state in this world, return it, and make one more step."""
     saved = load_file(folder / "train_2.safetensors")
     model = network(0).to(made.device)
     module = made.wrap(model)
@@ -159,7 +159,7 @@ def resume(made: Any, folder: Path) -> dict[str, Any]:
         optimizer, {"state": state, "param_groups": json.loads((folder / "groups.json").read_text())}
     )
     returned = made.optimizer_state(optimizer)
-    copied = flat({}, {"zero": returned}) if returned else {}  # a state dict holds the live tensors, as torch's does
+    copied = flat({}, {"zero": returned}) if returned else {}  # a state dict refers to the live tensors
     backward(made, module, STEPS, 1)
     made.step(optimizer, 0.5)
     if made.rank == 0:
@@ -168,18 +168,19 @@ def resume(made: Any, folder: Path) -> dict[str, Any]:
 
 
 def lose(made: Any, folder: Path) -> dict[str, Any]:
-    """Let the last rank vanish; the others must be told in words, soon."""
+    """End the last rank; the others must raise a readable error soon."""
     if made.rank == made.world_size - 1:
         os._exit(9)
     start = time.monotonic()
     try:
         for _ in range(10_000):
             made.reduce_sum(torch.ones(1, device=made.device)).item()
-        told: Callable[..., Any] | None = None
+        explained: KdError | None = None
     except RuntimeError as error:
-        told = made.explain(error)
+        explained = made.explain(error)
     foreign = made.explain(RuntimeError("shape mismatch"))
-    return {"told": str(told), "kind": type(told).__name__, "seconds": time.monotonic() - start, "foreign": foreign}
+    seconds = time.monotonic() - start
+    return {"text": str(explained), "kind": type(explained).__name__, "seconds": seconds, "foreign": foreign}
 
 
 def digest(model: nn.Module) -> str:
@@ -190,7 +191,7 @@ def digest(model: nn.Module) -> str:
 
 
 def flat(models: dict[str, nn.Module], states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Lay weights and optimizer states out by name."""
+    """Return weights and optimizer states by name."""
     tensors = {
         f"model/{name}/{key}": value for name, model in models.items() for key, value in model.state_dict().items()
     }

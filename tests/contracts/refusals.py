@@ -1,4 +1,4 @@
-"""Ask the stand-in of smddp for one thing that the real library refuses."""
+"""Call one operation of the stand-in for smddp that the real library does not support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("smddp")
     assert dist.get_backend() == "smddp"
     one = torch.ones(2)
-    ask = {
+    operation = {
         "new_group": lambda: dist.new_group([0, 1]),
         "ReduceOp": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
         "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(4), one),
@@ -21,9 +21,9 @@ def main(argv: list[str]) -> int:
     }[argv[0]]
     code = 4
     try:
-        ask()
+        operation()
     except RuntimeError as error:
         print(error)
         code = 0 if "SMDDP does not support" in str(error) else 3
-    dist.all_reduce(one)  # rank 0 holds the store: it must not leave before the others have come
+    dist.all_reduce(one)  # rank 0 holds the store: it must not exit before the others have arrived
     return code

@@ -1,4 +1,4 @@
-"""One suite for every backend. What this machine lacks is skipped with the backend's own words.
+"""One suite for every backend. A backend that this machine lacks is skipped with its error message.
 
 `smddp` runs on a strict stand-in of the library (`smddp_stand_in/`), never on the library itself.
 """
@@ -24,7 +24,7 @@ from kd import parts  # noqa: E402
 
 CANNOT = 77
 STAND_INS: dict[str, tuple[dict[str, str], Path]] = {"smddp": ({"device": "cpu"}, HERE / "smddp_stand_in")}
-# smddp's documented and reported limits leave these; everything else raises in the stand-in
+# smddp supports these, by its documentation and by reports; everything else raises in the stand-in
 ALLOWED = {"allreduce", "broadcast", "allgather"}
 
 
@@ -40,7 +40,7 @@ def folder(kind, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
-    """Let a world do a task, once, and return what its ranks wrote; skip where this machine cannot."""
+    """Run a task in a world, once, and return the results of its ranks; skip where this machine cannot."""
     done: dict[tuple[str, int], list[dict[str, Any]]] = {}
     options, path = STAND_INS.get(kind, ({}, HERE))
 
@@ -62,7 +62,7 @@ def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
 def weights(
     folder: Path, ranks: int, name: str, section: str = "model", task: str = "train"
 ) -> dict[str, torch.Tensor]:
-    """Return what rank 0 saved below a name."""
+    """Return the tensors that rank 0 saved under a name."""
     tensors = load_file(folder / f"{task}_{ranks}.safetensors")
     prefix = f"{section}/{name}/"
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -99,7 +99,7 @@ def test_micro_batches_and_ranks_make_one_batch(perform, folder, ranks):
     perform("train", ranks)
     perform("train", 1)
     alone = weights(folder, 1, "sgd")
-    # SGD, whose steps are the gradients: sums in another order, at float32's rounding
+    # SGD, whose steps are the gradients: the order of sums differs, so float32 rounding does
     assert distance(weights(folder, ranks, "sgd"), alone) < 1e-6
     assert distance(weights(folder, ranks, "sgd, two micros"), alone) < 1e-6
     assert distance(weights(folder, ranks, "two micros"), weights(folder, 1, "plain")) < 1e-4
@@ -127,17 +127,17 @@ def test_a_sharded_state_goes_on_in_another_world(perform, folder, ranks):
     assert distance(weights(folder, ranks, "zero", task="resume"), weights(folder, 2, "zero")) > 1e-3  # one more step
 
 
-def test_a_lost_rank_is_told_in_seconds(perform):
+def test_a_lost_rank_is_reported_in_seconds(perform):
     for facts in perform("lose", 3):
         assert facts["kind"] == "BackendError", facts
-        assert "lost the other ranks" in facts["told"]
+        assert "lost the other ranks" in facts["text"]
         assert facts["seconds"] < 10
         assert facts["foreign"] is None
 
 
 def test_the_collectives_are_within_the_allowed_set(kind, perform):
     if kind not in STAND_INS:
-        pytest.skip("only a stand-in counts its collectives")
+        pytest.skip("only the stand-in counts collectives")
     for task in ("train", "resume"):
         for facts in perform(task, 3):
             assert set(facts["operations"]) <= ALLOWED

@@ -1,6 +1,6 @@
-"""What every dataset promises (`kd.contracts.Source`), for each file in `kd/datasets`.
+"""The contract `kd.contracts.Source`, tested on each file in `kd/datasets`.
 
-A new dataset needs one line in `RECIPES`: how to make a little data of its kind. Without it these tests fail.
+A new dataset needs one line in `RECIPES`: a function that makes a little data of its kind. The tests fail without it.
 """
 
 import ast
@@ -97,7 +97,7 @@ RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "imagefolder": make_imagefolder,
     "webdataset": make_webdataset,
 }
-PAINTED = {"food_mini"}  # it makes its own images: none of them is broken
+PAINTED = {"food_mini"}  # it renders its images, so none is broken
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ class Built:
     train: Source
     val: Source
     again: Source
-    """The training split of the same data in another place."""
+    """The training split of the same data in another folder."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -124,7 +124,7 @@ def built(request, tmp_path_factory) -> Built:
     listings = [listing(source) for source in (train, val, again)]
     for source in (train, val, again):
         source.prepare()
-        source.prepare()  # a run that starts again prepares again
+        source.prepare()  # a restarted run calls it again
     assert [listing(source) for source in (train, val, again)] == listings, "listing must not need prepare()"
     return Built(kind, module, train, val, again)
 
@@ -220,7 +220,7 @@ def test_broken_image_is_a_data_error_with_its_name(built):
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # out of a worker
 
 
-def test_fingerprint_is_of_the_listing_and_not_of_the_place(built):
+def test_fingerprint_depends_on_the_listing_and_not_on_the_folder(built):
     assert built.again.fingerprint == built.train.fingerprint
     assert built.val.fingerprint != built.train.fingerprint
 
@@ -246,11 +246,11 @@ def test_spawned_process_sees_the_same(built, tmp_path):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
 def test_forked_processes_see_the_same_at_the_same_time(built):
     ids = readable(built) * 20
-    context = multiprocessing.get_context("fork")  # it hands the source over as it is: nothing is pickled
+    context = multiprocessing.get_context("fork")  # the source is inherited, not pickled
     pipes = [context.Pipe(duplex=False) for _ in range(3)]
     workers = [context.Process(target=send_digests, args=(end, built.train, ids), daemon=True) for _, end in pipes]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking beside threads: loaders do it too
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork with threads
         for worker in workers:
             worker.start()
     wanted = digests(built.train, ids)
@@ -280,7 +280,7 @@ def test_options_are_frozen_and_explained(kind):
     body = _options_class(module).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign):
-            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
-            assert isinstance(told, str), f"{kind}: no docstring under {ast.unparse(node.target)}"
+            text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+            assert isinstance(text, str), f"{kind}: no docstring under {ast.unparse(node.target)}"
     fields = dataclasses.fields(module.Options)
     assert all(field.kw_only for field in fields)

@@ -1,4 +1,4 @@
-"""What `kd.contracts.Loss` promises, asked of every file in `kd/losses`: a new one is tested with no test edited.
+"""The contract `kd.contracts.Loss`, tested on every file in `kd/losses`, new ones included.
 
 Shape legend: B images of a batch, C classes, D feature width.
 """
@@ -27,13 +27,13 @@ every_loss = pytest.mark.parametrize("name", parts.names("losses"))
 
 
 def build(name: str, num_classes: int = C) -> nn.Module:
-    torch.manual_seed(0)  # losses with learned parameters draw them here
+    torch.manual_seed(0)  # initial values of learned parameters are drawn here
     module = parts.find("losses", name, "losses")
     return module.build(module.Options(), Dims(num_classes, STUDENT_D, TEACHER_D))
 
 
 def make_batch(name: str, num_classes: int = C) -> Batch:
-    """Return labels mixed in pairs, or plain ones for a loss that needs hard labels."""
+    """Return mixed labels, or unmixed ones for a loss that needs hard labels."""
     generator = torch.Generator().manual_seed(1)
     label, partner = torch.randint(num_classes, (2, B), generator=generator)
     lam = torch.rand(B, generator=generator)
@@ -50,12 +50,12 @@ def make_outputs(width: int, num_classes: int = C, scale: float = 3.0, seed: int
 
 
 def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
-    """Return copies of the tensors in `dtype` that collect gradients."""
+    """Return copies in `dtype` that require gradients."""
     return outputs.map(lambda tensor: tensor.to(dtype, copy=True).requires_grad_())
 
 
 def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
-    """Return every gradient that a backward pass left in the student and in the loss itself."""
+    """Return all gradients of the student's outputs and of the loss's parameters."""
     leaves = [student.logits, *student.features.values(), *loss.parameters()]
     return [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
 
@@ -82,7 +82,7 @@ def test_every_option_has_a_docstring(name):
 
 
 @every_loss
-def test_options_reject_what_no_option_can_mean(name):
+def test_options_reject_invalid_values(name):
     options_type = parts.options_type("losses", name, "losses")
     for key, kind in typing.get_type_hints(options_type).items():
         nonsense = {float: [math.nan, math.inf, -math.inf], bool: []}.get(kind, ["no such choice"])
@@ -92,7 +92,7 @@ def test_options_reject_what_no_option_can_mean(name):
 
 
 @every_loss
-def test_docstring_opens_with_one_sentence_and_cites_a_source(name):
+def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
     doc = parts.find("losses", name, "losses").__doc__
     first = doc.splitlines()[0]
     assert first.endswith(".")
@@ -107,7 +107,7 @@ def test_needs_are_known_words(name):
 
 
 @every_loss
-def test_reads_nothing_that_it_does_not_declare(name):
+def test_reads_only_its_declared_inputs(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     expected_B = loss(student, teacher, batch)
@@ -133,7 +133,7 @@ def test_gives_one_float32_value_an_image(name, dtype):
 
 @every_loss
 def test_computes_in_float32_from_low_precision_inputs(name):
-    # The same bf16 numbers, given as bf16 and as float32, must lead to the same loss: nothing is computed in bf16.
+    # The same bf16 values, as bf16 and as float32, must give the same loss: nothing is computed in bf16.
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     student, teacher = as_leaves(student, torch.bfloat16), as_leaves(teacher, torch.bfloat16)
     wide = as_leaves(student), as_leaves(teacher)
@@ -149,7 +149,7 @@ def test_stays_float32_under_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
-    # A learned projector may multiply in bf16 (8 bits of mantissa); logits may not.
+    # A learned projector may use bf16 (8 bits of mantissa); logits may not.
     tolerance = {"rtol": 5e-2, "atol": 5e-2} if "pooled" in loss.needs else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
@@ -174,12 +174,12 @@ EXTREMES = {
         replace(make_outputs(TEACHER_D), logits=make_outputs(STUDENT_D, num_classes).logits),
     ),
     "untrained student": lambda num_classes, label: (
-        Outputs(torch.zeros(B, num_classes), torch.zeros(B, STUDENT_D)),
+        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, STUDENT_D)}),
         make_outputs(TEACHER_D, num_classes, seed=3),
     ),
     "constant logits": lambda num_classes, label: (
-        Outputs(torch.zeros(B, num_classes), torch.zeros(B, STUDENT_D)),
-        Outputs(torch.zeros(B, num_classes), torch.zeros(B, TEACHER_D)),
+        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, STUDENT_D)}),
+        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, TEACHER_D)}),
     ),
 }
 
@@ -190,7 +190,7 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
     if extreme == "untrained student" and dtype == torch.float16:
-        dtype = torch.bfloat16  # `dist` and `zscore` document gradients of 1e7 here, beyond float16's range
+        dtype = torch.bfloat16  # gradients of `dist` and `zscore` are 1e7 here, beyond float16's range (documented)
     batch = make_batch(name, num_classes)
     student, teacher = (as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, batch.label))
     loss = build(name, num_classes)
@@ -205,10 +205,10 @@ def test_gradient_reaches_the_student_only(name):
     student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    taught = student.features["pooled"] if "pooled" in loss.needs else student.logits
-    assert taught is not None
-    assert taught.grad is not None
-    assert (taught.grad != 0).any(dim=1).all(), "an image teaches nothing"
+    leaf = student.features["pooled"] if "pooled" in loss.needs else student.logits
+    assert leaf is not None
+    assert leaf.grad is not None
+    assert (leaf.grad != 0).any(dim=1).all(), "an image has no gradient"
     assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
     assert teacher.logits.grad is None
     assert teacher.features["pooled"].grad is None
@@ -219,7 +219,7 @@ def test_gradient_reaches_the_student_only(name):
 def test_is_never_negative(name, num_classes):
     loss, batch = build(name, num_classes), make_batch(name, num_classes)
     student, teacher = make_outputs(STUDENT_D, num_classes), make_outputs(TEACHER_D, num_classes, seed=3)
-    # Where the models agree a divergence is 0, and rounding may land on either side of it.
+    # Where the models agree, a divergence is 0 up to rounding of either sign.
     assert (loss(student, teacher, batch) >= -1e-5).all()
     assert (loss(student, replace(teacher, logits=student.logits), batch) >= -1e-5).all()
 
@@ -229,13 +229,9 @@ def test_follows_a_permutation_of_the_batch(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-
-    def shuffled(record):
-        tensors = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        return replace(record, **{key: t[order] for key, t in tensors.items() if isinstance(t, Tensor)})
-
     expected_B = loss(student, teacher, batch)[order]
-    torch.testing.assert_close(loss(shuffled(student), shuffled(teacher), shuffled(batch)), expected_B)
+    shuffled = (values.map(lambda tensor: tensor[order]) for values in (student, teacher, batch))
+    torch.testing.assert_close(loss(*shuffled), expected_B)
 
 
 @every_loss
@@ -247,7 +243,7 @@ def test_leaves_the_weight_to_the_criterion(name):
 
 
 @every_loss
-def test_the_two_labels_of_a_mixed_image_may_trade_places(name):
+def test_the_two_labels_of_a_mixed_image_are_interchangeable(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)

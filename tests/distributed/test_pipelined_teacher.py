@@ -58,7 +58,7 @@ def test_the_probe_tries_pipelined_teachers_and_a_run_resumes_without(train):
 @pytest.mark.parametrize(
     ("ranks", "stages", "text"),
     [
-        (1, 2, "teacher.pipeline: is 2, but the number of processes is 1. One stage a process, two or more."),
+        (1, 2, "teacher.pipeline: is 2, but the number of processes is 1."),
         (2, 3, "teacher.pipeline: is 3, but the number of processes is 2."),
         (3, 3, "teacher.pipeline: is 3, but the teacher can be cut at 1 places only."),
     ],

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,15 @@ class Running:
     def __init__(self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None) -> None:
         argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        # Not a pipe: nobody reads it while the server runs, and a full pipe stops whoever writes.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
+            argv, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment, cwd=cwd
         )
         line = self.process.stdout.readline()
         if " at http://" not in line:
-            raise AssertionError(self.process.communicate(timeout=20)[1])
+            self.process.communicate(timeout=20)
+            raise AssertionError(self._logged())
         self.host, port = line.split(" at http://")[1].split()[0].rsplit(":", 1)
         self.port, self.errors = int(port), ""
         end = time.monotonic() + 30
@@ -61,12 +65,19 @@ class Running:
         if self.process.returncode is None:
             self.process.terminate()
             try:
-                self.errors += self.process.communicate(timeout=seconds)[1]
+                self.process.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.communicate()
                 raise
+            finally:
+                self.errors = self._logged()
         return self.process.returncode
+
+    def _logged(self) -> str:
+        with self._log:
+            self._log.seek(0)
+            return self._log.read()
 
     def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=30)

@@ -418,3 +418,24 @@ def test_errors_of_one_rank_among_several_say_whose(written, command, monkeypatc
 def test_the_yaml_that_was_written_is_what_is_read(written):
     """Guards the helper of these tests."""
     assert yaml.safe_load(Path(written(run={"epochs": 7})).read_text())["run"]["epochs"] == 7
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_pickle_in_a_teacher_s_folder_never_runs(written, refused, teacher, tmp_path, check):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    shutil.copy(teacher / "config.json", folder)
+    torch.save({"head.weight": Touch(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    line = refused("train", written(teacher={"model": str(folder)}), *(["--check"] if check else []))
+    assert line.startswith("teacher.model: no model.safetensors in ")
+    assert not (tmp_path / "ran").exists()
+
+
+class Touch:
+    """A pickle that leaves a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

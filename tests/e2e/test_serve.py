@@ -249,7 +249,7 @@ def test_connections_that_never_ask(exported):
     code = (
         "import sys\nfrom pathlib import Path\nfrom kd.serve.limits import Limits\n"
         "from kd.serve.server import Settings, serve\n"
-        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0, max_connections=8)))"
+        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0)))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -264,19 +264,6 @@ def test_connections_that_never_ask(exported):
                 pass
             connection.close()
         assert 0.7 < time.monotonic() - start < 5
-        many = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
-        time.sleep(0.3)
-        refused = 0
-        for connection in many:
-            connection.settimeout(0.05)
-            try:
-                refused += connection.recv(1) == b""
-            except ConnectionResetError:
-                refused += 1
-            except TimeoutError:
-                pass
-            connection.close()
-        assert refused == 4
     finally:
         process.terminate()
         process.communicate(timeout=20)
@@ -364,7 +351,7 @@ def test_a_malformed_corpus(server, photo):
 
 
 def test_overload_is_answered_and_not_queued(exported, photos):
-    """A door for two: of many at once some are answered and the rest are told when to come back."""
+    """With `--max-in-flight 2` some of many concurrent requests are answered, and the rest get 503 with Retry-After."""
     big = io.BytesIO()
     Image.new("RGB", (3000, 2000), "red").save(big, "PNG")
     with Running(exported, "--max-in-flight", "2", "--slots", "1") as server, ThreadPoolExecutor(16) as pool:

@@ -24,14 +24,14 @@ def draw(shape: tuple[int, int]) -> tuple[Outputs, Outputs, Batch]:
     B, C = shape
     generator = torch.Generator().manual_seed(100 * B + C)
     normal = lambda *size: 3 * torch.randn(*size, generator=generator)  # noqa: E731
-    student = Outputs(normal(B, C), normal(B, STUDENT_D))
-    teacher = Outputs(normal(B, C), normal(B, TEACHER_D))
+    student = Outputs(normal(B, C), {"pooled": normal(B, STUDENT_D)})
+    teacher = Outputs(normal(B, C), {"pooled": normal(B, TEACHER_D)})
     label, partner = torch.randint(C, (2, B), generator=generator)
     return student, teacher, batch_of(label, partner, torch.rand(B, generator=generator))
 
 
 def batch_of(label: Tensor, partner: Tensor | None = None, lam: Tensor | None = None) -> Batch:
-    """Return a batch whose images do not matter."""
+    """Return a batch with empty images."""
     B = len(label)
     return Batch(
         ids=torch.arange(B),
@@ -48,7 +48,7 @@ def leaves(outputs: Outputs, dtype: torch.dtype) -> Outputs:
 
 
 def gradient(value: Tensor, student: Outputs) -> Tensor:
-    """Return the gradient by logits and features side by side [B, C + D]."""
+    """Return the gradients of logits and features, concatenated [B, C + D]."""
     found = torch.autograd.grad(value, [student.logits, student.features["pooled"]], materialize_grads=True)
     return torch.cat([found[0], found[1]], dim=1).double()
 
@@ -68,10 +68,10 @@ def agree(shape) -> Callable[[nn.Module, Formula], None]:
         narrow, wide = leaves(student, torch.float32), leaves(student, torch.float64)
         found_B = loss(narrow, teacher, batch)
         expected_B = formula(wide, leaves(teacher, torch.float64), batch)
-        # float32 has 24 bits, 6e-8; a sum over 1,000 classes and one cancellation leave 1e-5 of the largest value.
+        # float32 has 24 bits (6e-8); a sum over 1,000 classes and a cancellation lose accuracy to 1e-5.
         torch.testing.assert_close(found_B.double(), expected_B, rtol=1e-5, atol=1e-5)
         expected = gradient(expected_B.mean(), wide)
-        # The constant is for two classes, where some losses have no gradient at all.
+        # The constant is for two classes, where some losses have no gradient.
         tolerance = 1e-5 * expected.abs().max().item() + 1e-7
         torch.testing.assert_close(gradient(found_B.mean(), narrow), expected, rtol=0, atol=tolerance)
 
@@ -80,5 +80,5 @@ def agree(shape) -> Callable[[nn.Module, Formula], None]:
 
 @pytest.fixture
 def outputs(shape) -> tuple[Outputs, Outputs, Batch]:
-    """Student, teacher and batch of one shape, for tests of a property."""
+    """Student outputs, teacher outputs and batch of one shape."""
     return draw(shape)

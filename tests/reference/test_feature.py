@@ -37,7 +37,7 @@ def test_equals_the_formula(agree, outputs, distance, normalize):
 
 
 @pytest.mark.parametrize("distance", ["mse", "cosine"])
-def test_is_zero_when_the_projection_meets_the_teacher(outputs, distance):
+def test_is_zero_when_the_projection_equals_the_teacher(outputs, distance):
     _, teacher, batch = outputs
     width = teacher.features["pooled"].shape[1]
     loss = build(width, width, distance=distance, normalize=False)
@@ -51,8 +51,8 @@ def test_is_zero_when_the_projection_meets_the_teacher(outputs, distance):
 def test_normalize_makes_scale_and_offset_of_the_teacher_irrelevant(outputs):
     student, teacher, batch = outputs
     loss = build(student.features["pooled"].shape[1], teacher.features["pooled"].shape[1], normalize=True)
-    louder = Outputs(teacher.logits, {"pooled": 50 * teacher.features["pooled"] + 3})
-    torch.testing.assert_close(loss(student, louder, batch), loss(student, teacher, batch), rtol=1e-4, atol=1e-5)
+    scaled = Outputs(teacher.logits, {"pooled": 50 * teacher.features["pooled"] + 3})
+    torch.testing.assert_close(loss(student, scaled, batch), loss(student, teacher, batch), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("widths", "model"), [((0, 8), "student"), ((8, 0), "teacher")])

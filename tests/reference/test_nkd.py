@@ -24,7 +24,7 @@ def test_equals_nkd_2023(agree, gamma, temperature):
 
 
 def test_other_classes_have_no_gradient_when_student_equals_teacher(outputs):
-    # The second part is smallest where the normalized other classes agree, whatever the label's own probability.
+    # The second term is smallest where the renormalized other classes agree, for any probability of the label.
     _, teacher, batch = outputs
     is_label_BC = torch.arange(teacher.logits.shape[1]) == batch.label[:, None]
     gradients = []
@@ -39,7 +39,7 @@ def test_other_classes_do_not_see_the_labels_logit(outputs):
     student, teacher, batch = outputs
     loss, without_others = nkd.NKD(gamma=1.0, temperature=1.0), nkd.NKD(gamma=0.0, temperature=1.0)
     other_B = loss(student, teacher, batch) - without_others(student, teacher, batch)
-    # A student that is certain of the label has nothing to learn in the first part; the second must not change.
+    # For a student that is certain of the label the first term is 0; the second must not change.
     certain = Outputs(student.logits.scatter(1, batch.label[:, None], 1e4))
     torch.testing.assert_close(loss(certain, teacher, batch), other_B, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Our losses against numbers that the papers' official code gave once; `golden/losses.json` says whose, and how."""
+"""Compare losses with values of the papers' official code; `golden/losses.json` names its source."""
 
 from __future__ import annotations
 

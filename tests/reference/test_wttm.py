@@ -33,7 +33,7 @@ def test_is_zero_when_the_student_equals_the_softened_teacher(outputs):
     torch.testing.assert_close(loss_B, torch.zeros_like(loss_B), rtol=0, atol=1e-5)
 
 
-def test_a_uniform_teacher_weighs_most_and_a_certain_one_is_not_weighed(outputs):
+def test_the_weight_is_largest_for_a_uniform_teacher_and_1_for_a_certain_one(outputs):
     student, _, batch = outputs
     C = student.logits.shape[1]
     uniform, certain = torch.zeros_like(student.logits), 1e4 * (torch.arange(C) == batch.label[:, None])

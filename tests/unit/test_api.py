@@ -34,7 +34,7 @@ def data(count: int, seed: int) -> TensorDataset:
 
 
 def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
-    """Distil without kd's engine: its order of images, its schedule, plain torch for the rest."""
+    """Distill without kd's engine: its order of images, its schedule, plain torch for the rest."""
     image, label = train.tensors
     decayed = [p for p in student.parameters() if p.ndim > 1]
     kept = [p for p in student.parameters() if p.ndim <= 1]
@@ -57,7 +57,7 @@ def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs
     return student
 
 
-def distil(teacher: nn.Module, student: nn.Module, train: object, **changes: object) -> kd.Distilled:
+def distill(teacher: nn.Module, student: nn.Module, train: object, **changes: object) -> kd.Distilled:
     return kd.distill(
         **{
             "teacher": teacher,
@@ -78,7 +78,7 @@ def distil(teacher: nn.Module, student: nn.Module, train: object, **changes: obj
 def test_distill_is_the_loop_that_one_would_write_by_hand():
     teacher, student, train = network(16, 1), network(4, 2), data(70, 3)
     expected = by_hand(teacher, copy.deepcopy(student), train, epochs=3)
-    distil(teacher, student, train)
+    distill(teacher, student, train)
     for name, weight in student.state_dict().items():
         # the two sum the same loss in another order (per image, then the mean)
         torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -87,7 +87,7 @@ def test_distill_is_the_loop_that_one_would_write_by_hand():
 def test_distill_leaves_the_teacher_alone_and_reports_both_models():
     teacher, student = network(16, 1), network(4, 2)
     before = copy.deepcopy(teacher.state_dict())
-    result = distil(teacher.train(), student, data(70, 3))
+    result = distill(teacher.train(), student, data(70, 3))
     assert all(torch.equal(before[name], weight) for name, weight in teacher.state_dict().items())
     assert teacher.training
     assert all(parameter.requires_grad for parameter in teacher.parameters())
@@ -110,7 +110,7 @@ def test_several_teachers_are_the_average_of_their_probabilities():
 
     student, train = network(6, 3), data(70, 4)
     expected = by_hand(Average(), copy.deepcopy(student), train, epochs=3)
-    distil([one, two], student, train)
+    distill([one, two], student, train)
     for name, weight in student.state_dict().items():
         torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
 
@@ -118,11 +118,11 @@ def test_several_teachers_are_the_average_of_their_probabilities():
 def test_distill_takes_a_dataloader_as_it_comes():
     teacher, train = network(16, 1), data(70, 3)
     one, two = network(4, 2), network(4, 2)
-    distil(teacher, one, DataLoader(train, batch_size=16), epochs=1)
+    distill(teacher, one, DataLoader(train, batch_size=16), epochs=1)
     image, _ = train.tensors
     in_order = TensorDataset(image[:64], train.tensors[1][:64])
     order = iter(DataLoader(in_order, batch_size=16))
-    distil(teacher, two, DataLoader(in_order, batch_size=16), epochs=1)
+    distill(teacher, two, DataLoader(in_order, batch_size=16), epochs=1)
     assert len(next(order)[0]) == 16
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
@@ -141,16 +141,16 @@ class Noisy(Dataset):
 def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
     student = network(4, 2)
     torch.manual_seed(workers)  # must not matter
-    distil(network(16, 1), student, Noisy(), workers=workers, epochs=3)
+    distill(network(16, 1), student, Noisy(), workers=workers, epochs=3)
     reference = network(4, 2)
-    distil(network(16, 1), reference, Noisy(), epochs=3)
+    distill(network(16, 1), reference, Noisy(), epochs=3)
     assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
 
 
 def test_ema_hands_back_the_average():
     plain, averaged = network(4, 2), network(4, 2)
-    distil(network(16, 1), plain, data(70, 3))
-    result = distil(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema": 0.9})
+    distill(network(16, 1), plain, data(70, 3))
+    result = distill(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema": 0.9})
     assert not torch.equal(plain[1].weight, averaged[1].weight)
     image, label = data(33, 9).tensors
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_ema_hands_back_the_average():
 )
 def test_a_mistake_is_one_line(changes: dict, message: str):
     with pytest.raises(KdError, match=message):
-        distil(network(16, 1), network(4, 2), data(70, 3), **changes)
+        distill(network(16, 1), network(4, 2), data(70, 3), **changes)
 
 
 def test_a_dataloader_cannot_be_sifted_by_id():
@@ -177,7 +177,7 @@ def test_a_dataloader_cannot_be_sifted_by_id():
         pass
 
     with pytest.raises(ConfigError, match="ids"):
-        distil(
+        distill(
             network(16, 1),
             network(4, 2),
             DataLoader(data(70, 3), batch_size=16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kd.errors import RunError
-from kd.storage import Records, Stop, atomic_folder, hashed_folder, lock, open_folder, write_json, write_text
+from kd.storage import Records, Stop, atomic_folder, hashed_folder, lock, open_folder, recover, write_json, write_text
 
 
 def everything(folder: Path) -> list[str]:
@@ -58,6 +59,51 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
         with atomic_folder(tmp_path / "folder") as draft:
             (draft / name).write_text(name)
     assert everything(tmp_path) == ["folder", "folder/new"]
+
+
+def test_two_writers_with_one_process_id_do_not_meet(tmp_path):
+    """In two containers that share a disk, both may be process 1."""
+    with atomic_folder(tmp_path / "folder") as one:
+        (one / "a").write_text("one")
+        with atomic_folder(tmp_path / "folder") as other:
+            (other / "a").write_text("other")
+        assert (one / "a").read_text() == "one"
+    assert (tmp_path / "folder" / "a").read_text() == "one"
+    assert everything(tmp_path) == ["folder", "folder/a"]
+
+
+@pytest.mark.parametrize("name", [".folder.123.tmp", ".folder.123.old", ".folder.0123456789ab.tmp"])
+def test_leftovers_of_a_killed_process_are_removed(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "half").write_text("half")
+    (tmp_path / ".other.name.0123456789ab.tmp").mkdir()
+    with atomic_folder(tmp_path / "folder") as draft:
+        (draft / "new").write_text("new")
+    assert everything(tmp_path) == [".other.name.0123456789ab.tmp", "folder", "folder/new"]
+
+
+def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
+    (tmp_path / ".folder.0123456789ab.old").mkdir()
+    (tmp_path / ".folder.0123456789ab.old" / "file").write_text("old")
+    (tmp_path / ".folder.0123456789ab.tmp").mkdir()
+    recover(tmp_path)
+    assert everything(tmp_path) == ["folder", "folder/file"]
+
+
+def test_a_draft_in_use_is_left_alone(tmp_path):
+    with atomic_folder(tmp_path / "folder") as draft:
+        (draft / "file").write_text("new")
+        recover(tmp_path)
+    assert everything(tmp_path) == ["folder", "folder/file"]
+    young, old = tmp_path / ".a.json.0123456789ab.tmp", tmp_path / ".b.json.0123456789ab.tmp"
+    for file in (young, old):
+        file.write_text("half")
+    os.utime(old, (0, 0))
+    recover(tmp_path)
+    assert (young.exists(), old.exists()) == (True, False)
+    recover(tmp_path, alone=True)
+    assert not young.exists()
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
@@ -164,6 +210,16 @@ def test_a_lock_has_one_owner_and_ends_with_it(tmp_path):
     assert lock(tmp_path / ".lock", "run.name") is None
     first.close()
     assert lock(tmp_path / ".lock", "run.name") is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_not_another_owner(tmp_path, monkeypatch, number):
+    def without(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' lies on a file system without locks"):
+        lock(tmp_path / ".lock", "teacher.cache.path")
 
 
 def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):

@@ -42,7 +42,7 @@ def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):
     argv += ["-m", "kd.cli.train", str(run_file), "backend.kind=xla", f"run.folder={tmp_path}"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
-    assert "1 of the 2 processes that torchrun promised take part in a reduction on device CPU" in done.stderr
+    assert "1 of the 2 processes" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +100,7 @@ def test_what_torch_xla_cannot_do_is_refused(train, tmp_path, override, text):
 
 
 def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
-    from kd.backends.xla import _compile_quickly
+    from kd.backends.xla import _skip_llvm_passes
 
     level = "--xla_backend_optimization_level"
     for given, expected in (
@@ -109,5 +109,5 @@ def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
         ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": f"{level}=2"}, f"{level}=2"),
         ({"PJRT_DEVICE": "NEURON", "XLA_FLAGS": "--a"}, "--a"),
     ):
-        _compile_quickly(given)
+        _skip_llvm_passes(given)
         assert given["XLA_FLAGS"] == expected

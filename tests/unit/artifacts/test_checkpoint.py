@@ -42,7 +42,9 @@ def test_shared_and_strided_tensors_can_be_written(tmp_path):
     assert torch.equal(found["row"], matrix[1])
 
 
-@pytest.mark.parametrize("damage", ["cut", "no tensors", "no state", "half a state", "format", "other bits", "a list"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "no tensors", "no state", "half a state", "format", "other bits", "a list", "step"]
+)
 def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     folder = tmp_path / "step_00000001"
     checkpoint.write(folder, State(step=1), TENSORS, {})
@@ -58,11 +60,29 @@ def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
         state.write_text(state.read_text()[:40])
     elif damage == "other bits":
         tensors.write_bytes(b"\xff" * len(tensors.read_bytes()))
+    elif damage == "step":
+        state.write_text(state.read_text().replace('"step": 1,', '"step": 3,'))
     else:
-        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 2}))
-    with pytest.raises(RunError, match=r"^run\.folder: checkpoint '.*step_00000001' .* Remove '.*step_00000001'") as e:
+        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 3}))
+    with pytest.raises(
+        RunError, match=r"^run\.folder: checkpoint '.*step_00000001' .* [Rr]emove '.*step_00000001'"
+    ) as e:
         checkpoint.read(folder)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_one_wrong_bit_names_its_tensor(tmp_path, name):
+    folder = tmp_path / "step_00000001"
+    checkpoint.write(folder, State(step=1), TENSORS, {})
+    file = folder / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    offset = json.loads(content[8:begin])[name]["data_offsets"][0]
+    content[begin + offset] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=rf"is damaged: tensor '{name}' .* Remove '.*step_00000001'"):
+        checkpoint.read(folder)
 
 
 # ------------------------------------------------------------------------------------------------------- export

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -12,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kd.artifacts import checkpoint
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.host import environment
@@ -109,6 +114,120 @@ def test_the_environment_tells_what_a_number_depends_on():
     assert found["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert found["machine"]["cores"] == os.cpu_count()
     json.dumps(found)
+
+
+# ----------------------------------------------------------------------------------------------------------- best
+
+
+def evaluated(folder: RunDir, step: int, accuracy: float, best: float) -> None:
+    """Log and checkpoint an evaluation, as the engine does."""
+    state = State(step=step, best=max(best, accuracy))
+    folder.log("val", state, {"accuracy": accuracy})
+    folder.checkpoint(state, {"w": torch.full((2,), float(step))}, {}, accuracy > best)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_killed_right_after_a_checkpoint_knows_its_best(tmp_path, monkeypatch, step):
+    """`State.best` was in the checkpoint, and what named it the best was not: nothing was ever better."""
+    folder = RunDir(tmp_path / "run", keep=1)
+    folder.open("")
+    if step == 2:
+        evaluated(folder, 1, 0.25, -1.0)
+    write = checkpoint.write
+
+    def killed(*args, **options):
+        write(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(folder, step, 1.0, 0.25)
+    folder.close()
+    folder.open("")
+    assert folder.restore()[0].best == 1.0
+    assert folder.best()[0].step == step
+    assert folder.best_row()["accuracy"] == 1.0
+    folder.close()
+
+
+def test_a_best_checkpoint_that_was_removed_is_not_the_best_for_ever(tmp_path, caplog):
+    folder = RunDir(tmp_path / "run", keep=2)
+    folder.open("")
+    for step, accuracy, best in ((1, 0.3, -1.0), (2, 0.9, 0.3), (3, 0.5, 0.9)):
+        evaluated(folder, step, accuracy, best)
+    assert (kept(folder), folder.best()[0].step, caplog.messages) == ([2, 3], 2, [])
+    shutil.rmtree(folder.checkpoints / "step_00000002")
+    assert (folder.best()[0].step, folder.best_row()["accuracy"]) == (3, 0.5)
+    assert caplog.messages == [f"run: the best checkpoint of '{folder.path}' is gone. 'step_00000003' is used."]
+    state = folder.restore()[0]
+    assert (state.step, state.best) == (3, -1.0)
+    evaluated(folder, 4, 0.6, state.best)
+    assert (folder.best()[0].step, folder.best_row()["accuracy"]) == (4, 0.6)
+    folder.close()
+
+
+def test_nothing_is_removed_while_it_is_not_known_which_is_the_best(opened, caplog):
+    for step, accuracy, best in ((1, 0.9, -1.0), (2, 0.5, 0.9), (3, 0.5, 0.9)):
+        evaluated(opened, step, accuracy, best)
+    (opened.checkpoints / "step_00000002" / "state.json").write_text("{")
+    evaluated(opened, 4, 0.5, 0.9)
+    assert kept(opened) == [1, 2, 3, 4]
+    assert "step_00000002' cannot be read" in caplog.text
+    with pytest.raises(RunError, match=r"Remove '.*step_00000002'"):
+        opened.best()
+    shutil.rmtree(opened.checkpoints / "step_00000002")
+    assert opened.best()[0].step == 1
+
+
+# --------------------------------------------------------------------------------------- disks that refuse something
+
+
+@pytest.mark.parametrize("call", ["unlink", "rmdir"])
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(opened, monkeypatch, caplog, call):
+    def busy(*args, **options):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    save(opened, 1)
+    save(opened, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, busy)
+        save(opened, 3)
+    assert kept(opened) == [2, 3]
+    assert "cannot remove '" in caplog.text
+    assert "Device or resource busy" in caplog.text
+    opened.close()
+    opened.open("")
+    assert sorted(path.name for path in opened.checkpoints.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
+    def without(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    folder = RunDir(tmp_path / "run")
+    folder.open("")
+    assert "lies on a file system without locks" in caplog.text
+    assert "is writing" not in caplog.text
+    save(folder, 1)
+    assert folder.restore()[0].step == 1
+    folder.close()
+
+
+def test_a_file_system_that_cannot_flush_folders(opened, monkeypatch):
+    flush = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    save(opened, 1, True)
+    opened.record(a=1)
+    assert opened.best()[0].step == 1
 
 
 # ------------------------------------------------------------------------------------------------------- entering
@@ -209,7 +328,7 @@ def test_nothing_is_pickled(opened):
     opened.log("train", State(step=1), {"loss": 1.0})
     save(opened, 1, True)
     files = [path for path in opened.path.rglob("*") if path.is_file()]
-    assert len(files) == 7
+    assert len(files) == 6
     for path in files:
         assert not zipfile.is_zipfile(path), path  # torch.save
         assert path.read_bytes()[:1] != b"\x80", path  # pickle

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kd.data.loader import LocalLoader, evaluation_plan
-from kd.data.transforms import Train
-from kd.data.views import Mixing, Views
+from kd.data.views import Mixing, Train, Views
 from kd.datasets.imagefolder import Options, build
 from kd.errors import DataError
 from kd.types import Batch, Plan, Sample

@@ -22,8 +22,7 @@ from PIL import Image
 from kd import config
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
-from kd.data.transforms import Evaluate, Train, random_box
-from kd.data.views import Mixing, Views
+from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.datasets import imagefolder
 from kd.errors import DataError, RunError
 from kd.setup.build import build_backend
@@ -265,6 +264,16 @@ def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
     expected = pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2))
     os.truncate(tmp_path / "store" / PIXELS, 100)
     assert np.array_equal(pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2)), expected)
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_is_decoded_again(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
+    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
+    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
+    expected = [pixels(stored.decode(id)) for id in range(3)]
+    os.truncate(tmp_path / "store" / PIXELS, 5000)
+    assert all(np.array_equal(pixels(stored.decode(id)), expected[id]) for id in range(3))
+    assert source.decoded == 3 + 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.data.transforms import Evaluate, Train, build_policy, random_box
+from kd.data.views import Evaluate, Train, build_policy, random_box
 
 POLICIES = [
     "rand-m9-mstd0.5",

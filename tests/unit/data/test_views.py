@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kd.data.transforms import Evaluate, Train
-from kd.data.views import Mixing, Views, mix
+from kd.data.views import Evaluate, Mixing, Train, Views, mix
 from kd.datasets.imagefolder import Options, build
 from kd.errors import DataError
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from kd import config
 from kd.engine.loop import train
-from kd.errors import ConfigError
+from kd.errors import ConfigError, DataError, ModelError
 from kd.jobs import cache as job
+from kd.models.cache import Codec, Store
 
 LOG = "run.every.log=1"
 VIEWS = ("run.epochs=4", LOG, "data.augment.crop=0.5")
@@ -94,6 +99,62 @@ def test_verify_finds_what_is_wrong(settings, tmp_path, caplog):
     again = job.cache(chosen)
     assert (again.computed, again.missing) == (0, 0)
     assert "view 1: 0 of 36" in caplog.text
+
+
+def spoil(folder, factor=1.0, shift=0.0, images=36) -> None:
+    """Change the stored logits of view 0, checksums and all, as another version of a library would have."""
+    codec = Codec(3, "fp32", 0)
+    store = Store(folder, codec, images, writable=True)
+    parts, whole = store.parts(0, range(images))
+    assert whole.any()
+    ids = np.flatnonzero(whole)
+    store.write(0, ids.tolist(), [parts[0].numpy()[ids] * factor + shift])
+
+
+@pytest.mark.parametrize("changed", [{"shift": 0.01}, {"factor": float("nan")}])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_records_of_another_teacher_are_refused_when_a_cache_is_opened(make, tmp_path, changed, steps):
+    first = make(f"run.steps={steps}", *keys(tmp_path))  # one step: a part of the view is there
+    train(first.run)
+    make(*keys(tmp_path))
+    spoil(tmp_path, **changed)
+    with pytest.raises(ModelError, match=r"^teacher\.cache\.path: .*, view 0: .*differs by .*Remove the folder"):
+        make(*keys(tmp_path))
+
+
+def test_images_replaced_under_their_names_are_noticed_when_a_cache_is_opened(settings, photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    overrides = [f"data.root={root}", *keys(tmp_path)]
+    job.cache(config.load(settings, overrides))
+    for one in (root / "train").rglob("*.jpg"):
+        size = one.stat().st_size
+        Image.new("RGB", (20, 20), "white").save(one, quality=90)
+        one.write_bytes(one.read_bytes().ljust(size, b"\0")[:size])
+    with pytest.raises(ModelError, match=r"^teacher\.cache\.path: .*differs"):
+        job.cache(config.load(settings, overrides))
+
+
+def test_checking_a_cache_leaves_unreadable_images_to_the_run(make, settings, photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    overrides = [f"data.root={root}", *keys(tmp_path)]
+    job.cache(config.load(settings, overrides))
+    first = sorted((root / "train").rglob("*.jpg"))[0]
+    first.write_bytes(bytes(first.stat().st_size))
+    make(*overrides)
+    with pytest.raises(DataError, match="apple"):
+        train(make(*overrides).run)
+
+
+def test_only_the_kept_logits_and_the_mass_of_the_rest_are_compared():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    codec = Codec(40, "fp32", 3)
+    stored = codec.compress(logits)
+    assert codec.difference(stored, logits) == 0.0
+    assert codec.difference(stored, logits + 0.25) == pytest.approx(0.25, abs=1e-5)
+    changed = logits.clone()
+    changed[2, logits[2].argmin()] += 9
+    assert codec.difference(stored, changed) > 1
+    assert Codec(40, "fp32", 0).difference([logits], changed) == pytest.approx(9)
 
 
 def test_what_cannot_be_cached(make, settings, tmp_path):

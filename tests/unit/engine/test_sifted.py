@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 
+from kd.engine.criterion import Scoring
 from kd.engine.loop import train
-from kd.engine.scoring import Scoring
 
 RELATIVE = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=3")
 SIFTERS = {

@@ -204,6 +204,19 @@ def test_a_reader_of_a_file_that_is_too_short_computes(tmp_path, live):
     assert live.images - before == 2 + 2  # the comparison's own, and none for the second asking
 
 
+def test_a_file_that_is_cut_short_while_it_is_open_is_computed_again(tmp_path, live):
+    """A mapped file would end the process with SIGBUS."""
+    stored = CachedTeacher(live, opened(tmp_path))
+    first = ask(stored, batch([0, 1, 2, 3]))[0]
+    stored.flush()
+    os.truncate(tmp_path / "view_0000.logits", 70)
+    before = live.images
+    assert torch.equal(ask(stored, batch([0, 1, 2, 3]))[0], first)
+    assert live.images - before == 2
+    stored.flush()
+    assert stored.store.missing(0).tolist() == list(range(4, IMAGES))
+
+
 def test_a_reader_waits_for_the_manifest_of_a_writer_that_has_just_begun(tmp_path):
     def begin() -> None:
         time.sleep(0.3)

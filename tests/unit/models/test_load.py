@@ -58,6 +58,34 @@ def store(folder: Path, network, classes=CLASSES) -> Path:
 # -------------------------------------------------------------------------------------------------------- sources
 
 
+class Attack:
+    """What a pickle may do while it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])
+@pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
+def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(stored, tmp_path, monkeypatch, name, form):
+    (stored / "model.safetensors").unlink()
+    mark = tmp_path / "ran"
+    torch.save({"head.weight": Attack(mark)}, stored / name)
+    torch.load(stored / name, weights_only=False)
+    assert mark.exists()  # the attack works where somebody loads it
+    mark.unlink()
+    asked = []
+    monkeypatch.setattr(timm, "create_model", lambda *args, **kwargs: asked.append(args))
+    for where in ("teacher", "student"):
+        text = refusal(form.format(stored), args={}, pretrained=True, where=where)
+        assert text.startswith(f"{where}.model: no model.safetensors in ")
+    assert not asked
+    assert not mark.exists()
+
+
 def test_by_name():
     model = build()
     assert model.num_classes == 3

@@ -13,8 +13,8 @@ import torch
 from kd.errors import BackendError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, compile_forward
 from kd.models.load import Spec, load
-from kd.models.runtime import Exported, exported, packaged, quantize, require_fp8
-from kd.models.teacher import LiveTeacher
+from kd.models.onnx import Exported, exported
+from kd.models.teacher import LiveTeacher, packaged, quantize, require_fp8
 from kd.types import Batch
 
 CLASSES = ("apple", "fig", "pear")

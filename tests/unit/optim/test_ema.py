@@ -43,13 +43,13 @@ def test_the_formula(decay):
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_applied_swaps_and_gives_back():
+def test_applied_swaps_and_restores():
     module = network()
     average = EMA(module, 0.9)
     change(module, 1)
     trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
-    def evaluation_that_fails() -> None:  # and must not leave the average behind
+    def evaluation_that_fails() -> None:  # the weights must be restored all the same
         with average.applied():
             assert all(torch.equal(module.state_dict()[n], t) for n, t in average.average.items())
             assert not torch.equal(module.state_dict()["0.weight"], trained["0.weight"])
@@ -60,7 +60,7 @@ def test_applied_swaps_and_gives_back():
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in trained.items())
 
 
-def test_apply_stays():
+def test_apply_is_permanent():
     module = network()
     average = EMA(module, 0.9)
     change(module, 1)
@@ -68,7 +68,7 @@ def test_apply_stays():
     assert all(torch.equal(module.state_dict()[n], t) for n, t in average.average.items())
 
 
-def test_load_restores_and_keeps_nothing_of_what_it_was_given():
+def test_load_copies_the_average():
     module = network()
     average, other = EMA(module, 0.9), EMA(module, 0.9)
     change(module, 1)
@@ -83,7 +83,7 @@ def test_load_restores_and_keeps_nothing_of_what_it_was_given():
     assert all(torch.equal(other.average[n], t) for n, t in average.average.items())
 
 
-def test_the_average_is_no_part_of_the_module():
+def test_the_average_does_not_change_with_the_module():
     module = network()
     average = EMA(module, 0.9)
     before = {name: tensor.clone() for name, tensor in average.average.items()}

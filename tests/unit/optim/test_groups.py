@@ -48,12 +48,12 @@ def test_an_empty_group_is_left_out(module):
     assert len(groups([module], 0.1)) == 1
 
 
-def test_decay_moves_only_what_decays():
+def test_decay_changes_only_the_decayed_group():
     network = nn.Linear(4, 4)
     nn.init.ones_(network.bias)
     before = network.weight.detach().clone()
     optimizer = torch.optim.AdamW(groups([network], 0.5), lr=0.1)
-    network(torch.zeros(1, 4)).sum().mul(0).backward()  # gradients of zero: decay alone moves
+    network(torch.zeros(1, 4)).sum().mul(0).backward()  # gradients of zero: only decay changes weights
     optimizer.step()
     torch.testing.assert_close(network.weight.detach(), before * 0.95)
     assert torch.equal(network.bias, torch.ones(4))

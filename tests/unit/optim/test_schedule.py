@@ -35,7 +35,7 @@ def test_constant():
     assert [schedule.factor(p) for p in (0.1, 0.2, 0.7, 1.0)] == [0.5, 1.0, 1.0, 1.0]
 
 
-def test_apply_sets_every_group_and_has_no_memory():
+def test_apply_sets_every_group_and_has_no_state():
     weight, bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=9.0)
     schedule = Schedule(0.4, 0.0, 0.0)

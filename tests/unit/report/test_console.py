@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Progress, tables and percentages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
     assert third == "[/bold] and {brackets}"
 
 
-def test_quiet_ranks_say_nothing(capsys):
+def test_quiet_ranks_print_nothing(capsys):
     with Console("food", quiet=True) as console:
         console.info("hello")
         console.step(State(step=1), 0.5)

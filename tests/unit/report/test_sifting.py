@@ -1,4 +1,4 @@
-"""What a sifted run tells a person, from rows with known numbers."""
+"""The report of a sifted run, from rows with known numbers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def test_the_saving_is_wall_clock_against_the_runs_own_full_epochs():
         ["1", "100", "48", "48.0 %", "36", "5.0"],
         ["2", "100", "48", "48.0 %", "48", "7.0"],
     ]
-    assert "A sifted epoch took 40.0 % less time than this run's own full ones (6.0 against 10.0 s)" in text
-    assert "the whole run took 26.7 % less than 3 full epochs would (22.0 against 30.0 s)" in text
+    assert all(words in text for words in ("40.0 % less time", "(6.0 against 10.0 s)"))
+    assert all(words in text for words in ("26.7 % less than 3 full epochs", "(22.0 against 30.0 s)"))
 
 
-def test_a_run_without_full_epochs_claims_no_saving():
+def test_a_run_without_full_epochs_reports_no_saving():
     assert "less time" not in describe([{**EPOCHS[1]}], num_images=100, batch_size=8)
     assert describe([], num_images=100, batch_size=8) == ""
 
 
-def test_the_extremes_are_what_was_visited_most_with_the_highest_loss_and_least_with_the_lowest():
+def test_the_extremes_are_ordered_by_visits_and_then_by_loss():
     visits = torch.tensor([5, 5, 1, 1, 3])
     loss = torch.tensor([0.2, 0.9, 0.3, 0.1, float("nan")])
     always, seldom = extremes(visits, loss)
@@ -39,7 +39,7 @@ def test_the_extremes_are_what_was_visited_most_with_the_highest_loss_and_least_
     assert seldom == [3, 2, 4, 0, 1]
 
 
-def test_classes_stand_by_how_much_of_them_was_visited():
+def test_classes_are_sorted_by_their_visits():
     visits, labels = torch.tensor([4, 4, 1, 1]), torch.tensor([0, 0, 1, 1])
     text = describe_images(visits, torch.tensor([1.0, 2.0, 0.1, 0.3]), labels, ["fig", "pear"], lambda id: f"{id}.jpg")
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
@@ -47,10 +47,10 @@ def test_classes_stand_by_how_much_of_them_was_visited():
     assert "25.0 %" in rows[0]
     assert "0.200" in rows[0]
     assert "100.0 %" in rows[1]
-    assert "visited in every epoch: median 1.500 (quartiles 1.250 to 1.750, 2 images)" in text
-    assert "left out at times: median 0.200 (quartiles 0.150 to 0.250, 2 images)" in text
-    assert "highest loss (often label errors): 1.jpg, 0.jpg" in text
-    assert "Left out most: 2.jpg, 3.jpg" in text
+    assert "median 1.500 (quartiles 1.250 to 1.750, 2 images)" in text
+    assert "median 0.200 (quartiles 0.150 to 0.250, 2 images)" in text
+    assert ": 1.jpg, 0.jpg" in text
+    assert ": 2.jpg, 3.jpg" in text
 
 
 def test_the_sheet_shows_one_group_above_the_other():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.serve.images import FORMATS, prepare
+from kd.serve.images import FORMATS, open_all, prepare
 from kd.serve.limits import Limits
 from kd.serve.problems import Problem
 
@@ -45,7 +45,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), n
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_formats_that_are_taken(kind):
-    assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).told == f"60x40 RGB {kind}"
+    assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).summary == f"60x40 RGB {kind}"
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO", "EPS", "TGA"])
@@ -84,6 +84,15 @@ def test_bombs_are_refused_by_their_header(side):
 def test_the_limit_itself_is_allowed():
     assert prepare(saved(PHOTO, "PNG"), 16, 1.0, Limits(max_pixels=2400)).pixels.shape == (3, 16, 16)
     assert refused(saved(PHOTO, "PNG"), max_pixels=2399)[0] == 413
+
+
+def test_the_pixels_of_all_images_together():
+    data = saved(PHOTO, "PNG")
+    assert len(open_all([data] * 2, Limits(max_pixels=2400))) == 2
+    assert len(open_all([data] * 3, Limits(max_pixels=2400, max_request_pixels=7200))) == 3
+    with pytest.raises(Problem, match="together") as caught:
+        open_all([data] * 3, Limits(max_pixels=2400))
+    assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 3), (3, 60), (60, 3)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kd.data.transforms import Evaluate
+from kd.data.views import Evaluate
 from kd.datasets._decode import decode
 from kd.serve.images import prepare
 from kd.serve.limits import Limits

@@ -24,7 +24,7 @@ from kd.setup.data import open_sources, split_batch
 from kd.setup.modes import ExecutionMode, Workload, compare, require, worth_trying
 from kd.setup.recipe import Recipe, Session
 from kd.setup.teacher import choose_teacher, load_teacher, validation_images
-from kd.setup.trial import attempt, fastest, milliseconds
+from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
 
 LONG = ("run.steps=1000000000", "student.compile=off")
 """So many steps that everything is worth trying; built, never trained."""
@@ -124,23 +124,24 @@ def sleeping(seconds: float):
     return work
 
 
-def test_a_rival_must_win_clearly(cpu):
-    work = {"fp32+fused": sleeping(0.02), "fp32+onnxruntime": sleeping(0.0197), "fp32+openvino": sleeping(0.01)}
-    long = Workload(10**8, 16, 20.0)
-    best, rivals = "fp32+fused", ["fp32+onnxruntime"]
-    name, table, told = compare(best, rivals, work.__getitem__, long, cpu)
-    assert name == best
-    assert table.keys() == {best, *rivals}
-    assert told.startswith("fp32+fused: fp32+onnxruntime 1.0")
-    assert "5 % are required (16 images, 125000 s of work)" in told
-    name, table, told = compare(best, [*rivals, "fp32+openvino"], work.__getitem__, long, cpu)
-    assert name == "fp32+openvino"
-    assert "fp32+openvino 1.9" in told or "fp32+openvino 2.0" in told
-    assert compare(best, rivals, work.__getitem__, Workload(16, 16, 20.0), cpu) == (best, {}, "")
-    assert compare(best, rivals, work.__getitem__, Workload(0, 16, 0.0), cpu) == (best, {}, "")
+def test_a_candidate_must_win_clearly():
+    assert clear_winner({"plain": 20.0, "other": 19.5}, 0.05) == "plain"
+    assert clear_winner({"plain": 20.0, "other": 19.0, "third": 21.0}, 0.05) == "other"
+    assert clear_winner({"plain": 20.0, "other": 25.0}, 0.0) == "plain"
 
 
-def test_a_rival_that_cannot_be_run_is_said_and_left(cpu):
+def test_candidates_are_compared_where_the_run_is_long_enough(cpu):
+    work = {"fp32+fused": sleeping(0.03), "fp32+onnxruntime": sleeping(0.0)}
+    best, candidates, long = "fp32+fused", ["fp32+onnxruntime"], Workload(10**8, 16, 20.0)
+    name, table, text = compare(best, candidates, work.__getitem__, long, cpu)
+    assert name == "fp32+onnxruntime"  # thirty milliseconds against none
+    assert table.keys() == {best, *candidates}
+    assert "(16 images, 125000 s of work)" in text
+    assert compare(best, candidates, work.__getitem__, Workload(16, 16, 20.0), cpu) == (best, {}, "")
+    assert compare(best, candidates, work.__getitem__, Workload(0, 16, 0.0), cpu) == (best, {}, "")
+
+
+def test_a_candidate_that_cannot_be_run_is_said_and_left(cpu):
     def work(name: str):
         if name == "fp32+fused":
             return sleeping(0.001)
@@ -159,7 +160,7 @@ def test_what_is_named_and_cannot_be_run(cpu):
     assert attempt(sleeping(0.0), cpu) == ""
     with pytest.raises(ModelError, match=r"^student\.compile: 'x' is asked for, but RuntimeError: no compiler here\. "):
         require(fails, "student.compile", "'x' is asked for")
-    assert 5 < milliseconds(sleeping(0.005), cpu) < 50
+    assert milliseconds(sleeping(0.005), cpu) >= 5
     first_call = iter([0.7])  # as of a compiler; hopeless, if it were measured
     slow_once = {"a": sleeping(0.02), "b": lambda: sleeping(next(first_call, 0.001))()}
     assert fastest(slow_once, cpu, warm=True)[0] == "b"

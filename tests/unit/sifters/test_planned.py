@@ -1,4 +1,4 @@
-"""Sifters that decide in the plan: exact in number, unbiased, refreshed, the same on every rank, resumable."""
+"""Sifters that decide in the plan: exact counts, unbiased, refreshed, equal on all ranks, resumable."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ IMAGES, BATCH = 400, 20
 LABELS = torch.arange(IMAGES) % 4
 
 
-def population(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> SiftContext:
+def sift_context(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> SiftContext:
     return SiftContext(IMAGES, BATCH, BATCH // world_size, rank, world_size, seed, lambda: LABELS, reduce_sum)
 
 
 def losses(seed: int = 0) -> torch.Tensor:
-    """Losses with a long tail, as trained models have them."""
+    """Return losses with a long tail, as those of trained models."""
     return torch.rand(IMAGES, generator=torch.Generator().manual_seed(seed)) ** 3 * 4
 
 
 def warm(options: history.Options, seed: int = 0, values: torch.Tensor | None = None) -> history.History:
-    """Return a sifter after a first epoch that saw all images."""
-    sifter = history.build(options, population(seed))
+    """Return a sifter after a first epoch of all images."""
+    sifter = history.build(options, sift_context(seed))
     plan = sifter.plan(0, 0.0)
     values = losses() if values is None else values
     for ids in plan.ids.split(BATCH):
@@ -37,21 +37,21 @@ def warm(options: history.Options, seed: int = 0, values: torch.Tensor | None = 
 
 @pytest.mark.parametrize("keep", [0.15, 0.3, 0.5, 0.6, 0.75, 0.9, 1.0])
 @pytest.mark.parametrize("kind", ["history", "random"])
-def test_a_sifted_epoch_has_exactly_the_images_asked_for(kind, keep):
+def test_a_sifted_epoch_has_exactly_the_number_of_images_that_keep_sets(kind, keep):
     if kind == "history":
         sifter = warm(history.Options(keep=keep))
     else:
-        sifter = random.build(random.Options(keep=keep), population())
+        sifter = random.build(random.Options(keep=keep), sift_context())
     plan = sifter.plan(1, 0.3)
-    assert len(plan.ids) == count_kept(population(), keep)
+    assert len(plan.ids) == count_kept(sift_context(), keep)
     assert abs(len(plan.ids) / IMAGES - keep) <= 0.5 * BATCH / IMAGES + 1e-9
     assert len(plan.ids) % BATCH == 0
     assert len(plan.ids.unique()) == len(plan.ids)
 
 
 @pytest.mark.parametrize("views", [2, 3, 30])
-def test_what_fills_no_batch_is_left_out_by_view(views):
-    """410 images in batches of 20: ten are left out, the same ones whenever a view comes back."""
+def test_the_remainder_is_dropped_per_view(views):
+    """410 images in batches of 20: each view drops a fixed set of ten images."""
     context = SiftContext(410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views)
     plans = [none.Everything(context).plan(epoch, 0.0).ids for epoch in range(2 * views)]
     seen = [set(ids.tolist()) for ids in plans]
@@ -63,7 +63,7 @@ def test_what_fills_no_batch_is_left_out_by_view(views):
 
 
 def test_whole_epochs_at_the_start_and_at_the_end():
-    for sifter in (warm(history.Options(keep=0.5, warmup=2)), random.Random(random.Options(warmup=2), population())):
+    for sifter in (warm(history.Options(keep=0.5, warmup=2)), random.Random(random.Options(warmup=2), sift_context())):
         sizes = [len(sifter.plan(epoch, epoch / 16).ids) / IMAGES for epoch in range(16)]
         assert sizes[:2] == [1.0, 1.0]
         assert sizes[14:] == [1.0, 1.0]  # they begin at 0.875 and 0.9375
@@ -73,7 +73,7 @@ def test_whole_epochs_at_the_start_and_at_the_end():
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.75])
 def test_the_weighted_gradient_of_a_plan_is_the_full_gradient_in_expectation(keep, balance):
-    """Against the full sum over all images, over many draws, within four standard errors."""
+    """Compare with the sum over all images, over many draws, within four standard errors."""
     gradient = torch.randn(IMAGES, 3, generator=torch.Generator().manual_seed(3)).double() * losses()[:, None]
     full = gradient.sum(0)
     draws = []
@@ -87,7 +87,7 @@ def test_the_weighted_gradient_of_a_plan_is_the_full_gradient_in_expectation(kee
 
 
 def test_without_weights_it_would_be_biased():
-    """The test above can fail: the plain sum over the same plans is far from the full one."""
+    """The unweighted sum over the same plans is far from the full one, so the test above can fail."""
     gradient = losses().double()
     draws = torch.stack(
         [gradient[warm(history.Options(keep=0.5, reweight=True), seed).plan(1, 0.3).ids].sum() for seed in range(50)]
@@ -154,16 +154,16 @@ def test_losses_that_stay_high_are_drawn_at_the_floor_and_not_weighted_up():
     plan = sifter.plan(5, 0.5)
     kept = plan.weights[torch.isin(plan.ids, noisy)]
     assert kept.tolist() == [1.0] * 3  # 15 % of 20
-    assert len(plan.ids) == count_kept(population(), 0.6)
+    assert len(plan.ids) == count_kept(sift_context(), 0.6)
 
 
 def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
-    """Two ranks that each saw half of an epoch know, after a checkpoint, what one rank knows that saw all."""
+    """After a checkpoint, two ranks with half of an epoch each have the table of one rank with all of it."""
     alone = warm(history.Options(keep=0.5))
     plan = alone.plan(1, 0.2)
     half = len(plan.ids) // 2
     alone.observe(plan.ids[:half], losses(1)[plan.ids[:half]])
-    resumed = history.build(history.Options(keep=0.5), population())
+    resumed = history.build(history.Options(keep=0.5), sift_context())
     resumed.load_state_dict(alone.state_dict())
     again = resumed.plan(1, 0.2)
     assert torch.equal(again.ids, plan.ids)
@@ -171,7 +171,7 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
 
     totals: list[torch.Tensor] = []
     ranks = [
-        history.build(history.Options(keep=0.5), population(0, rank, 2, lambda t: totals[0] if totals else t))
+        history.build(history.Options(keep=0.5), sift_context(0, rank, 2, lambda t: totals[0] if totals else t))
         for rank in (0, 1)
     ]
     for sifter in ranks:
@@ -194,12 +194,12 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
 
 def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
     for kind, options in ((none, none.Options()), (random, random.Options())):
-        one, other = kind.build(options, population()), kind.build(options, population())
+        one, other = kind.build(options, sift_context()), kind.build(options, sift_context())
         assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
-        assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, population(1)).plan(3, 0.3).ids)
+        assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids)
 
 
 def test_keep_below_the_floor_is_refused():
-    with pytest.raises(ConfigError, match=r"^sifter.keep: is 0.1, .*floor=0.15"):
-        history.build(history.Options(keep=0.1), population())
+    with pytest.raises(ConfigError, match=r"^sifter.keep: is 0.1, .*floor"):
+        history.build(history.Options(keep=0.1), sift_context())

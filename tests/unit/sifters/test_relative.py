@@ -1,4 +1,4 @@
-"""Relative sifting in the loop: exact counts, equal ranks, answers used once, resumed with images still waiting."""
+"""Relative sifting in the loop: exact counts, equal ranks, teacher outputs reused, resuming with pending images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IMAGES, MICRO = 120, 6
 LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
 
 
-def population(
+def sift_context(
     rank: int = 0, world_size: int = 1, images: int = IMAGES, seed: int = 0, micro: int = MICRO
 ) -> SiftContext:
     return SiftContext(images, 2 * micro, micro, rank, world_size, seed, lambda: torch.zeros(images), lambda t: t)
 
 
 class Scores:
-    """The engine's part: the losses of all ranks in the plan's order; here they are known beforehand."""
+    """A `Score` with given losses: those of all ranks, in the plan's order."""
 
     def __init__(self, plan: Plan, losses: torch.Tensor = LOSSES) -> None:
         self.plan, self.losses = plan, losses
@@ -39,7 +39,7 @@ class Scores:
         pass
 
     def loaded(self, place: SiftContext, first: int) -> Iterator[Batch]:
-        """Yield this rank's chunks; `at` counts the candidate steps that were begun."""
+        """Yield this rank's chunks; `at` counts the candidate steps that were started."""
         micro = place.micro_batch
         for step in range(first, len(self.plan.ids) // (2 * micro)):
             self.at = step + 1
@@ -55,7 +55,7 @@ def fields(batch: Batch) -> dict:
 
 def made(beta: float = 1.0, delay: int = 0, **changes) -> relative.Relative:
     options = relative.Options(beta_value=beta, sift_delay=delay, loss_history_length=64)
-    return relative.build(options, population(**changes))
+    return relative.build(options, sift_context(**changes))
 
 
 def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES) -> list[Batch]:
@@ -96,14 +96,14 @@ def test_two_ranks_keep_what_one_keeps():
         assert one == [ranks[0][step].ids.tolist(), ranks[1][step].ids.tolist()]
 
 
-def test_the_teacher_is_not_asked_twice():
+def test_the_teacher_runs_once_per_image():
     for batch in epoch(made(0.5)):
         assert batch.teacher_outputs is not None
         assert torch.equal(batch.teacher_outputs.outputs.logits[:, 0], batch.ids.float())
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.7, 3.0])
-def test_a_resumed_epoch_goes_on_with_the_images_that_were_waiting(beta):
+def test_a_resumed_epoch_continues_with_the_pending_images(beta):
     whole = made(beta)
     batches = epoch(whole)
     steps = len(batches) // 2
@@ -124,7 +124,7 @@ def test_a_resumed_epoch_goes_on_with_the_images_that_were_waiting(beta):
 def test_the_delay_sees_everything_once_or_in_each_epoch():
     once = made(1.0, delay=4)
     assert [once.plan(e, 0.0).steps for e in range(3)] == [4 + 3, 5, 5]
-    each = relative.build(relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True), population())
+    each = relative.build(relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True), sift_context())
     assert [each.plan(e, 0.0).steps for e in range(3)] == [7, 7, 7]
     long = made(1.0, delay=15)
     assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]

@@ -20,7 +20,7 @@ from kd.sifting import (
 )
 
 TAIL = 16
-"""A trainer that counts its steps stops after the last one; two batches, of which half is kept, may be left unread."""
+"""A trainer stops after its last step. Two batches of candidates, of which half is kept, may be left unread."""
 HELP = "is not installed: pip install transformers accelerate lightning"
 
 
@@ -37,7 +37,7 @@ def config(delay: int, beta: float = 1.0) -> dict:
 
 
 class Rows(Dataset):
-    """Two classes of points; `x` is the feature that tells."""
+    """Two classes of points, separated by the feature `x`."""
 
     def __init__(self, count: int = 80) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -109,10 +109,10 @@ def test_the_hugging_face_trainer_with_max_steps(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_hugging_face_trainer_without_either_says_what_it_needs(tmp_path):
+def test_the_hugging_face_trainer_requires_max_steps_or_epochs(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=2)
     enable_sifting(trainer, config(0), loss=DictLoss())
-    with pytest.raises(ValueError, match="max_steps must be set to a positive value"):
+    with pytest.raises(ValueError, match="max_steps"):
         trainer.train()
 
 
@@ -129,7 +129,7 @@ def test_gradient_accumulation_in_the_hugging_face_trainer(tmp_path):
 def test_epochs_of_unknown_length_are_refused(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=3)
     enable_sifting(trainer, config(0), loss=DictLoss(), set_epochs=True, pick="bernoulli")
-    with pytest.raises(SiftConfigValidationException, match="Set max_steps in the TrainingArguments instead"):
+    with pytest.raises(SiftConfigValidationException, match=r"set_epochs.*max_steps"):
         trainer.train()
 
 
@@ -202,7 +202,7 @@ def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
     assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
 
 
-def test_the_recorder_without_lightning_says_what_it_needs(monkeypatch):
+def test_the_recorder_requires_lightning(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match="Lightning is not installed"):

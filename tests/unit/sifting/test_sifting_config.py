@@ -49,10 +49,7 @@ def test_dicts_are_the_classes():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"beta_value": 0},
-            "RelativeProbabilisticSiftConfig.beta_value: is 0. Allowed: a number > 0. Change the value.",
-        ),
+        ({"beta_value": 0}, "RelativeProbabilisticSiftConfig.beta_value: is 0. Allowed: a number > 0"),
         ({"beta_value": -1.0}, "beta_value: is -1.0"),
         ({"beta_value": float("nan")}, "beta_value: is nan"),
         ({"beta_value": float("inf")}, "beta_value: is inf"),
@@ -70,7 +67,7 @@ def test_dicts_are_the_classes():
         ),
         (
             {"loss_based_sift_config": {"sift_config": {"sift_dely": 3}}},
-            "has an unknown key 'sift_dely'. Allowed: sift_delay, repeat_delay_per_epoch. Did you mean 'sift_delay'?",
+            "unknown key 'sift_dely'. Allowed: sift_delay, repeat_delay_per_epoch. Did you mean 'sift_delay'?",
         ),
     ],
 )
@@ -95,7 +92,7 @@ def test_a_missing_key_is_named(key):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": print}, "SiftingDataloader.model: is a builtin_function_or_method. Allowed: a torch.nn.Module."),
+        ({"model": print}, "SiftingDataloader.model: is a builtin_function_or_method"),
         ({"orig_dataloader": 3}, "orig_dataloader: is 3"),
         ({"batch_transforms": object()}, "batch_transforms: is a object"),
         ({"batch_format_index": 2}, "batch_format_index: is 2. Allowed: 0 or 1."),
@@ -112,7 +109,7 @@ def test_arguments_of_the_loader(arguments, message):
 
 
 class Hidden(Loss):
-    """The first example of Amazon's documentation, literally: the attribute is not the method."""
+    """The first example of Amazon's documentation, whose attribute hides the method."""
 
     def __init__(self):
         self.loss = nn.CrossEntropyLoss(reduction="none")
@@ -122,9 +119,9 @@ class Hidden(Loss):
     ("loss_impl", "message"),
     [
         (None, "loss_impl: is missing"),
-        (Some, "is the class Some, not an object of it"),
-        (Loss(), "Loss does not implement loss()"),
-        (Hidden(), "an attribute of that name set in __init__ does not count"),
+        (Some, "loss_impl: is the class Some"),
+        (Loss(), "does not implement loss()"),
+        (Hidden(), "an attribute of that name set in __init__"),
         (nn.CrossEntropyLoss(), "CrossEntropyLoss does not implement loss()"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The core of relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
+"""Relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def naive(history: list[float], batch: list[float], place: list[float]) -> list[float]:
-    """The definition, one loss after the other."""
+    """The definition, for one loss at a time."""
     pool = history + batch
     ranks = []
     for loss, at in zip(batch, place, strict=True):
@@ -72,8 +72,8 @@ def test_the_first_losses_of_a_run_are_calibrated_too(batch):
     assert kept / (3_000 * batch) == pytest.approx(0.25, abs=0.032)  # four standard deviations
 
 
-def test_a_strict_percentile_would_starve_constant_losses():
-    """What the jitter repairs: counting only smaller losses gives every one of them probability 0."""
+def test_a_strict_percentile_would_keep_no_constant_losses():
+    """Without random ties, counting only smaller losses gives each of them probability 0."""
     window = LossWindow(20)
     window.push(torch.ones(20))
     assert window.percentile(torch.ones(4), torch.zeros(4)).tolist() == [0.0] * 4
@@ -130,7 +130,7 @@ def test_high_losses_are_kept_more_often():
     assert (kept - wanted).abs().max() < 40  # the mid-ranks are 0.05, 0.15 .. 0.95
 
 
-def test_draws_leave_the_global_generator_alone_and_repeat():
+def test_draws_repeat_and_do_not_use_the_global_generator():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first, again = [LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3), size) for size in (4, 4)]
@@ -144,7 +144,7 @@ def test_draws_leave_the_global_generator_alone_and_repeat():
     assert len(others) > 1
 
 
-def test_a_window_goes_on_from_its_state():
+def test_a_window_resumes_from_its_state():
     draw = generator(6)
     whole = LossWindow(10)
     whole.push(torch.rand(7, generator=draw))

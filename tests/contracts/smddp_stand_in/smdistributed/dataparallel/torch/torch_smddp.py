@@ -1,10 +1,10 @@
-"""A STAND-IN for SageMaker's library, for tests: the name `smddp` over gloo, strict about what the real one refuses.
+"""A STAND-IN for SageMaker's library in tests: the name `smddp` over gloo, without what the real one does not support.
 
-It proves the import, the name, the set of calls and that there is one group. It proves nothing about CUDA tensors, EFA,
-speed, or the operations of the real wheel, which was not at hand. Refused, as documented or reported for the real one:
-a second group, any reduction but SUM, `_allgather_base`, barrier with device_ids.
+It tests the import, the name, the set of calls and the single process group. It does not test CUDA tensors, EFA, speed
+or the real wheel, which was not available. Refused, as documented or reported for the real library: a second group,
+reductions other than SUM, `_allgather_base`, barrier with device_ids.
 
-A subclass of ProcessGroup, whose methods C++ calls too; those of a subclass of ProcessGroupGloo it would pass by.
+It derives from ProcessGroup, because C++ calls its methods too, but not those of a subclass of ProcessGroupGloo.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 OPERATIONS: Counter[str] = Counter()
-"""How often each collective was called in this process."""
+"""Number of calls of each collective in this process."""
 _groups: list[Any] = []
 
 
 class StandIn(dist.ProcessGroup):
-    """Forward to gloo what the real library does, refuse the rest by name."""
+    """Forward supported operations to gloo; refuse all others by name."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)

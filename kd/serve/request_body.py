@@ -1,4 +1,4 @@
-"""The body of a request into memory, within bounds of size, time and sum."""
+"""Read the body of a request into memory, with limits on its size, on its time, and on all bodies together."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from kd.serve.problems import Problem, busy
+from kd.serve.problems import CLIENT_GONE, Problem, busy
 from kd.serve.service import Service
 
-DRAINED = 4
-"""How many times `max_body` is read and dropped before the connection is closed on a client that sends too much."""
+DISCARD_FACTOR = 4
+"""A body that is too large is read and discarded up to this many times `max_body`. Then the connection is closed."""
 
 
-class Intake:
-    """`async with Intake(request, service) as body`: the whole body, counted in `service.buffered` until the end.
+class RequestBody:
+    """`async with RequestBody(request, service) as body`: the whole body, counted in `service.buffered` until the end.
 
-    A request that is turned away is still read to its end, without keeping a byte: a client that is writing when the
-    connection closes sees a broken pipe and never the answer.
+    The body of a rejected request is also read to its end, and discarded. A client that is still writing when the
+    connection closes gets a broken pipe and never reads the answer.
     """
 
     def __init__(self, request: Request, service: Service) -> None:
@@ -30,8 +30,8 @@ class Intake:
         """Receive the body.
 
         Raises:
-            Problem: 400 (a length that is none), 408, 413, 499 (the client hung up), or 503 (the door or the memory
-                for bodies is full).
+            Problem: 400 (invalid content-length), 408 (too slow), 413 (too large), 499 (the client disconnected), 503
+                (too many requests, or too many bytes of bodies in memory).
         """
         try:
             return await self._received()
@@ -40,20 +40,20 @@ class Intake:
             raise
 
     async def __aexit__(self, *rest: object) -> None:
-        """Count the body out."""
+        """Release the memory."""
         self._drop()
 
     async def _received(self) -> bytes:
         self._refusal = self._refused_unread()
         try:
-            # A client that asks first (Expect: 100-continue) has sent nothing yet.
+            # With `Expect: 100-continue` the client waits for permission and has sent no body yet.
             if not (self._refusal and "expect" in self.request.headers):
                 await asyncio.wait_for(self._receive(), self.limits.body_seconds)
         except asyncio.TimeoutError as error:
             late = f"The body did not arrive within {self.limits.body_seconds:g} seconds."
             raise Problem(408, late, {"connection": "close"}) from error
         except ClientDisconnect as error:
-            raise Problem(499, "The client hung up.") from error
+            raise Problem(CLIENT_GONE, "The client hung up.") from error
         if self._refusal:
             raise self._refusal
         return b"".join(self._chunks)
@@ -69,7 +69,7 @@ class Intake:
                 self.service.buffered += len(chunk)
                 continue
             self._drop()
-            if size > DRAINED * self.limits.max_body:
+            if size > DISCARD_FACTOR * self.limits.max_body:
                 return
 
     def _drop(self) -> None:
@@ -78,7 +78,7 @@ class Intake:
         self._kept = 0
 
     def _refused(self, size: int, more: int) -> Problem | None:
-        if size > self.limits.max_body:  # counted: a chunked body declares nothing
+        if size > self.limits.max_body:  # counted, because a chunked body declares no length
             return self._too_large()
         if self.service.buffered + more > self.limits.max_buffered:
             return busy("Too many bodies are being received.")
@@ -90,7 +90,7 @@ class Intake:
             return Problem(400, "The content-length is not a number.", {"connection": "close"})
         if int(declared[:20]) > self.limits.max_body:
             return self._too_large()
-        return self.service.closed()
+        return self.service.admission_error()
 
     def _too_large(self) -> Problem:
         return Problem(413, f"The body is larger than {self.limits.max_body} bytes.", {"connection": "close"})

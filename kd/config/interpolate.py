@@ -1,0 +1,77 @@
+"""Resolve `${...}` in a configuration, and keep how a text was written where it depends on the environment."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kd.errors import ConfigError, KdError
+from kd.references import Referenced
+
+_KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
+"""A reference to another key of the configuration."""
+DEEPEST = 20
+"""References to references; more can only be a circle."""
+
+
+def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
+    """Return an OmegaConf node as plain values; texts that come from a resolver (`oc.env`) are `Referenced`.
+
+    Args:
+        raw: the root of the configuration.
+        errors: references that lead nowhere are added.
+        here: False leaves a reference that leads nowhere as it is: the record of a run made elsewhere.
+    """
+    return _container(raw, OmegaConf.to_container(raw, resolve=False), raw, "", errors, here)
+
+
+def _container(node: Any, texts: Any, root: Any, where: str, errors: list[KdError], here: bool) -> Any:
+    keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
+    values = {}
+    for key in keys:
+        path = f"{where}[{key}]" if OmegaConf.is_list(node) else f"{where}.{key}" if where else str(key)
+        values[key] = _value(node, key, texts[key], root, path, errors, here)
+    return list(values.values()) if OmegaConf.is_list(node) else values
+
+
+def _value(node: Any, key: Any, text: Any, root: Any, where: str, errors: list[KdError], here: bool) -> Any:
+    if not OmegaConf.is_interpolation(node, key):
+        plain = not isinstance(text, (dict, list))
+        return text if plain else _container(node[key], text, root, where, errors, here)
+    try:
+        value, reference = node[key], _expand(text, root)
+    except (OmegaConfBaseException, RecursionError) as error:
+        if here:
+            wrong = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "refers to itself"
+            errors.append(ConfigError(where, wrong, "", "Correct it"))
+        return Referenced(text, text)
+    section = isinstance(value, (dict, list)) or OmegaConf.is_config(value)
+    if section and "${" in reference:
+        wrong = f"'{text}' stands for a whole section"
+        errors.append(ConfigError(where, wrong, "A reference to the environment stands for one value", "Write it"))
+    elif section:
+        return _container(value, OmegaConf.to_container(value, resolve=False), root, where, errors, here)
+    return Referenced(value, reference) if isinstance(value, str) and "${" in reference else value
+
+
+def _expand(text: str, root: Any, depth: int = 0) -> str:
+    """Replace references to other keys by what is written there, so that those to the environment are left."""
+    if depth > DEEPEST:
+        raise RecursionError
+    return _KEY.sub(lambda match: _target(match[0], match[1], root, depth), text)
+
+
+def _target(text: str, key: str, root: Any, depth: int) -> str:
+    node = root
+    steps = re.findall(r"[^.\[\]]+", key)
+    for step in steps[:-1]:
+        node = node[int(step) if OmegaConf.is_list(node) else step]
+    last = int(steps[-1]) if OmegaConf.is_list(node) else steps[-1]
+    if not OmegaConf.is_config(node):
+        return text
+    if OmegaConf.is_interpolation(node, last):
+        return _expand(OmegaConf.to_container(node, resolve=False)[last], root, depth + 1)  # type: ignore[index]
+    return str(node[last])

@@ -1,0 +1,197 @@
+"""The teacher's cache of a run: what it was made from, and whether its records are still what the teacher answers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kd.config.schema import TeacherSection
+from kd.contracts import Teacher
+from kd.errors import DataError, ModelError
+from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
+from kd.models.classifier import TeacherModel
+from kd.setup.data import Data, evenly_spaced, keep_rules, views
+from kd.setup.modes import ExecutionMode
+from kd.setup.recipe import Session
+from kd.setup.teacher import TeacherReport
+from kd.storage import hashed_folder
+from kd.types import Batch
+
+CHECKED = 16
+"""Records that are computed again whenever a cache is opened."""
+SEARCHED = 4096
+"""Ids among which these are looked for first: a large cache is not read as a whole."""
+TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
+"""Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
+BF16_TOLERANCE = 0.05
+"""The same for a teacher in bfloat16: between its two attention kernels 0.014 was measured on untrained ViTs."""
+TF32_TOLERANCE = 0.01
+"""The same where products may be rounded to TensorFloat-32, 10 bits: which are depends on the batch's shape."""
+QUANTIZED_TOLERANCE = 0.1
+"""The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
+
+log = logging.getLogger("kd")
+
+
+def cache_identity(
+    section: TeacherSection, model: dict[str, Any], numerics: str, data: Data, seed: int
+) -> dict[str, Any]:
+    """Return all that the stored logits depend on, by name; JSON values.
+
+    Args:
+        section: of the configuration.
+        model: the teacher's own identity: weights, architecture, what its pixels go through.
+        numerics: of its execution mode.
+        data: the training split, and what its images go through.
+        seed: of the run, which the views depend on.
+    """
+    made_from = {
+        **model,
+        "precision": numerics,
+        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
+        "data": data.train.fingerprint,
+        "images": len(data.train),
+        "classes": list(data.train.classes),
+        "seed": seed,
+        "dtype": section.cache.dtype,
+        "topk": codec(section, len(data.train.classes)).topk,
+    }
+    if data.kept is not None:  # a store changes the pixels
+        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
+    return made_from
+
+
+def codec(section: TeacherSection, classes: int) -> Codec:
+    """Return how logits of so many classes are kept."""
+    cache = section.cache
+    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
+    return Codec(classes, cache.dtype, topk if topk < classes else 0)
+
+
+def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
+    """Return how far a stored logit may lie from a computed one, as a share of the largest."""
+    if mode.quantized:
+        return QUANTIZED_TOLERANCE
+    if mode.precision == "bf16":
+        return BF16_TOLERANCE
+    rounded = device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
+
+
+def open_cache(
+    section: TeacherSection, run_folder: str, seed: int, report: TeacherReport, model: TeacherModel, session: Session
+) -> CachedTeacher:
+    """Put the cache of a configuration before the live teacher.
+
+    One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
+
+    Args:
+        section: of the configuration.
+        run_folder: `run.folder`, below which the cache lies unless it names its path.
+        seed: of the run, which the views depend on.
+        report: the live teacher and its mode.
+        model: the loaded teacher.
+        session: backend and data.
+
+    Raises:
+        ModelError: a record is not what the teacher answers.
+        RunError: the cache was made from something else (the field is named), or its folder cannot be used.
+    """
+    backend, data, path = session.backend, session.data, section.cache.path
+    mode = ExecutionMode.parse(report.mode)
+    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed)
+    name = Path(section.model).name.replace(":", "_")
+    folder = Path(path) if path else hashed_folder(Path(run_folder) / "caches", name, made_from)
+    mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
+    writable = bool(backend.reduce_sum(mine).item())
+    if backend.rank == 0 and not writable:
+        log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
+    store = None
+    for turn in (True, False):  # rank 0 begins the folder, then the others find it
+        if turn == (backend.rank == 0):
+            store = open_store(folder, made_from, codec(section, len(data.train.classes)), len(data.train), writable)
+        backend.barrier()
+    assert store is not None
+    cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
+    check_records(cached, seed, session, tolerance(mode, section.cache.dtype, backend.device))
+    return cached
+
+
+def check_records(cached: CachedTeacher, seed: int, session: Session, tolerance: float) -> None:
+    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes.
+
+    This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
+    forward of `CHECKED` images; of a micro-batch, where each shape of a batch is compiled.
+
+    Raises:
+        ModelError: a record is not what the teacher answers now; on all ranks.
+    """
+    backend, found = session.backend, [0.0, 0.0]
+    ids = _records(cached.store) if backend.rank == 0 else []
+    if cached.fixed_shape:
+        ids = [ids[number % len(ids)] for number in range(session.split.micro_batch)] if ids else []
+    batch = _batch(ids, session.data, seed)
+    if batch is not None:
+        found = list(compare(cached.store, cached.live, batch.to(backend.device)))
+    difference, largest = backend.reduce_sum(torch.tensor(found, device=backend.device)).tolist()
+    require_close(cached.store, 0, difference, largest, tolerance)
+
+
+def compare(store: Store, live: Teacher, batch: Batch) -> tuple[float, float]:
+    """Return the largest |stored logit - live teacher's| of a batch on the device, and the largest |logit|.
+
+    Images of weight 0 and without a record do not count; both are 0.0 where none is left. Needs no gradient.
+    """
+    parts, whole = store.parts(batch.view, batch.ids.tolist())
+    rows = torch.from_numpy(whole) & (batch.weight > 0).cpu()
+    if not rows.any():
+        return 0.0, 0.0
+    logits_BC = live(batch).logits.float().cpu()[rows]
+    return store.codec.difference([part[rows] for part in parts], logits_BC), logits_BC.abs().max().item()
+
+
+def require_close(store: Store, view: int, difference: float, largest: float, tolerance: float) -> None:
+    """Require that a stored logit is the teacher's, up to rounding.
+
+    Raises:
+        ModelError: it is not, or it is not a number.
+    """
+    if not difference <= tolerance * max(1.0, largest):
+        raise ModelError(
+            "teacher.cache.path",
+            f"'{store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the teacher "
+            "computes now",
+            f"At most {tolerance:g} of the largest logit ({largest:.3g})",
+            "Remove the folder, or choose another teacher.cache.path",
+        )
+
+
+def _records(store: Store) -> list[int]:
+    """Return up to `CHECKED` ids with a whole record of view 0, evenly spaced."""
+    ids = np.asarray(evenly_spaced(store.num_images, SEARCHED))
+    ids = ids[store.parts(0, ids.tolist())[1]]
+    if not len(ids) and store.num_images > SEARCHED:
+        ids = np.setdiff1d(np.arange(store.num_images), store.missing(0))
+    return ids[evenly_spaced(len(ids), CHECKED)].tolist()
+
+
+def _batch(ids: list[int], data: Data, seed: int) -> Batch | None:
+    """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
+    train, samples, kept = views(data, seed)[0], [], []
+    for id in ids:
+        try:
+            sample = train.load(id, 0)
+        except DataError:
+            continue
+        if sample.readable:
+            samples.append(sample)
+            kept.append(id)
+    if not samples:
+        return None
+    labels = torch.tensor([sample.label for sample in samples])
+    return Batch.of(torch.stack([sample.pixels for sample in samples]), labels, torch.tensor(kept))

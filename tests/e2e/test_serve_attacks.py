@@ -1,0 +1,218 @@
+"""A real kd-serve process under attack: health checks are answered, memory is bounded, and nothing is a 500."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import attacker
+import pytest
+from PIL import Image
+from serving import ROOT, Running
+
+INFER = "/v2/models/tiny/infer"
+TENSOR = {"name": "image", "datatype": "UINT8", "shape": [1, 3, 16, 16]}
+
+
+@pytest.fixture(scope="module")
+def server(exported):
+    with Running(exported, "--quiet") as running:
+        yield running
+        assert running.stop() == 0
+    assert "Traceback" not in running.errors
+    assert " bug: " not in running.errors
+
+
+def ping(server: Running) -> tuple[float, int | str]:
+    """Return how long a health check on a new connection took, and its status or what went wrong."""
+    start = time.monotonic()
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    try:
+        connection.request("GET", "/ping")
+        found: int | str = connection.getresponse().status
+    except OSError as error:
+        found = type(error).__name__
+    finally:
+        connection.close()
+    return time.monotonic() - start, found
+
+
+@pytest.mark.parametrize("kind", attacker.ATTACKS)
+def test_health_checks_under_attack(server, kind):
+    process = subprocess.Popen(
+        [sys.executable, attacker.__file__, kind, str(server.port)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "attacking\n"
+        end, found = time.monotonic() + 1.5, []
+        while time.monotonic() < end:
+            found.append(ping(server))
+            time.sleep(0.02)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert {status for _, status in found} == {200}
+    slowest = sorted(seconds for seconds, _ in found)[-2:]
+    assert slowest[0] < 1, "more than one health check was slow; one may be the machine's own stall"
+    end = time.monotonic() + 20
+    while server.post(b"x").status != 415:  # the service itself comes back when the attackers are gone
+        assert time.monotonic() < end
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "word"),
+    [
+        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n" + 100 * b"1\r\nx\r\n", 400, "chunks"),
+        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + 200 * b"a: b\r\n" + b"\r\n", 431, "trailer"),
+        (200 * b"a: b\r\n" + b"\r\n", 431, "header"),
+    ],
+)
+def test_requests_that_cost_too_much_to_parse(server, sent, status, word):
+    head, _, body = server.raw(b"POST /invocations HTTP/1.1\r\n" + sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert word in json.loads(body)["detail"]
+
+
+def infer(server: Running, **request: object):
+    return server.post(json.dumps(request).encode(), "application/json", INFER)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [["x" * 2900, *[""] * 250_000], ["x" * 1000] * 1000, [[]] * 340_000, [{}] * 340_000, [[[[0]]]] * 120_000],
+    ids=["one long string", "strings", "lists", "dicts", "nested"],
+)
+def test_a_body_of_1_mb_takes_no_gigabytes(server, data):
+    before = server.memory_mb("VmHWM")
+    reply = infer(server, inputs=[{**TENSOR, "data": data}])
+    assert reply.status in (400, 413)
+    assert server.memory_mb("VmHWM") < before + 60
+
+
+@pytest.mark.parametrize("outputs", [True, 1, "logits", ["logits"]])
+def test_outputs_that_are_no_list(server, outputs):
+    reply = infer(server, inputs=[{**TENSOR, "data": [0] * 768}], outputs=outputs)
+    assert (reply.status, reply.json["detail"]) == (400, "The only output is `logits`.")
+
+
+def test_an_id_without_utf8(server):
+    reply = infer(server, inputs=[{**TENSOR, "data": [0] * 768}], id="\ud800")
+    assert (reply.status, reply.json["id"]) == (200, "\ud800")
+    assert infer(server, inputs=[{**TENSOR, "data": [0] * 768}], id="x" * 257).status == 400
+
+
+def png(side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (side, side)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_the_pixels_of_a_request_are_counted_together(server):
+    text = base64.b64encode(png(4900)).decode()
+    reply = server.post(json.dumps({"images": [text] * 3}).encode(), "application/json")
+    assert reply.status == 413
+    assert reply.json["detail"].endswith("Allowed are 50 million in a request.")
+    small = base64.b64encode(png(100)).decode()
+    assert server.post(json.dumps({"images": [small] * 16}).encode(), "application/json").status == 200
+
+
+def test_too_little_memory_is_a_503(exported):
+    """An image of 24 million pixels needs 72 MB; the process may take 20 MB more than it has."""
+    file = io.BytesIO()
+    Image.new("RGB", (4900, 4900)).save(file, "PNG")
+    with Running(exported, "--slots", "1") as server:
+        assert server.post(png(100)).status == 200
+        allowed = int((server.memory_mb("VmSize") + 20) * 2**20)
+        resource.prlimit(server.pid, resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
+        reply = server.post(file.getvalue())
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert "memory" in reply.json["detail"]
+        assert server.post(png(100)).status == 200
+    assert " bug: " not in server.errors
+
+
+def test_a_pipelined_request_is_not_answered(server):
+    ask = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+    assert server.raw(5 * ask).count(b"HTTP/1.1 200 ") == 1
+
+
+def test_a_client_that_hangs_up_is_no_bug(exported):
+    """In the middle of its body, and while its image is decoded."""
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
+    large = png(4900)
+    with Running(exported) as server:
+        for sent in (head % 100 + b"12345", head % len(large) + large):
+            with socket.create_connection((server.host, server.port), timeout=10) as connection:
+                connection.sendall(sent)
+        end = time.monotonic() + 20
+        counted = 'kd_requests_total{route="invocations",status="499"} 2'
+        while counted not in server.get("/metrics").body.decode():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert "Traceback" not in server.errors
+
+
+def test_connections_beyond_the_limit_are_for_health_checks(exported):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom kd.serve.limits import Limits\n"
+        "from kd.serve.server import Settings, serve\n"
+        "limits = Limits(max_connections=4, spare_connections=2)\n"
+        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=limits))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        port = int(process.stdout.readline().split(" at http://")[1].split()[0].rsplit(":", 1)[1])
+        opened = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(4)]
+
+        def ask(path: str) -> tuple[int, str | None]:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+            connection.close()
+            return response.status, response.headers["connection"]
+
+        end = time.monotonic() + 20
+        while ask("/ping")[0] != 200:
+            assert time.monotonic() < end
+        assert ask("/v2/health/ready")[0] == 200
+        assert ask("/metrics") == (503, "close")
+        spare = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(3)]
+        assert spare[0].recv(1) == b""  # the oldest makes room
+        assert ask("/ping")[0] == 200
+        for connection in (*opened, *spare):
+            connection.close()
+        while ask("/metrics")[0] != 200:
+            assert time.monotonic() < end
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def test_the_image_for_containers(exported):
+    """No docker here: its user and base are read, and its health check is run against a server."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    (user,) = (rest for name, rest in instructions if name == "USER")
+    assert all(part.isdecimal() for part in user.split(":")), "Kubernetes' runAsNonRoot needs a number"
+    bases = [rest for name, rest in instructions if name == "FROM"]
+    assert all(len(base.split(":")[1].split("-")[0].split(".")) == 3 for base in bases), "a tag that moves"
+    (health,) = (rest for name, rest in instructions if name == "HEALTHCHECK")
+    program, *argv = json.loads(health.split(" CMD ")[1])
+    assert program == "python"
+
+    def healthy(port: int) -> bool:
+        environment = {"SAGEMAKER_BIND_TO_PORT": str(port)}
+        return subprocess.run([sys.executable, *argv], env=environment, capture_output=True).returncode == 0
+
+    with Running(exported) as server:
+        assert healthy(server.port)
+    assert not healthy(server.port)

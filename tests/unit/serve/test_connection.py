@@ -1,0 +1,133 @@
+"""One connection: its deadlines, its parser, and what is parsed in one iteration of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import h11
+import pytest
+import uvicorn
+
+from kd.serve.connection import Connection, Shared
+from kd.serve.limits import Limits
+from kd.serve.loop_budget import READS, LoopBudget
+from kd.serve.parser import FREE_CHUNKS, Parser
+
+SIZE = 30_000_000
+ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def large(scope, receive, send) -> None:
+    """Answer with more than the system's socket buffers hold."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % SIZE)]})
+    await send({"type": "http.response.body", "body": bytes(SIZE)})
+
+
+@contextmanager
+def serving(limits: Limits) -> Iterator[socket.socket]:
+    """Serve `large` on real sockets; yield a connected client."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        http = functools.partial(Connection, shared=Shared(limits, large))
+        config = uvicorn.Config(large, http=http, ws="none", lifespan="off", log_config=None, loop="asyncio")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
+        thread.start()
+        try:
+            with socket.create_connection(opened.getsockname(), timeout=20) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def received(client: socket.socket) -> int:
+    """Read to the end and return how many bytes came."""
+    count = 0
+    try:
+        while block := client.recv(2**20):
+            count += len(block)
+    except ConnectionResetError:
+        pass
+    return count
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off():
+    with serving(Limits(write_seconds=0.5)) as client:
+        client.sendall(ASK)
+        time.sleep(2)
+        assert 0 < received(client) < SIZE
+
+
+def test_a_client_that_reads_gets_all_of_it():
+    with serving(Limits(write_seconds=10)) as client:
+        client.sendall(ASK)
+        time.sleep(0.3)
+        assert received(client) > SIZE
+
+
+def parsed(*pieces: bytes, **limits: int) -> Parser:
+    """Give pieces of a request to a parser until it needs more."""
+    parser = Parser(Limits(**limits))
+    for piece in pieces:
+        parser.receive_data(piece)
+        while parser.next_event() not in (h11.NEED_DATA, h11.PAUSED):
+            pass
+    return parser
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+
+
+def chunks(size: int, count: int) -> bytes:
+    return count * (b"%x\r\n" % size + bytes(size) + b"\r\n")
+
+
+def test_small_chunks():
+    parsed(HEAD + b"\r\n" + chunks(1, FREE_CHUNKS))
+    parsed(HEAD + b"\r\n" + chunks(256, 5000) + b"0\r\n\r\n")
+    for size in (1, 200):
+        with pytest.raises(h11.RemoteProtocolError, match="chunks of the body"):
+            parsed(HEAD + b"\r\n" + chunks(size, 5000))
+
+
+def test_header_lines():
+    parsed(HEAD + 97 * b"a: b\r\n" + b"\r\n" + b"2\r\n\n\n\r\n")
+    for text in (HEAD + 101 * b"a: b\r\n" + b"\r\n", HEAD + 101 * b"a: b\r\n", HEAD + 101 * b"a: b\n" + b"\n"):
+        with pytest.raises(h11.RemoteProtocolError, match="header lines"):
+            parsed(text)
+    with pytest.raises(h11.RemoteProtocolError, match="trailer lines"):
+        parsed(HEAD + b"\r\n0\r\n" + 101 * b"a: b\r\n" + b"\r\n")
+
+
+def test_pipelined():
+    ask = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    assert not parsed(ask).pipelined
+    assert parsed(ask + b"G").pipelined
+    assert parsed(ask, b"G").pipelined
+
+
+def test_the_budget_keeps_the_order_and_shares_the_loop():
+    """Jobs beyond the budget run in later iterations, in order; other callbacks run between them."""
+
+    async def run() -> list[object]:
+        budget, done = LoopBudget(), []
+        for number in range(3 * READS):
+            job = functools.partial(done.append, number)
+            (budget.run if budget.free else budget.wait)(job)
+        asyncio.get_running_loop().call_soon(done.append, "other")
+        while len(done) < 3 * READS + 1:
+            await asyncio.sleep(0)
+        return done
+
+    done = asyncio.run(run())
+    assert done.index("other") in (READS, 2 * READS)
+    assert [number for number in done if number != "other"] == list(range(3 * READS))

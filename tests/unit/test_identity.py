@@ -1,0 +1,315 @@
+"""What is kept under which name: a fitted teacher, its cache, a store of pixels, a run folder."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from kd import config, parts
+from kd.config import Config
+from kd.data.store import identity
+from kd.jobs._folder import FREE
+from kd.jobs.teach import fit_key
+from kd.models.classifier import Ensemble
+from kd.models.load import Spec, load
+from kd.setup.cache import cache_identity
+from kd.setup.data import Data, keep_rules
+from kd.setup.modes import ExecutionMode
+from kd.setup.recipe import Recipe
+
+SETTINGS = {
+    "run": {"name": "tiny"},
+    "data": {"kind": "imagefolder", "root": "photos", "batch_size": 8},
+    "teacher": {"model": "vit_tiny_patch16_224"},
+    "student": {"model": "vit_tiny_patch16_224"},
+    "losses": [{"kind": "kl"}],
+    "backend": {"kind": "cpu"},
+}
+
+
+def fitted(*overrides) -> str:
+    """Return the key of the teacher that a configuration has fitted."""
+    loaded = config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])
+    return fit_key(Recipe(Recipe(loaded).fits["teacher"]), "photos")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("teacher.args={drop_rate: 0.5}", "teacher.args={drop_path_rate: 0.5}"),
+        ("teacher.fit.evaluate=0", "teacher.fit.evaluate=1"),
+        ("teacher.fit.lr=0.05", "teacher.fit.warmup=0.05"),
+    ],
+)
+def test_two_fits_that_differ_never_share_a_teacher(one, other):
+    assert fitted(one) != fitted(other)
+    assert fitted(one) == fitted(one)
+
+
+def loaded(classes=("apple", "fig"), **args):
+    """Return a teacher whose weights are the same whatever the arguments."""
+    sizes = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    model = load(Spec("teacher", "vit_tiny_patch16_224", sizes | args, classes), 16, with_features=False)
+    torch.manual_seed(0)
+    for tensor in model.network.state_dict().values():
+        tensor.copy_(torch.randn_like(tensor))
+    return model
+
+
+@pytest.mark.parametrize("args", [{"num_heads": 8}, {"act_layer": "relu"}])
+def test_weights_in_another_architecture_get_another_cache(args):
+    one, other = loaded(), loaded(**args)
+    assert one.identity()["teacher"] == other.identity()["teacher"]
+    assert one.identity() != other.identity()
+    assert loaded().identity() == one.identity()
+    both = Ensemble([one, one], [1, 1]), Ensemble([one, other], [1, 1])
+    assert both[0].identity() != both[1].identity()
+
+
+# ------------------------------------------------------------------------------------- every key of the configuration
+
+
+class Listing:
+    """A listing of images, as far as an identity asks for it."""
+
+    classes = ("apple", "fig", "pear")
+    fingerprint = "photos"
+
+    def __len__(self) -> int:
+        return 36
+
+
+def identities(settings: Config) -> dict[str, Any]:
+    """Return by what each kind of work that is kept is found again: F fits, C cache, S store, R run folder.
+
+    The content of weights and images is held constant: it is compared by its own hash.
+    """
+    recipe, section = Recipe(settings), settings.teacher
+    source: Any = Listing()
+    kept = (source, source) if settings.data.store != "none" else None
+    precision = "fp32" if section.precision == "auto" else section.precision
+    mode = ExecutionMode(precision, section.exported(cpu=True) or "fused")
+    teachers = [section, *section.also]
+    shares = [one.weight for one in section.also]
+    model = {"architecture": [[one.model, one.args] for one in teachers], "shares": shares}
+    data = Data(settings.data, source, source, kept)
+    splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
+    return {
+        "F": {where: fit_key(Recipe(fit), "photos") for where, fit in recipe.fits.items()},
+        "C": cache_identity(section, model, mode.numerics, data, settings.run.seed),
+        "S": [identity(source, split, asdict(rule)) for split, rule in splits],
+        "R": {key: value for key, value in recipe.keys.items() if not key.startswith(FREE)},
+    }
+
+
+BASE = (
+    "data.store=disk",
+    "teacher.fit.epochs=2",
+    "teacher.cache.views=2",
+    "teacher.also=[{model: vit_small_patch16_224}]",
+)
+ALONE = ("teacher.cache.views=0", "teacher.also=[]")
+FOOD, HF = ("kind: food_mini",), ("kind: hf, path: a",)
+SHARDS = ("kind: webdataset, train: a, val: b",)
+LISTS = ("kind: imagefolder, root: a, train_list: a, val_list: b",)
+SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
+HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
+
+
+def loss(kind: str) -> tuple[str, ...]:
+    return (*ALONE, f"losses=[{{kind: {kind}}}]")
+
+
+# "key [kind]": the identities that it changes, the value, what it is changed beside. "": nothing that is kept depends
+# on it, so that a run, a cache or a teacher is found again.
+KEYS: dict[str, tuple[Any, ...]] = {
+    "run.name": ("", "other"),
+    "run.folder": ("", "elsewhere"),
+    "run.seed": ("FCR", "1"),
+    "run.epochs": ("R", "11"),
+    "run.steps": ("R", "7"),
+    "run.every.log": ("", "3"),
+    "run.every.evaluate": ("", "3"),
+    "run.every.checkpoint": ("", "3"),
+    "run.keep": ("", "3"),
+    "run.baseline": ("R", "true"),
+    "run.trackers": ("", "[tensorboard]"),
+    "data.kind": ("FR", "food_mini"),
+    "data.train_images [food_mini]": ("FR", "9", *FOOD),
+    "data.val_images [food_mini]": ("FR", "9", *FOOD),
+    "data.pixels [food_mini]": ("FR", "32", *FOOD),
+    "data.art_seed [food_mini]": ("FR", "1", *FOOD),
+    "data.label_noise [food_mini]": ("FR", "0.1", *FOOD),
+    "data.root [food_mini]": ("", "elsewhere", *FOOD),
+    "data.path [hf]": ("FR", "b", *HF),
+    "data.name [hf]": ("FR", "b", *HF),
+    "data.train_split [hf]": ("FR", "b", *HF),
+    "data.val_split [hf]": ("FR", "b", *HF),
+    "data.val_fraction [hf]": ("FR", "0.1", *HF),
+    "data.image_key [hf]": ("FR", "b", *HF),
+    "data.label_key [hf]": ("FR", "b", *HF),
+    "data.root [imagefolder]": ("", "elsewhere"),
+    "data.train_split [imagefolder]": ("FR", "b"),
+    "data.val_split [imagefolder]": ("FR", "b"),
+    "data.val_fraction [imagefolder]": ("FR", "0.1"),
+    "data.train_list [imagefolder]": ("FR", "c", *LISTS),
+    "data.val_list [imagefolder]": ("FR", "c", *LISTS),
+    "data.train [webdataset]": ("FR", "c", *SHARDS),
+    "data.val [webdataset]": ("FR", "c", *SHARDS),
+    "data.image_keys [webdataset]": ("FR", "jpg", *SHARDS),
+    "data.label_key [webdataset]": ("FR", "label", *SHARDS),
+    "data.label_field [webdataset]": ("FR", "f", *SHARDS),
+    "data.class_names [webdataset]": ("FR", "c", *SHARDS),
+    "data.image_size": ("FCSR", "64"),
+    "data.batch_size": ("FR", "16"),
+    "data.micro_batch": ("FR", "4"),
+    "data.eval_batch": ("", "4"),
+    "data.eval_crop": ("FSR", "0.9"),
+    "data.workers": ("", "2"),
+    "data.store": ("FCR", "none"),
+    "data.store_size": ("FCSR", "300"),
+    "data.views": ("R", "2"),
+    "data.on_corrupt": ("FR", "skip"),
+    "data.augment.crop": ("FCSR", "0.5"),
+    "data.augment.flip": ("FCR", "0.1"),
+    "data.augment.jitter": ("FCR", "0.1"),
+    "data.augment.policy": ("FCR", "rand-m9"),
+    "data.augment.mixup": ("FCR", "0.5"),
+    "data.augment.cutmix": ("FCR", "0.5"),
+    "data.augment.mix_probability": ("FCR", "0.5"),
+    "teacher.kind": ("FCR", ""),
+    "teacher.model": ("FCR", "vit_base_patch16_224"),
+    "teacher.args": ("FCR", "{num_heads: 8}"),
+    "teacher.checkpoint": ("FR", "a"),
+    "teacher.pretrained": ("FR", "true"),
+    "teacher.attention": ("FR", "fused"),
+    "teacher.precision": ("CR", "bf16"),
+    "teacher.runtime": ("R", "onnxruntime"),
+    "teacher.compile": ("R", "on"),
+    "teacher.min_accuracy": ("R", "0.1"),
+    "teacher.micro_batch": ("R", "4"),
+    "teacher.also[].model": ("FCR", "vit_base_patch16_224"),
+    "teacher.also[].args": ("FCR", "{num_heads: 8}"),
+    "teacher.also[].checkpoint": ("FR", "a"),
+    "teacher.also[].weight": ("CR", "2"),
+    "teacher.cache.views": ("R", "3"),
+    "teacher.cache.path": ("", "elsewhere"),
+    "teacher.cache.dtype": ("CR", "fp32"),
+    "teacher.cache.topk": ("CR", "2"),
+    "teacher.shard": ("", "true", *ALONE),
+    "teacher.pipeline": ("", "2", *ALONE),
+    "teacher.fit.epochs": ("FR", "3"),
+    "teacher.fit.steps": ("FR", "9"),
+    "teacher.fit.lr": ("FR", "0.1"),
+    "teacher.fit.weight_decay": ("FR", "0.1"),
+    "teacher.fit.batch_size": ("FR", "16"),
+    "teacher.fit.label_smoothing": ("FR", "0.2"),
+    "teacher.fit.warmup": ("FR", "0.1"),
+    "teacher.fit.evaluate": ("FR", "5"),
+    "teacher.fit.folder": ("R", "elsewhere"),
+    "student.model": ("R", "vit_small_patch16_224"),
+    "student.args": ("R", "{num_heads: 8}"),
+    "student.init": ("R", "pretrained"),
+    "student.attention": ("R", "fused"),
+    "student.compile": ("R", "on"),
+    "student.checkpoint": ("R", "a", "student.init=pretrained"),
+    "losses[].kind": ("R", "ce"),
+    "losses[].weight": ("R", "2"),
+    "losses[].label_smoothing [ce]": ("R", "0.1", *loss("ce")),
+    "losses[].beta [dist]": ("R", "2", *loss("dist")),
+    "losses[].gamma [dist]": ("R", "2", *loss("dist")),
+    "losses[].temperature [dist]": ("R", "3", *loss("dist")),
+    "losses[].alpha [dkd]": ("R", "2", *loss("dkd")),
+    "losses[].beta [dkd]": ("R", "2", *loss("dkd")),
+    "losses[].temperature [dkd]": ("R", "3", *loss("dkd")),
+    "losses[].distance [feature]": ("R", "cosine", *loss("feature")),
+    "losses[].normalize [feature]": ("R", "false", *loss("feature")),
+    "losses[].temperature [kl]": ("R", "3", *loss("kl")),
+    "losses[].gamma [nkd]": ("R", "2", *loss("nkd")),
+    "losses[].temperature [nkd]": ("R", "3", *loss("nkd")),
+    "losses[].gamma [wttm]": ("R", "0.3", *loss("wttm")),
+    "losses[].temperature [zscore]": ("R", "3", *loss("zscore")),
+    "sifter.kind": ("R", "random"),
+    "sifter.gate": ("R", "off"),
+    "sifter.keep [history]": ("R", "0.5", *HISTORY),
+    "sifter.floor [history]": ("R", "0.1", *HISTORY),
+    "sifter.warmup [history]": ("R", "2", *HISTORY),
+    "sifter.anneal [history]": ("R", "0.2", *HISTORY),
+    "sifter.refresh [history]": ("R", "5", *HISTORY),
+    "sifter.reweight [history]": ("R", "true", *HISTORY),
+    "sifter.balance [history]": ("R", "true", *HISTORY),
+    "sifter.noise_cap [history]": ("R", "0.1", *HISTORY),
+    "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
+    "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
+    "sifter.anneal [random]": ("R", "0.2", "sifter.kind=random"),
+    "sifter.beta_value [relative]": ("R", "2", *RELATIVE),
+    "sifter.loss_history_length [relative]": ("R", "5", *RELATIVE),
+    "sifter.sift_delay [relative]": ("R", "5", *RELATIVE),
+    "sifter.repeat_delay_per_epoch [relative]": ("R", "true", *RELATIVE),
+    "sifter.score [relative]": ("R", "entropy", *RELATIVE),
+    "optimizer.kind": ("R", "sgd"),
+    "optimizer.lr": ("R", "0.1"),
+    "optimizer.min_lr": ("R", "0.1"),
+    "optimizer.warmup": ("R", "0.1"),
+    "optimizer.schedule": ("R", "constant"),
+    "optimizer.weight_decay": ("R", "0.1"),
+    "optimizer.betas": ("R", "[0.8, 0.9]"),
+    "optimizer.momentum": ("R", "0.8"),
+    "optimizer.clip": ("R", "2"),
+    "optimizer.zero": ("R", "true"),
+    "optimizer.ema": ("R", "0.9"),
+    "backend.kind": ("FR", "cuda"),
+    "backend.threads [cpu]": ("FR", "2"),
+    "backend.tf32 [cuda]": ("FR", "false", *CUDA),
+    "backend.fallback [smddp]": ("FR", "gloo", *SMDDP, "backend.device=cpu"),
+    "backend.device [smddp]": ("FR", "cpu", *SMDDP),
+    "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
+    "backend.precision": ("FR", "bf16"),
+    "backend.timeout_seconds": ("", "5"),
+}
+
+
+def listed() -> set[str]:
+    """Return every key of the schema, with the kind of part that has it."""
+    found = set()
+    for key, _, _, meaning in config.explain():
+        kind = re.match(r"\[kind: (\w+)\]", meaning)
+        found.add(f"{key} [{kind[1]}]" if kind else key)
+    return found
+
+
+def test_every_key_of_the_schema_has_an_entry():
+    assert listed() - KEYS.keys() == set(), "say which identities these keys change"
+    assert KEYS.keys() - listed() == set(), "these keys are gone"
+
+
+@functools.cache
+def found(*overrides: str) -> dict[str, Any]:
+    """Return the identities of the base with overrides; one that begins with "kind:" is another dataset."""
+    settings, rest = dict(SETTINGS), list(overrides)
+    if overrides and overrides[0].startswith("kind:"):
+        settings["data"] = {**yaml.safe_load(f"{{{rest.pop(0)}}}"), "batch_size": 8}
+    return identities(config.load(settings, [*BASE, *rest]))
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "teacher.kind"])
+def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key):
+    expected, value, *context = KEYS[key]
+    path = key.partition(" ")[0].replace("[]", "[0]")
+    before, after = found(*context), found(*context, f"{path}={value}")
+    assert "".join(name for name in "FCSR" if before[name] != after[name]) == expected
+
+
+def test_there_is_one_kind_of_teacher():
+    assert parts.names("teachers") == ["timm"]  # another one must change F, C and R
+
+
+def test_a_cache_keeps_the_same_pixels_in_memory_and_on_a_disk():
+    disk, ram, none = (found(f"data.store={where}") for where in ("disk", "ram", "none"))
+    assert disk["C"] == ram["C"] != none["C"]
