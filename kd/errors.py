@@ -10,7 +10,10 @@
     |-- ModelError          a model, its weights, its classes
     |-- BackendError        the processes or devices of a run are not as configured
     |-- RunError            the run folder, a checkpoint, the disk
+    |   `-- FolderInUse     another process is writing the run folder
     `-- NonFiniteLoss       a loss is NaN or infinite
+
+`Interrupted` is not an error and no KdError: somebody asked the process to stop.
 
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
@@ -86,8 +89,19 @@ class RunError(KdError):
     """The run folder, a checkpoint or the disk is not usable."""
 
 
+class FolderInUse(RunError):
+    """Another process is writing the run folder."""
+
+
 class NonFiniteLoss(KdError):
     """A loss term became NaN or infinite."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The process was asked to stop, and did. The same command resumes; no `except Exception` may swallow it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: try again."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -250,6 +250,8 @@ class State:
     """Training time so far, without evaluation and checkpoints."""
     best: float = -1.0
     """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
+    unevaluated: bool = False
+    """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from kd.artifacts import checkpoint
-from kd.errors import RunError
+from kd.errors import FolderInUse, RunError
 from kd.storage import disk_error, flush, lock, log, recover, remove_folder, write_json, write_text
 from kd.types import State
 
@@ -199,4 +199,4 @@ class RunDir:
         if self._lock is None:
             holder = (self.path / ".lock").read_text().strip() or "unknown"
             remedy = "Wait for it, or choose another run.name"
-            raise RunError("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
+            raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)

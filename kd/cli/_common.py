@@ -9,21 +9,29 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
-from kd.errors import KdError
+from kd.errors import Interrupted, KdError
+from kd.jobs.signals import signals
 from kd.references import redact
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
-def guarded(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code: 0, 2 (the user can repair it), 1 (a bug of ours)."""
+def guarded(command: Callable[[], None], resumable: bool = False) -> int:
+    """Run a command and return its exit code: 0, 2 (the user can repair it), 75 (interrupted), 1 (a bug of ours).
+
+    Args:
+        command: takes nothing, returns nothing.
+        resumable: SIGTERM and SIGINT let it write a checkpoint, or end it where there is nothing to save.
+    """
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     try:
-        command()
-    except KdError as error:
+        with signals.handled() if resumable else nullcontext():
+            command()
+    except (KdError, Interrupted) as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code

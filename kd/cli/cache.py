@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.verify:
             print(f"cache: largest difference between a stored logit and the teacher's: {done.difference:.3g}")
 
-    return guarded(command)
+    return guarded(command, resumable=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for folder in teach(config.load(given.config, given.overrides)):
             print(folder)
 
-    return guarded(command)
+    return guarded(command, resumable=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if text:
             print("\n" + text)
 
-    return guarded(command)
+    return guarded(command, resumable=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from kd.contracts import Dataset
-from kd.data.workers import Watch, connection_error, worker_error
+from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, worker_error
 from kd.errors import DataError, KdError
 from kd.types import Batch, Plan
 
@@ -76,6 +76,7 @@ class LocalLoader:
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=ahead if workers else None,
+            worker_init_fn=serve_until_the_trainer_ends,
             # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )

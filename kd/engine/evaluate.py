@@ -5,6 +5,8 @@ Shape legend: B images of a batch, C classes, K calibration bins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,17 +31,21 @@ class Evaluator:
         self._teacher_logits: list[Tensor] = []
 
     @torch.no_grad()
-    def __call__(self, student: nn.Module, limit: int = 0) -> dict[str, float]:
+    def __call__(
+        self, student: nn.Module, limit: int = 0, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
         """Evaluate over all ranks.
 
         Args:
             student: maps uint8 images [B, 3, H, W] to Outputs.
             limit: stop after so many batches a rank; 0: the whole split.
+            stop: asked before each batch, on all ranks alike; True gives the evaluation up.
 
         Returns:
             For the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
             arXiv:1706.04599); with a teacher also `teacher_accuracy`, `teacher_top5`, `teacher_nll`, `teacher_ece`,
-            `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Padding has weight 0.
+            `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Padding has weight 0. Empty if the
+            evaluation was given up.
 
         Raises:
             DataError: no image has a weight, because none could be decoded.
@@ -51,6 +57,9 @@ class Evaluator:
         for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
             if limit and i >= limit:
                 break
+            if stop():
+                student.train(was_training)
+                return {}
             with self.backend.autocast():
                 student_BC = student(batch.image).logits.float()
             scores = score(student_BC, batch.label, batch.weight)

@@ -13,6 +13,8 @@ from kd.engine.criterion import Scoring
 from kd.engine.meter import Meter
 from kd.engine.run import Run
 from kd.engine.snapshot import average_buffers, restore, snapshot
+from kd.engine.stopping import Stopping
+from kd.errors import Interrupted
 from kd.seeds import seed_from
 from kd.types import Batch, Plan, State
 
@@ -25,11 +27,14 @@ def train(run: Run) -> State:
 
     Raises:
         NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed.
+        Interrupted: `run.stop` asked for it; a checkpoint of the last step was written.
     """
-    length, backend, span = run.length, run.backend, run.span
+    length, backend, stop = run.length, run.backend, Stopping(run)
     state = restore(run)
-    meter = Meter(run, state)
     run.distillation.train()
+    if state.unevaluated:
+        state = conclude(run, state, stop, evaluating=True, checkpointing=True)
+    meter = Meter(run, state)
     while not length.finished(state):
         plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
@@ -44,19 +49,11 @@ def train(run: Run) -> State:
             last = length.finished(state)
             evaluating = due(length.evaluate, state) or last
             checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
-            if due(length.log, state) or evaluating or checkpointing:
+            if stop() or due(length.log, state) or evaluating or checkpointing:
                 state = meter.flush(state, lr)
             if state.step_in_epoch == 0:
                 meter.log_epoch(state, plan, steps_in_epoch)
-            improved = False
-            if evaluating or checkpointing:
-                average_buffers(run)
-            if evaluating:
-                with span("evaluation"):
-                    state, improved = evaluate(run, state)
-            if checkpointing or improved:
-                with span("checkpoint"):
-                    snapshot(run, state, improved)
+            state = conclude(run, state, stop, evaluating, checkpointing)
             meter.resume()
             if last:
                 break
@@ -100,12 +97,39 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
     return sums
 
 
-def evaluate(run: Run, state: State) -> tuple[State, bool]:
-    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
+def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
+    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop.
+
+    Raises:
+        Interrupted: the ranks agreed to stop; a checkpoint was written.
+    """
+    improved = False
+    if evaluating or checkpointing or stop.agreed:
+        average_buffers(run)
+    if evaluating:
+        with run.span("evaluation"):
+            state, improved = evaluate(run, state, stop)
+    if checkpointing or improved or stop.agreed:
+        with run.span("checkpoint"):
+            snapshot(run, state, improved)
+    if stop.agreed:
+        raise Interrupted(f"stopped after step {state.step} and wrote a checkpoint; the same command resumes")
+    return state
+
+
+def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
+    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far.
+
+    An evaluation takes longer than a run that is asked to stop may have, so it is then given up.
+    """
+    stop.restart()
     with run.average.applied() if run.average is not None else nullcontext():
-        values = run.evaluator(run.distillation.student)
+        values = {} if stop.agreed else run.evaluator(run.distillation.student, stop=stop)
+    stop.restart()
+    if not values:
+        return replace(state, unevaluated=True), False
     improved = values["accuracy"] > state.best
-    state = replace(state, best=max(state.best, values["accuracy"]))
+    state = replace(state, best=max(state.best, values["accuracy"]), unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
     return state, improved

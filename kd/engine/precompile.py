@@ -10,6 +10,7 @@ from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
 from kd.engine.run import Run
 from kd.engine.snapshot import average_buffers
+from kd.engine.stopping import Stopping
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
 from kd.types import Batch, State
@@ -26,7 +27,7 @@ def precompile(run: Run) -> int:
     """
     length, state = run.length, State()
     steps = max(FEWEST, length.log)
-    meter = Meter(run, state)
+    meter, stop = Meter(run, state), Stopping(run)
     run.distillation.train()
     for micros in itertools.islice(_steps(run), steps):
         run.backend.seed(seed_from(run.seed, "step", state.step, run.backend.rank))
@@ -34,6 +35,7 @@ def precompile(run: Run) -> int:
         meter.add(update(run, micros, state))
         run.backend.end_step()
         state = replace(state, step=state.step + 1, images=state.images + length.batch_size)
+        stop()
         if state.step % length.log == 0:
             try:
                 state = meter.flush(state, lr)

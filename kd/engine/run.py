@@ -21,6 +21,11 @@ Span = Callable[[str], AbstractContextManager[object]]
 _NOTHING = nullcontext()
 
 
+def never() -> bool:
+    """Nobody asks the run to stop."""
+    return False
+
+
 def no_span(name: str) -> AbstractContextManager[object]:
     """Mark nothing."""
     return _NOTHING
@@ -102,3 +107,5 @@ class Run:
     logger: Logger
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
+    stop: Callable[[], bool] = never
+    """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kd.engine.snapshot import agree
 from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
+from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble, TeacherModel, digest
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, percent
@@ -103,7 +104,8 @@ def distill(
         if isinstance(teacher, Ensemble):
             names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
             check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
-        state = engine_train(run)
+        with signals.training():
+            state = engine_train(replace(run, stop=signals.requested))
         sifting = sifting_report(run, data.train, folder)
         console.info(f"{title}: {memory(recipe.optimizer.zero, run, facts['choices'])}")
         names = unreadable(data, run, known)
@@ -154,10 +156,13 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
 
 
 def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
-    """List the images of both splits that this rank could not decode, in this start or in an earlier one."""
-    both = ((data.train, run.loader), (data.val, run.evaluator.loader))
-    found = {source.name(id) for source, loader in both for id in loader.unreadable}
-    return sorted(found | set(known.get("unreadable", [])))
+    """List the images of both splits that any rank could not decode, now or in an earlier start. All ranks call it."""
+    found = set(known.get("unreadable", []))
+    for source, loader in ((data.train, run.loader), (data.val, run.evaluator.loader)):
+        broken_N = torch.zeros(len(source), device=run.backend.device)
+        broken_N[list(loader.unreadable)] = 1.0
+        found |= {source.name(id) for id in run.backend.reduce_sum(broken_N).nonzero()[:, 0].tolist()}
+    return sorted(found)
 
 
 def check_teacher(least: float, run: Run, console: Console) -> None:

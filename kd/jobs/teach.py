@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from kd.config.schema import TeacherSection
 from kd.contracts import Backend
 from kd.errors import ConfigError
 from kd.jobs._distill import distill
-from kd.jobs._folder import FREE, export_run, open_run
+from kd.jobs._folder import FREE, export_run
+from kd.jobs._wait import open_fit
 from kd.models.classifier import Classifier, Ensemble, TeacherModel
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
@@ -75,6 +77,8 @@ def fit_key(fit: Recipe, fingerprint: str) -> str:
 def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     """Fit a teacher on the labels and keep its best epoch; one fitted before from the same content is reused.
 
+    While another process fits it, wait for it.
+
     Args:
         plan: the teacher as a student of the labels.
         data: both splits.
@@ -87,11 +91,12 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
     recipe = Recipe(replace(plan, run=replace(plan.run, name=name)))
     target = recipe.path / "export"
-    if (target / "model.safetensors").is_file():
-        if backend.rank == 0:
-            log.info("teacher: reusing '%s'", target)
-        return target
-    with open_run(recipe, backend.rank) as folder:
+    with ExitStack() as stack:
+        folder = open_fit(stack, recipe, target, backend)
+        if folder is None:
+            if backend.rank == 0:
+                log.info("teacher: reusing '%s'", target)
+            return target
         distill(recipe, data, backend, None, folder, "teacher")
         if backend.rank == 0:
             export_run(folder, recipe, target, data.train.classes)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kd.errors import ConfigError, MissingExtra, did_you_mean
+
+log = logging.getLogger("kd")
 
 
 class Trackers:
@@ -25,17 +29,33 @@ class Trackers:
             ConfigError: unknown name.
             MissingExtra: the tracker's package is not installed.
         """
-        self._started = [_start(name, project, folder, config) for name in names]
+        self._started: dict[str, Any] = {}
+        for name in names:
+            start = partial(_start, _find(name), project, folder, config)
+            tracker = self._attempt(name, start)
+            if tracker is not None:
+                self._started[name] = tracker
 
     def log(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Pass a row on as `kind/name`."""
-        for tracker in self._started:
-            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+        row = {f"{kind}/{name}": value for name, value in values.items()}
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.log(row, step=step))
 
     def close(self) -> None:
         """Let every tracker write what it holds."""
-        for tracker in self._started:
-            tracker.finish()
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, tracker.finish)
+
+    def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Go on without a tracker that fails, whatever it raises: its server may be away, and training is dear."""
+        try:
+            return call()
+        except Exception as error:
+            self._started.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            log.warning(f"run.trackers: '{name}' failed ({reason}). Training goes on without it.")
+            return None
 
 
 def check(names: Sequence[str]) -> None:
@@ -62,8 +82,7 @@ def _find(name: str) -> Any:
     return known[name]
 
 
-def _start(name: str, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    cls = _find(name)
+def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
     if hasattr(tracker, "start"):
         tracker.start()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kd.engine.criterion import Criterion
 from kd.engine.loop import advance, due, train
 from kd.engine.run import RunLength
-from kd.errors import NonFiniteLoss
+from kd.errors import Interrupted, NonFiniteLoss
 from kd.losses import ce, kl
 from kd.types import Batch, Dims, Outputs, State
 
@@ -297,6 +297,44 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
     for made in (whole, resumed):
         made.store.close()
+
+
+@pytest.mark.parametrize(("name", "stops"), [("averaged", (0, 3, 5, 6, 9)), ("mixed, in steps", (1, 4, 7, 11))])
+def test_a_run_that_is_asked_to_stop_is_the_run_that_was_not(make, tmp_path, name, stops):
+    """It is asked at the end of each step and before each batch of an evaluation; `stops` counts these calls."""
+    overrides = (*RUNS[name], "data.eval_batch=5")
+    whole = make(*overrides, folder=tmp_path / "whole")
+    last = train(whole.run)
+    whole.store.close()
+    for number in stops:
+        folder, calls = tmp_path / f"stopped {number}", iter([False] * number + [True])
+        stopped = make(*overrides, folder=folder)
+        with pytest.raises(Interrupted):
+            train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
+        stopped.store.close()
+        resumed = make(*overrides, folder=folder)
+        state = train(resumed.run)
+        resumed.store.close()
+        assert replace(state, seconds=0.0) == replace(last, seconds=0.0)
+        assert same(weights(resumed.run), weights(whole.run)), number
+        rows = [[row for row in read_rows(f) if row["kind"] == "val"] for f in (folder, tmp_path / "whole")]
+        assert without_clocks(rows[0]) == without_clocks(rows[1])
+
+
+def test_an_evaluation_that_is_given_up_twice_is_made_in_the_end(make, tmp_path):
+    calls = iter([False] * 4 + [True])  # four steps, then the evaluation's first batch
+    for stop in (lambda: next(calls, False), lambda: True):
+        made = make("run.epochs=1", folder=tmp_path / "run")
+        with pytest.raises(Interrupted, match="stopped after step 4 and wrote a checkpoint"):
+            train(replace(made.run, stop=stop))
+        made.store.close()
+        assert [row["kind"] for row in read_rows(tmp_path / "run")] == ["train", "train", "epoch"]
+    made = make("run.epochs=1", folder=tmp_path / "run")
+    state = train(made.run)
+    made.store.close()
+    assert (state.step, state.unevaluated) == (4, False)
+    (row,) = (row for row in read_rows(tmp_path / "run") if row["kind"] == "val")
+    assert state.best == row["accuracy"] == made.store.best()[0].best
 
 
 def read_rows(folder) -> list[dict]:

@@ -1,0 +1,84 @@
+"""Runs that need the same teacher, and images that only one rank has read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from pieces import tiny
+from ranks import HERE, environment, start
+
+from kd.storage import lock
+
+OURS = "data.kind=outside.signalling"
+
+
+@pytest.fixture
+def fit_file(config_file, tmp_path):
+    """A configuration whose teacher is fitted below `tmp_path`."""
+    content = yaml.safe_load(config_file.read_text())
+    fit = {"epochs": 4, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
+    content["teacher"] = {**tiny(2, 48), "attention": "unfused", "precision": "fp32", "min_accuracy": 0, "fit": fit}
+    content["run"]["folder"] = str(tmp_path)
+    file = tmp_path / "fit.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks):
+    """The fit takes longer than the deadline, which counts only while it makes no progress."""
+    argv = [sys.executable, "-m", "kd.cli.teach", str(fit_file), OURS]
+    environ = {**environment(), "KD_SLOW": "0.12"}
+    environ["PYTHONPATH"] += f":{HERE}"
+    first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("teachers/*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        second = start("kd.cli.teach:main", [fit_file, OURS, "backend.timeout_seconds=6"], ranks)
+        told = first.communicate(timeout=60)[0]
+    finally:
+        if first.poll() is None:
+            first.kill()
+            first.wait()
+    assert first.returncode == 0, told
+    second.ended_well()
+    assert second.logs[0].count("waiting for the teacher that it fits") == 1
+    assert "teacher: reusing" in second.logs[0]
+    assert all(log.splitlines()[-1] == told.splitlines()[-1] for log in second.logs)  # the folder
+    assert len(list(tmp_path.glob("teachers/*/export"))) == 1
+
+
+def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
+    argv = [fit_file, OURS, "backend.timeout_seconds=2"]
+    stopped = start("kd.cli.teach:main", argv, env={"KD_SIGNAL": "SIGTERM:train:50"})
+    assert stopped.codes == [75]
+    (folder,) = (tmp_path / "teachers").iterdir()
+    held = lock(folder / ".lock", "run.name")
+    assert held is not None
+    refused = start("kd.cli.teach:main", argv)
+    held.close()
+    assert refused.codes == [2]
+    last = refused.logs[0].splitlines()[-1]
+    assert last.startswith("teacher.fit: process ")
+    assert "has written nothing for 2 s" in last
+    start("kd.cli.teach:main", argv).ended_well()
+
+
+def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    broken = sorted(root.glob("train/*/*.jpg"))[::6] + sorted(root.glob("val/*/*.jpg"))[:2]
+    for file in broken:
+        file.write_bytes(b"not an image")
+    more = ("run.steps=3", "sifter.kind=none", "data.on_corrupt=skip", f"data.root={root}")  # each image is read once
+    run = train("corrupt", 2, *more)
+    run.world.ended_well()
+    listed = json.loads((run.folder / "manifest.json").read_text())["unreadable"]
+    assert len(listed) == len(broken) == 8
