@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kd.engine.criterion import Scoring
 from kd.engine.meter import Meter
-from kd.engine.run import Run
+from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
-from kd.engine.stopping import Stopping
 from kd.errors import Interrupted
 from kd.seeds import seed_from
 from kd.types import Batch, Plan, State

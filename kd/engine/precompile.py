@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
-from kd.engine.run import Run
+from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers
-from kd.engine.stopping import Stopping
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
 from kd.types import Batch, State
