@@ -21,8 +21,7 @@ from _record import write
 from kd import config
 from kd.data.views import Views
 from kd.setup.build import build_backend
-from kd.setup.data import Data, open_sources
-from kd.start.loading import sample, stored, views
+from kd.setup.data import Data, evenly_spaced, open_data, open_sources, views
 
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:
@@ -40,12 +39,11 @@ def settings(given: argparse.Namespace, folder: str) -> config.Config:
     )
 
 
-def with_store(plain: config.Config, store: str, data: Data) -> Views:
-    """Return the training views behind a store, and say what it takes."""
-    chosen = replace(plain, data=replace(plain.data, store=store))
-    kept, told = stored(chosen, data.train, data.val, build_backend(chosen.backend))
-    print(told or "store: none")
-    return views(chosen, *kept)[0]
+def with_store(plain: config.Config, store: str) -> Views:
+    """Return the training views behind a store."""
+    section = replace(plain.data, store=store)
+    data: Data = open_data(section, plain.run.folder, build_backend(plain.backend))
+    return views(data, plain.run.seed)[0]
 
 
 def milliseconds(dataset: Views, ids: list[int], view: int) -> float:
@@ -70,8 +68,8 @@ def main() -> None:
         plain = settings(given, folder)
         data = open_sources(plain.data)
         data.train.prepare()
-        ids = sample(len(data.train), given.images)
-        ways = {store: with_store(plain, store, data) for store in ("none", "disk", "ram")}
+        ids = evenly_spaced(len(data.train), given.images)
+        ways = {store: with_store(plain, store) for store in ("none", "disk", "ram")}
         first = {which: milliseconds(dataset, ids, 0) for which, dataset in ways.items()}  # reads the files once, too
         rows.append({"round": 0, "which": "fill", "ms": round(first["disk"], 4)})
         for turn in range(1, given.rounds + 1):

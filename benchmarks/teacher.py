@@ -14,11 +14,12 @@ import time
 import torch
 
 from _record import write
+from kd.config.validate import installed
 from kd.models.classifier import set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.start.kernels import Kernel
-from kd.start.teacher import installed, remade
+from kd.setup.modes import ExecutionMode
+from kd.setup.teacher import rebuild
 from kd.types import Batch
 
 CLASSES = [str(i) for i in range(101)]
@@ -37,11 +38,11 @@ def made(name: str, given: argparse.Namespace, device: torch.device) -> LiveTeac
     """Return the live teacher of a form, not run yet."""
     torch.manual_seed(0)
     model = load(Spec("teacher", given.model, {}, CLASSES), given.size, False)
-    kernel = Kernel.parse(name)
+    mode = ExecutionMode.parse(name)
     live = LiveTeacher(
-        model, device, remake=(lambda frozen: remade(kernel, given.size, frozen)) if kernel.remade else None
+        model, device, remake=(lambda frozen: rebuild(mode, given.size, frozen)) if mode.rebuilt else None
     )
-    set_attention(live.model, kernel.how == "fused")
+    set_attention(live.model, mode.backend == "fused")
     return live
 
 
