@@ -95,7 +95,8 @@ def run(name: str, group: Group, left: float) -> list[dict[str, Any]]:
     """Run a group for at most `left` seconds and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # xunit2 has no properties of a test
         environment = {**os.environ, **group.environment}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         if group.environment:  # thousands of inputs take longer than the suite's deadline for one test
