@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pieces import tiny
 from PIL import Image
@@ -110,10 +110,12 @@ likely = st.sampled_from(
         "none",
     ]
 )
-values = st.one_of(
-    junk, likely, likely, likely
-)  # most are refused for their type; these come as far as the other rules
-changes = st.lists(st.tuples(paths.map(lambda path: path.split(".")), values, st.booleans()), max_size=3)
+SECTIONS = [row[0].replace("[]", ".0") for row in explain() if not row[3].startswith("[kind:")]
+single = st.one_of(  # most values are refused for their type; likely ones come as far as the rules between keys
+    st.tuples(paths, junk, st.booleans()),
+    st.tuples(st.sampled_from(SECTIONS), likely, st.just(False)),
+).map(lambda made: (made[0].split("."), *made[1:]))
+changes = st.lists(single, max_size=3)
 
 
 def configuration(root: Path) -> dict[str, Any]:
@@ -157,6 +159,8 @@ def outcome(seen: Counter, read: Callable[[], Any], kind: type) -> Any:
 
 def test_configurations_as_dictionaries(tmp_path, seen):
     @FUZZ
+    @example([(["run", "trackers"], {}, False)], [])
+    @example([(["run", "name"], "${", False)], [])
     @given(changes, st.one_of(st.just([]), st.lists(overrides, max_size=2)))
     def tried(made, given_overrides):
         content = changed(configuration(tmp_path), made)
@@ -347,6 +351,9 @@ def test_exports_of_other_values(export, seen):
     files = st.sampled_from([["files", key] for key in good["files"]])
 
     @FUZZ
+    @example(["files", "config.json"], 5)
+    @example(["input", "size"], float("inf"))
+    @example(["input", "size"], -5)
     @given(st.one_of(fields, files), st.one_of(junk, st.sampled_from([float("inf"), float("nan"), "16", [[]]])))
     def tried(path, value):
         content = changed(json.loads(json.dumps(good)), [(path, value, False)])

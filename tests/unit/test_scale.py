@@ -29,7 +29,7 @@ GLOBAL = RANKS * MICRO
 
 @pytest.fixture(autouse=True)
 def figures(record_property, request) -> Iterator[None]:
-    """Add seconds and the growth of this process's largest memory, in MiB, to the test's report."""
+    """Add seconds, and by how many MiB the test has raised the peak memory of this process, to the test's report."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     yield
     seconds = time.perf_counter() - start
@@ -37,7 +37,7 @@ def figures(record_property, request) -> Iterator[None]:
     record_property("seconds", f"{seconds:.2f}")
     record_property("mib", f"{grown:.0f}")
     if SOAK:
-        print(f"{request.node.name}: {IDS} ids, {seconds:.1f} s, {grown:.0f} MiB more than before")
+        print(f"{request.node.name}: {seconds:.1f} s, {grown:.0f} MiB above the peak of the tests before")
 
 
 def context(rank: int, count: int = 20 * GLOBAL + 7, batch: int = GLOBAL, ranks: int = RANKS) -> SiftContext:
