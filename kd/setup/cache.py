@@ -12,7 +12,7 @@ import torch
 
 from kd.config.schema import TeacherSection
 from kd.contracts import Teacher
-from kd.errors import DataError, ModelError
+from kd.errors import CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import TeacherModel
 from kd.setup.data import Data, evenly_spaced, keep_rules, views
@@ -186,7 +186,7 @@ def _batch(ids: list[int], data: Data, seed: int) -> Batch | None:
     for id in ids:
         try:
             sample = train.load(id, 0)
-        except DataError:
+        except CorruptImage:
             continue
         if sample.readable:
             samples.append(sample)

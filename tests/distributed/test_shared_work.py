@@ -77,7 +77,8 @@ def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):
     broken = sorted(root.glob("train/*/*.jpg"))[::6] + sorted(root.glob("val/*/*.jpg"))[:2]
     for file in broken:
         file.write_bytes(b"not an image")
-    more = ("run.steps=3", "sifter.kind=none", "data.on_corrupt=skip", f"data.root={root}")  # each image is read once
+    more = ("run.steps=3", "sifter.kind=none", f"data.root={root}")  # each image is read once
+    more += ("data.on_corrupt=skip", "data.max_skipped=1")
     run = train("corrupt", 2, *more)
     run.world.ended_well()
     listed = json.loads((run.folder / "manifest.json").read_text())["unreadable"]

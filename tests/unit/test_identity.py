@@ -176,6 +176,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.store_size": ("FCSR", "300"),
     "data.views": ("R", "2"),
     "data.on_corrupt": ("FR", "skip"),
+    "data.max_skipped": ("", "0.5"),  # it can only end a run
     "data.augment.crop": ("FCSR", "0.5"),
     "data.augment.flip": ("FCR", "0.1"),
     "data.augment.jitter": ("FCR", "0.1"),

@@ -276,9 +276,9 @@ def test_a_file_that_is_cut_short_while_it_is_open_is_decoded_again(tmp_path):
     """A mapped file would end the process with SIGBUS."""
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
     stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
-    expected = [pixels(stored.decode(id)) for id in range(3)]
+    expected = [pixels(stored.decode(id).image) for id in range(3)]
     os.truncate(tmp_path / "store" / PIXELS, 5000)
-    assert all(np.array_equal(pixels(stored.decode(id)), expected[id]) for id in range(3))
+    assert all(np.array_equal(pixels(stored.decode(id).image), expected[id]) for id in range(3))
     assert source.decoded == 3 + 2
 
 

@@ -313,7 +313,7 @@ def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(tmp
     assert live.images - before == 2
     torch.testing.assert_close(answer, live(changed).logits)
     assert caplog.messages == [
-        "teacher.cache: view 0: 2 records were of images that have changed since; they are computed again"
+        "teacher.cache: view 0: 2 records are of images that have changed; they are computed again"
     ]
     stored.flush()
     before = live.images

@@ -39,7 +39,7 @@ def file_of(width: int, height: int, mode: str = "RGB", kind: str = "PNG", **opt
 
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
-    image = Evaluate(size, crop)(decode(data, "file", "data"), random.Random(0))
+    image = Evaluate(size, crop)(decode(data, "file", "data").image, random.Random(0))
     return np.asarray(image).transpose(2, 0, 1)
 
 
