@@ -39,7 +39,7 @@ GROUPS = {
     "scale": Group(("tests/unit/test_scale.py",), {"KD_SOAK": "1"}),
     "disk": Group(("tests/unit/artifacts", "tests/unit/test_storage.py")),
     "data": Group(
-        ("tests/unit/datasets/test_storage.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
+        ("tests/unit/datasets/test_away.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
     ),
     "cache": Group(("tests/unit/models/test_cache.py", "tests/unit/engine/test_cached.py")),
     "numbers": Group(("tests/unit/engine/test_loop.py",)),
