@@ -294,6 +294,8 @@ def test_checkpoints(name, tmp_path, seen):
     content = (folder / name).read_bytes()
 
     @FUZZ
+    @example(content.replace(b"[0,2]", b"[0,3]"))
+    @example(content.replace(b'"F32"', b'"I32"'))
     @given(damaged(content))
     def tried(wrong):
         (folder / name).write_bytes(wrong)
