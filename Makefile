@@ -1,6 +1,7 @@
 # make run       set up and run the main job: a ViT teacher distilled into a small ViT, on this machine, in minutes
 # make test      set up and run the tests, then lint and types
 # make test-xla  the same engine on real torch_xla (CPU), in an environment of its own (7 GB)
+# make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 XLA := .venv-xla
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-xla bench lint clean
+.PHONY: run test test-xla soak bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -24,6 +25,9 @@ lint: $(VENV)/.dev
 
 test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
+
+soak: $(VENV)/.dev
+	$(VENV)/bin/python tools/soak.py
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/step.py

@@ -18,7 +18,7 @@ from kd.errors import RunError
 from kd.storage import atomic_folder, write_json
 from kd.types import State
 
-FORMAT = 2
+FORMAT = 3
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
@@ -83,7 +83,9 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
 
 
 def _crc32(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """Return the CRC-32 of a tensor's type, shape and bytes: damage to the file's header leaves the bytes alone."""
+    layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -78,7 +78,11 @@ def dump(config: Config) -> str:
 
 def _read(path: str | Path | dict[str, Any]) -> Any:
     if isinstance(path, dict):
-        return OmegaConf.create(path)
+        try:
+            return OmegaConf.create(path)
+        except OmegaConfBaseException as error:
+            where = str(getattr(error, "full_key", None) or "configuration")
+            raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
     file = Path(path)
     if not file.is_file():
         near = did_you_mean(file.name, (p.name for p in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
@@ -183,7 +187,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
     try:
         node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: _plain(value)}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, TypeError):  # a section where a list belongs is a TypeError
         errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
         return _INVALID
     bounds = _allowed(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)

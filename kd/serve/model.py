@@ -60,7 +60,8 @@ class Description:
     labels: tuple[str, ...]
     size: int
     crop: float
-    files: dict[str, Any]
+    files: dict[str, str]
+    """The sha256 of each file, as manifest.json has it."""
 
 
 def describe(folder: Path, file: str = "model.onnx") -> Description:
@@ -71,11 +72,14 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
     """
     manifest, config = _json(folder, "manifest.json"), _json(folder, "config.json")
     try:
-        size, crop, files = int(manifest["input"]["size"]), float(manifest["input"]["crop"]), dict(manifest["files"])
+        size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
+        files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
         labels = tuple(map(str, config["label_names"]))
         name, version = str(manifest["name"]), str(manifest["version"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
+    if not (size > 0 and 0 < crop <= 1):
+        raise _invalid_export(f"'{folder}' has the input size {size} and the crop {crop} in manifest.json")
     if file not in files or file not in ENDINGS:
         there = ", ".join(sorted(ENDINGS.keys() & files.keys())) or "no graph at all"
         option = {"model.int8.onnx": " --int8", "openvino.xml": " --openvino"}.get(file, "")
@@ -159,14 +163,13 @@ def _json(folder: Path, name: str) -> Any:
         raise _invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
 
 
-def _read_verified(folder: Path, name: str, files: dict[str, Any]) -> bytes:
+def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
     """Read a file once, compare its hash with the manifest, and return the bytes."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
         raise _invalid_export(f"'{folder / name}' cannot be read ({error.strerror})") from error
-    expected = files.get(name, {}).get("sha256")
-    if hashlib.sha256(content).hexdigest() != expected:
+    if hashlib.sha256(content).hexdigest() != files.get(name):
         raise _invalid_export(
             f"'{folder / name}' is not the file that was exported (its sha256 differs from manifest.json)"
         )

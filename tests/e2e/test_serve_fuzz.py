@@ -86,10 +86,11 @@ def server(exported) -> Iterator[Running]:
 
 
 @pytest.fixture
-def target(server, request) -> Iterator[Target]:
+def target(server, request, record_property) -> Iterator[Target]:
     made = Target(server)
     yield made
     made.close()
+    record_property("tried", sum(made.statuses.values()))
     print(f"{request.node.name}: {sum(made.statuses.values())} answers, {dict(made.statuses)}")
     assert sum(made.statuses.values()) >= EXAMPLES * 0.9
 

@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     elif damage == "step":
         state.write_text(state.read_text().replace('"step": 1,', '"step": 3,'))
     else:
-        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 3}))
+        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 9}))
     with pytest.raises(
         RunError, match=r"^run\.folder: checkpoint '.*step_00000001' .* [Rr]emove '.*step_00000001'"
     ) as e:

@@ -159,7 +159,7 @@ CASES = [(3, *fault) for fault in FAULTS] + [(step, number, False) for step in (
 
 
 @pytest.mark.parametrize(("step", "number", "lasting"), CASES)
-def test_a_checkpoint(tmp_path, step, number, lasting):
+def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
     """The first one, one that is the new best and removes the old best, and one that removes a worse one."""
     base = RunDir(tmp_path / "base", keep=1)
     base.open("")
@@ -172,11 +172,13 @@ def test_a_checkpoint(tmp_path, step, number, lasting):
     def check(path: Path) -> None:
         check_and_finish(path, {step - 1, step})
 
-    assert attempts(work, check, base.path, number, lasting) > 10
+    tried = attempts(work, check, base.path, number, lasting)
+    record_property("tried", tried)
+    assert tried > 10
 
 
 @pytest.mark.parametrize(("number", "lasting"), FAULTS, ids=IDS)
-def test_a_folder_that_is_replaced(tmp_path, number, lasting):
+def test_a_folder_that_is_replaced(tmp_path, record_property, number, lasting):
     (tmp_path / "base" / "export").mkdir(parents=True)
     (tmp_path / "base" / "export" / "file").write_text("old")
 
@@ -191,4 +193,6 @@ def test_a_folder_that_is_replaced(tmp_path, number, lasting):
         assert [child.name for child in path.iterdir()] == ["export"]
         assert (path / "export" / "file").read_text() in ("old", "new")
 
-    assert attempts(work, check, tmp_path / "base", number, lasting) > 7
+    tried = attempts(work, check, tmp_path / "base", number, lasting)
+    record_property("tried", tried)
+    assert tried > 7

@@ -1,0 +1,367 @@
+"""Random damage to whatever kd reads: one line that says so, or the very same content; nothing else.
+
+`KD_FUZZ=2000 pytest tests/unit/test_fuzz.py` tries that many random inputs a test; without it the same few each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pieces import tiny
+from PIL import Image
+
+from kd.artifacts import checkpoint
+from kd.config import load, schema
+from kd.config.load import explain
+from kd.datasets import imagefolder
+from kd.errors import CorruptImage, KdError
+from kd.models.cache import Codec, Store, open_store
+from kd.serve.model import Description, describe
+from kd.types import State
+
+GIVEN = os.environ.get("KD_FUZZ")
+EXAMPLES = int(GIVEN or 60)
+FUZZ = settings(
+    max_examples=EXAMPLES, deadline=None, database=None, derandomize=not GIVEN, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture
+def seen(record_property) -> Iterator[Counter]:
+    """What came of the inputs of a test; their number becomes a property of the test's report."""
+    counted: Counter = Counter()
+    yield counted
+    record_property("tried", counted.total())
+    print(dict(counted))
+    assert counted.total() >= EXAMPLES * 0.9
+
+
+def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+    """Flip a bit, cut, or put some bytes in place of others."""
+    places = st.integers(0, len(content) - 1)
+
+    def flip(at: int, bit: int) -> bytes:
+        return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+    def put(at: int, gone: int, new: bytes) -> bytes:
+        return content[:at] + new + content[at + gone :]
+
+    return st.one_of(
+        st.builds(flip, places, st.integers(0, 7)),
+        places.map(lambda end: content[:end]),
+        st.builds(put, places, st.integers(0, 40), st.binary(max_size=40)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+KEYS = sorted({key for row in explain() for key in row[0].replace("[]", "").split(".")})
+texts = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["auto", "none", "", "kl", "history", "${run.name}", "${oc.env:KD_FUZZ_NONE}", "${", "???", "\0"]),
+)
+numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**63, 1e308]))
+scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
+keys = st.one_of(st.sampled_from(KEYS), texts, st.integers(-2, 3), st.booleans())
+junk = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3)),
+    max_leaves=6,
+)
+PATHS = [row[0].replace("[]", ".0") for row in explain()]
+paths = st.one_of(st.sampled_from(PATHS), st.lists(keys.map(str), min_size=1, max_size=3).map(".".join))
+overrides = st.one_of(
+    st.builds(lambda path, value: f"{path}={value}", paths, junk),
+    st.builds(lambda path, value: f"{path}={json.dumps(value, default=str)}", paths, junk),
+    texts,
+)
+likely = st.sampled_from(
+    [
+        True,
+        False,
+        0,
+        1,
+        2,
+        0.5,
+        "",
+        "auto",
+        "on",
+        "off",
+        "fp32",
+        "bf16",
+        "int8",
+        "fp8",
+        "openvino",
+        "onnxruntime",
+        "none",
+    ]
+)
+SECTIONS = [row[0].replace("[]", ".0") for row in explain() if not row[3].startswith("[kind:")]
+single = st.one_of(  # most values are refused for their type; likely ones come as far as the rules between keys
+    st.tuples(paths, junk, st.booleans()),
+    st.tuples(st.sampled_from(SECTIONS), likely, st.just(False)),
+).map(lambda made: (made[0].split("."), *made[1:]))
+changes = st.lists(single, max_size=3)
+
+
+def configuration(root: Path) -> dict[str, Any]:
+    return {
+        "run": {"name": "fuzz", "epochs": 2},
+        "data": {"kind": "imagefolder", "root": str(root), "batch_size": 8},
+        "teacher": {"model": "resnet18", "cache": {"views": 2}},
+        "student": tiny(),
+        "losses": [{"kind": "kl", "weight": 0.5}, {"kind": "hard"}],
+        "sifter": {"kind": "history", "keep": 0.5},
+        "optimizer": {"lr": 2e-3, "betas": [0.9, 0.95]},
+        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
+    }
+
+
+def changed(content: Any, made: list[tuple[list[str], Any, bool]]) -> Any:
+    """Set or remove what lies at some paths of nested dictionaries and lists."""
+    for path, value, remove in made:
+        place = content
+        for key in path[:-1]:
+            if isinstance(place, list):
+                place = place[0] if place else {}
+            elif isinstance(place, dict):
+                place = place.setdefault(key, {})
+        if isinstance(place, dict):
+            place.pop(path[-1], None) if remove else place.update({path[-1]: value})
+    return content
+
+
+def outcome(seen: Counter, read: Callable[[], Any], kind: type) -> Any:
+    """Call `read`: count a KdError of one line each, or the result."""
+    try:
+        found = read()
+    except KdError as error:
+        seen[type(error).__name__] += 1
+        return None
+    assert isinstance(found, kind)
+    seen["read"] += 1
+    return found
+
+
+def test_configurations_as_dictionaries(tmp_path, seen):
+    @FUZZ
+    @example([(["run", "trackers"], {}, False)], [])
+    @example([(["run", "name"], "${", False)], [])
+    @given(changes, st.one_of(st.just([]), st.lists(overrides, max_size=2)))
+    def tried(made, given_overrides):
+        content = changed(configuration(tmp_path), made)
+        outcome(seen, lambda: load(content, given_overrides), schema.Config)
+
+    tried()
+    assert seen["read"] > 0
+    assert seen["ConfigError"] + seen["ConfigErrors"] > EXAMPLES // 4
+
+
+def test_configurations_as_files(tmp_path, seen):
+    text = yaml.safe_dump(configuration(tmp_path)).encode()
+    file = tmp_path / "fuzz.yaml"
+
+    @FUZZ
+    @given(damaged(text))
+    def tried(content):
+        file.write_bytes(content)
+        outcome(seen, lambda: load(file), schema.Config)
+
+    tried()
+    assert seen["ConfigError"] + seen["ConfigErrors"] > EXAMPLES // 4
+
+
+# -------------------------------------------------------------------------------------------------------- images
+
+
+def image(kind: str, mode: str = "RGB", **options: object) -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
+    Image.fromarray(pixels).convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+IMAGES = {
+    "jpeg": image("JPEG"),
+    "progressive": image("JPEG", progressive=True),
+    "png": image("PNG"),
+    "palette": image("PNG", "P"),
+    "webp": image("WEBP"),
+    "lossless": image("WEBP", lossless=True),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images(kind, tmp_path, seen):
+    for split in ("train", "val"):
+        for name in ("one", "two"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "0.jpg").write_bytes(IMAGES[kind])
+    source = imagefolder.build(imagefolder.Options(root=str(tmp_path)), "train", None)
+    file = tmp_path / "train" / "one" / "0.jpg"
+
+    @FUZZ
+    @given(damaged(IMAGES[kind]))
+    def tried(content):
+        file.write_bytes(content)
+        try:
+            found = source.decode(0).image
+        except CorruptImage as error:
+            seen["corrupt"] += error.wrong.startswith("file 'train/one/0.jpg'")
+        else:
+            assert found.mode == "RGB"
+            seen["decoded"] += 1
+
+    tried()
+    assert seen["corrupt"] > EXAMPLES // 20
+
+
+# ----------------------------------------------------------------------------------------------- cache and checkpoint
+
+CLASSES, RECORDS = 5, 6
+IDENTITY = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], "crop": 0.875}
+
+
+def cache(folder: Path) -> Store:
+    return open_store(folder, IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=False)
+
+
+@pytest.fixture
+def filled(tmp_path) -> Path:
+    store = open_store(tmp_path / "cache", IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=True)
+    logits = torch.randn(RECORDS, CLASSES, generator=torch.Generator().manual_seed(0)).numpy()
+    store.write(0, range(RECORDS), [logits], range(1, RECORDS + 1))
+    return tmp_path / "cache"
+
+
+def test_records_of_a_cache(filled, seen):
+    file = filled / "view_0000.logits"
+    content = file.read_bytes()
+    good, _ = cache(filled).read(0, range(RECORDS))
+
+    @FUZZ
+    @given(damaged(content))
+    def tried(wrong):
+        file.write_bytes(wrong)
+        found, whole = cache(filled).read(0, range(RECORDS))
+        assert (found[whole] == good[whole]).all()
+        seen["all whole" if whole.all() else "not whole"] += 1
+
+    tried()
+    assert seen["not whole"] > EXAMPLES // 2
+
+
+def test_manifest_of_a_cache(filled, seen):
+    file = filled / "manifest.json"
+    content = file.read_bytes()
+
+    @FUZZ
+    @given(damaged(content))
+    def tried(wrong):
+        file.write_bytes(wrong)
+        if outcome(seen, lambda: cache(filled), Store):
+            assert json.loads(wrong.decode(errors="replace")) == json.loads(content)
+
+    tried()
+    assert seen["RunError"] > EXAMPLES // 2
+
+
+@pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.STATE])
+def test_checkpoints(name, tmp_path, seen):
+    folder = tmp_path / "checkpoint"
+    tensors = {
+        "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+        "half": torch.arange(6).to(torch.bfloat16),
+        "count": torch.tensor(7),
+        "none": torch.zeros(0, 2),
+    }
+    state, info = State(step=3, best=0.5), {"kind": "test", "names": ["a", "b"]}
+    checkpoint.write(folder, state, tensors, info)
+    content = (folder / name).read_bytes()
+
+    @FUZZ
+    @example(content.replace(b"[0,2]", b"[0,3]"))
+    @example(content.replace(b'"F32"', b'"I32"'))
+    @given(damaged(content))
+    def tried(wrong):
+        (folder / name).write_bytes(wrong)
+        found = outcome(seen, lambda: checkpoint.read(folder), tuple)
+        if found:
+            assert found[0] == state
+            assert found[2] == info
+            assert found[1].keys() == tensors.keys()
+            for key, tensor in found[1].items():
+                assert tensor.dtype == tensors[key].dtype
+                assert torch.equal(tensor, tensors[key])
+
+    tried()
+    assert seen["RunError"] > EXAMPLES // 2
+
+
+# -------------------------------------------------------------------------------------------------------- exports
+
+
+@pytest.fixture
+def export(tmp_path) -> Path:
+    """The text files of an export; they are all that `describe` reads."""
+    config = json.dumps({"label_names": ["apple", "fig", "pear"], "num_classes": 3}).encode()
+    (tmp_path / "config.json").write_bytes(config)
+    files = {"config.json": config, "model.onnx": b"a graph"}
+    manifest = {
+        "name": "tiny",
+        "version": "0123456789ab",
+        "input": {"size": 16, "crop": 0.875},
+        "files": {name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+def test_damaged_exports(name, export, seen):
+    content = (export / name).read_bytes()
+
+    @FUZZ
+    @given(damaged(content))
+    def tried(wrong):
+        (export / name).write_bytes(wrong)
+        found = outcome(seen, partial(describe, export), Description)
+        if found and name == "config.json":
+            assert wrong == content
+
+    tried()
+    assert seen["ModelError"] > EXAMPLES // 5
+
+
+def test_exports_of_other_values(export, seen):
+    good = json.loads((export / "manifest.json").read_text())
+    fields = st.sampled_from([[key] for key in good] + [["input", key] for key in good["input"]])
+    files = st.sampled_from([["files", key] for key in good["files"]])
+
+    @FUZZ
+    @example(["files", "config.json"], 5)
+    @example(["input", "size"], float("inf"))
+    @example(["input", "size"], -5)
+    @given(st.one_of(fields, files), st.one_of(junk, st.sampled_from([float("inf"), float("nan"), "16", [[]]])))
+    def tried(path, value):
+        content = changed(json.loads(json.dumps(good)), [(path, value, False)])
+        (export / "manifest.json").write_text(json.dumps(content))
+        found = outcome(seen, partial(describe, export), Description)
+        assert found is None or (found.size > 0 and 0 < found.crop <= 1)
+
+    tried()
+    assert seen["ModelError"] > EXAMPLES // 10
