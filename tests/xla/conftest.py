@@ -82,11 +82,12 @@ def run_file(photos, teacher, tmp_path_factory) -> Path:
 def train(run_file, tmp_path_factory) -> Callable[..., Trained]:
     """Train in this process: `train("xla", "optimizer.zero=true")`; the same folder resumes."""
     from kd import config
+    from kd.jobs.train import train as job
 
     def run(kind: str, *overrides: str, folder: Path | None = None) -> Trained:
         folder = folder or tmp_path_factory.mktemp("runs") / "run"
         place = [f"run.folder={folder.parent}", f"run.name={folder.name}"]
-        train(config.load(run_file, [f"backend.kind={kind}", *place, *overrides]))
+        job(config.load(run_file, [f"backend.kind={kind}", *place, *overrides]))
         return Trained(folder)
 
     return run
