@@ -133,7 +133,7 @@ def main() -> int:
                 if neighbour:
                     process.terminate()
                     process.join()
-    write("auto", " ".join(["python", *sys.argv]), rows)
+    write("auto", " ".join(["python benchmarks/auto.py", *sys.argv[1:]]), rows)
     return 0
 
 
