@@ -32,7 +32,7 @@ class Intervals:
     """How often things happen, in optimizer steps; each also happens at the last step."""
 
     log: int = ranged(20, low=1)
-    """Write a row of training metrics. The only point where the loop waits for the device."""
+    """Write a row of training metrics, which waits for the device."""
     evaluate: int = ranged(0, low=0)
     """Evaluate on the validation split. 0: at the end of each epoch."""
     checkpoint: int = ranged(0, low=0)

@@ -16,7 +16,7 @@ from kd.types import Plan, State
 
 
 class Meter:
-    """Keep a few numbers of each step on the device; `flush` sums them and is the loop's only wait for the device.
+    """Keep a few numbers of each step on the device; `flush` sums them and waits for the device.
 
     They are not summed as they come: on XLA the first step of a window would then be another graph than the others.
     """
