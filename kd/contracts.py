@@ -262,6 +262,13 @@ class Backend(Protocol):
         """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
         ...
 
+    def communication_ms(self) -> float:
+        """Return the mean time a step, since the last call, that the backward pass waited for gradients of other ranks.
+
+        0.0 where it did not wait, or where it is not known.
+        """
+        ...
+
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""
         ...

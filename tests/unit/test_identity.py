@@ -273,6 +273,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "profile.steps": ("", "[3, 5]"),
 }
 
 
