@@ -252,6 +252,8 @@ class State:
     """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
+    threads: int = 0
+    """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""
 
 
 @dataclass(frozen=True, slots=True)
