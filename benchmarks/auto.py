@@ -4,7 +4,7 @@ Run: python benchmarks/auto.py [--data FOLDER] [--trials 3] [--steps 120] [--onl
 
 Five configurations: `vit_food` (live), and with a folder of photographs at 224 px `labels`, `live`, `cached`, and
 `tiny` (a tiny student on stored pixels). Each is trained with `auto` for `--steps` steps, and for a fifth of them with
-pinned pairs of threads and workers, in turns, on a quiet machine and beside a busy neighbour (one process that multiplies
+pinned pairs of threads and workers, in turns, on a quiet machine and beside a busy neighbour (a process that multiplies
 matrices). A row is one run: its images per second without the first steps, the comparisons of `auto` included, and
 those of its last quarter. The goal is auto >= 0.95 of the best pair in every trial.
 """
