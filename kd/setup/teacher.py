@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -38,7 +38,7 @@ def load_teacher(
     section: TeacherSection,
     classes: Sequence[str],
     image_size: int,
-    features: bool = False,
+    features: Collection[str] = (),
     folder: str = "",
     on_meta: bool = False,
     where: str = "teacher",
@@ -47,9 +47,9 @@ def load_teacher(
 
     Args:
         section: of the configuration; of several teachers, the first is loaded.
-        classes: class names in the data's order.
+        classes: class names in the data's order; empty: it is loaded without a classifier, for its features.
         image_size: of the data, pixels.
-        features: return pooled features too.
+        features: names of the features to return too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
@@ -106,7 +106,7 @@ def choose_teacher(
 
     def work(name: str) -> Work:
         live = factory(name)
-        return lambda: live(batch).logits
+        return lambda: live(batch).main
 
     table, summary, name = {}, "", recorded or named_mode(section, backend)
     if not name:
@@ -141,7 +141,7 @@ def candidates(section: TeacherSection, best: str, model: TeacherModel, backend:
     if section.shard or section.pipeline or backend.fixed_mode:
         return []
     names = []
-    logits_alone = not getattr(model, "with_features", False)
+    logits_alone = not getattr(model, "features", ())
     if section.runtime == "auto" and backend.device.type == "cpu" and logits_alone:
         modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
         asked = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
@@ -196,7 +196,7 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
     images = validation_images(session.data)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
-    reference_BC, logits_BC = factory(PLAIN[1])(batch).logits, live(batch).logits
+    reference_BC, logits_BC = factory(PLAIN[1])(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
     spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}
