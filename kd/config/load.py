@@ -38,7 +38,7 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here:
         MissingExtra: a package is not installed, and nothing else is wrong.
     """
     errors: list[KdError] = []
-    raw = resolve(_apply(_read(path), overrides, errors), errors, here)
+    raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         errors.extend(validate(config, here))
@@ -83,7 +83,8 @@ def examples() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
-def _read(path: str | Path | dict[str, Any]) -> Any:
+def read_yaml(path: str | Path | dict[str, Any]) -> Any:
+    """Return a YAML file, or its contents, as an OmegaConf node."""
     if isinstance(path, dict):
         try:
             return OmegaConf.create(path)
@@ -107,14 +108,15 @@ def _read(path: str | Path | dict[str, Any]) -> Any:
     return raw
 
 
-def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
+def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
+    """Set `key=value` in an OmegaConf node and return it; add what is wrong to `errors`."""
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
             errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
             continue
         try:
-            value = OmegaConf.create([]) if override.endswith("=[]") else _dotlist_value(override)
+            value = OmegaConf.create([]) if override.endswith("=[]") else parse_value(override)
             OmegaConf.update(raw, key, value, merge=True)
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
@@ -122,7 +124,7 @@ def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
     return raw
 
 
-def _dotlist_value(override: str) -> Any:
+def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it are left."""
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + override.partition("=")[2]]), resolve=False)
     return parsed["value"]

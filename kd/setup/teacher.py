@@ -182,7 +182,7 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if mode.exported:
         joined = isinstance(frozen, Ensemble)
-        members = frozen.members if joined else [frozen]
+        members: Any = frozen.members if joined else [frozen]
         graphs: Any = [Exported(one, size, mode.backend, mode.precision) for one in members]
         return Ensemble(graphs, frozen.shares) if joined else graphs[0]
     if mode.quantized:
