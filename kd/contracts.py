@@ -174,9 +174,12 @@ class Loss(Protocol):
     """
 
     needs: frozenset[str]
-    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
+    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name: "pooled", "tokens". One that
+    names no features reads logits; one that reads both names "logits" too."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 
@@ -263,11 +266,7 @@ class Backend(Protocol):
         ...
 
     def communication_ms(self) -> float:
-        """Return the mean time a step, since the last call, that the backward pass waited for gradients of other ranks.
-
-        0.0 where it did not wait, or where it is not known.
-        """
-        ...
+        """Return how long backward waited for other ranks' gradients, mean of a step since the last call; 0: unknown."""
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""

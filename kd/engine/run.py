@@ -13,6 +13,7 @@ from torch import nn
 
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
+from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.engine.span import Span, Window, no_span, no_window
 from kd.types import State
@@ -26,6 +27,11 @@ STOP_CALLS = 50
 def never() -> bool:
     """Nobody asks the run to stop."""
     return False
+
+
+def unchanged(state: State) -> State:
+    """Return the state as it is."""
+    return state
 
 
 class Schedule(Protocol):
@@ -99,13 +105,15 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     average: Average | None
-    evaluator: Evaluator
+    evaluator: Evaluator | EmbeddingEvaluator
     store: RunStore
     logger: Logger
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
     window: Window = no_window
     """Ends a log window of whoever listens."""
+    threads: Callable[[State], State] = unchanged
+    """Called before each step: sets torch's threads on a CPU."""
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Source
+from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
@@ -20,11 +21,11 @@ from kd.engine.snapshot import agree
 from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
-from kd.jobs._observe import Observer, facts_of
+from kd.jobs._observe import Observer
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble, TeacherModel, digest
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.report.console import Console, percent
+from kd.report.console import Console, embedding_text, percent
 from kd.report.sifting import describe, describe_images, extremes, sheet
 from kd.report.trackers import Trackers
 from kd.setup.build import build_run
@@ -82,9 +83,7 @@ def distill(
         with Observer(recipe, backend, folder, console, samples) as observer:
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             built = build_run(recipe, data, backend, teacher, folder, console, recorded)
-            run = replace(built.run, span=observer.timeline.span, window=observer.window)
-            chosen = (built.facts["workers"], run.length.batch_size, built.facts["choices"])
-            observer.facts = facts_of(recipe, backend, *chosen)
+            run = observer.watch(built.run, built.facts["choices"])
             record(built.facts, data, backend, teacher, folder, known, console, title)
             with run.span("evaluation"):
                 check_teachers(recipe, run, teacher, console)
@@ -147,9 +146,12 @@ def record(
 
 def check_teachers(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> None:
     """Score the teacher, and each of several, before step 1."""
-    if teacher is not None:
+    answers = recipe.reads.teacher_logits
+    if isinstance(run.evaluator, EmbeddingEvaluator):
+        check_embedding(recipe.teacher.min_accuracy, run, console)
+    elif teacher is not None and answers:
         check_teacher(recipe.teacher.min_accuracy, run, console)
-    if isinstance(teacher, Ensemble):
+    if isinstance(teacher, Ensemble) and isinstance(run.evaluator, Evaluator) and answers:
         names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
         check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
 
@@ -204,6 +206,24 @@ def check_teacher(least: float, run: Run, console: Console) -> None:
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
     )
     _require("teacher", accuracy, least, run)
+
+
+def check_embedding(least: float, run: Run, console: Console) -> None:
+    """Score the vectors of teachers and student before step 1; `least` is for the first teacher, where it is set.
+
+    Raises:
+        ModelError: its neighbours are right less often.
+    """
+    values = run.evaluator(run.distillation.student)
+    console.info("before step 1: " + embedding_text(values))
+    if least > 0 and values.get("teacher_knn", 1.0) < least:
+        raise ModelError(
+            "teacher",
+            f"the nearest neighbours of its vectors are right on {percent(values['teacher_knn'])} of the validation "
+            "images",
+            f"At least {percent(least)} (teacher.min_accuracy)",
+            "Check that its weights were loaded",
+        )
 
 
 def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from kd import parts
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Logger
+from kd.engine.run import Run
 from kd.host import cores
 from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
@@ -49,7 +51,7 @@ class Observer:
             logger: is told of what matters while the run goes.
             samples: also sample the machine.
         """
-        self.backend, self.folder, self.logger = backend, folder, logger
+        self.recipe, self.backend, self.folder, self.logger = recipe, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(recipe.backend.kind, backend.device)
@@ -59,12 +61,17 @@ class Observer:
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         sampled = samples and backend.local_rank == 0
         self.monitor = system.Monitor(host, fresh=start == 0) if sampled else None
-        self.facts = Facts()
+        self._facts: Callable[[], Facts] = Facts
         self._told: set[str] = set()
         self._looked = time.monotonic()
 
     def _step(self, number: int) -> None:
         self._profiler.step(number)
+
+    def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
+        """Return the run with its spans and log windows listened to."""
+        self._facts = lambda: facts_of(self.recipe, run, choices)
+        return replace(run, span=self.timeline.span, window=self.window)
 
     def __enter__(self) -> Observer:
         self._stack = ExitStack()
@@ -95,7 +102,7 @@ class Observer:
         samples = list(self.monitor.recent) if self.monitor is not None else []
         if not live and self.monitor is not None and self.monitor.path is not None:
             samples = read_rows(self.monitor.path)
-        return Evidence(timelines, samples, self.facts)
+        return Evidence(timelines, samples, self._facts())
 
     def _file(self, rank: int) -> Path:
         return self.folder.path / f"timeline_{rank}.jsonl"
@@ -118,15 +125,17 @@ class Observer:
             self.logger.info(told(finding))
 
 
-def facts_of(recipe: Recipe, backend: Backend, workers: int, batch_size: int, choices: Mapping[str, str]) -> Facts:
-    """Return what the rules must know of a run."""
+def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
+    """Return what the rules must know of a run, as it is now: the number of workers may change."""
+    backend, most = run.backend, cores()
+    threads = getattr(recipe.backend.options, "threads", 0)  # 0: the run compares them itself
     return Facts(
         device=backend.device.type,
-        cores=cores(),
+        cores=most,
         local_ranks=backend.local_world_size,
-        threads=torch.get_num_threads(),
-        workers=workers,
-        batch_size=batch_size,
+        threads=threads or max(1, most // backend.local_world_size),
+        workers=getattr(run.loader, "workers", 0),
+        batch_size=run.length.batch_size,
         store=recipe.data.store,
         choices=choices,
     )
