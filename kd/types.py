@@ -252,6 +252,8 @@ class State:
     """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
+    skipped: int = 0
+    """Steps in a row, up to this one, that were not applied because their gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kd.backends._guard import hold
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
@@ -158,7 +159,7 @@ class XLA:
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
             optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = optimizer.base_optimizer
+            inner = _guarded(optimizer)
         else:
             optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
@@ -171,8 +172,10 @@ class XLA:
             # infinity: the norm is computed only with clipping
             optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
             optimizer.step()
-            norm = optimizer.grad_norm
-        elif max_norm > 0:
+            optimizer.zero_grad(set_to_none=True)
+            return optimizer.grad_norm.detach()
+        settle = hold(optimizer)
+        if max_norm > 0:
             xm.reduce_gradients(optimizer)
             norm = nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm, foreach=False)
             optimizer.step()
@@ -180,6 +183,7 @@ class XLA:
             xm.optimizer_step(optimizer)
             gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
             norm = nn.utils.get_total_norm(gradients, foreach=False)
+        settle(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -209,7 +213,7 @@ class XLA:
             optimizer.load_state_dict(state)
             return
         optimizer.init_zero()  # its shards are still copies of the weights before the restore
-        self._optimizer = optimizer.base_optimizer
+        self._optimizer = _guarded(optimizer)
         parameters = _parameters(optimizer)
         shared = {
             index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
@@ -334,6 +338,17 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
         if "step" in entries:
             entries["step"].zero_()
     return state
+
+
+def _guarded(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of the shards, whose step changes nothing where the gradient's norm is not finite.
+
+    Put back after the step, the gathered weights would be computed apart from the shards, and rounded otherwise.
+    """
+    inner, settles = optimizer.base_optimizer, []
+    inner.register_step_pre_hook(lambda *_: settles.append(hold(inner)))
+    inner.register_step_post_hook(lambda *_: settles.pop()(optimizer.grad_norm))
+    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

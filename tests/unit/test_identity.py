@@ -263,6 +263,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "optimizer.betas": ("R", "[0.8, 0.9]"),
     "optimizer.momentum": ("R", "0.8"),
     "optimizer.clip": ("R", "2"),
+    "optimizer.on_nonfinite": ("", "skip"),  # a run that has met no such step has the same bits
     "optimizer.zero": ("R", "true"),
     "optimizer.ema": ("R", "0.9"),
     "backend.kind": ("FR", "cuda"),
