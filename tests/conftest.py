@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +58,18 @@ def photos(tmp_path_factory) -> Path:
     paint(root / "train", (12, 12, 12), seed=1)
     paint(root / "val", (4, 4, 5), seed=2)
     return root
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB; needs root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:

@@ -42,11 +42,20 @@ GROUPS = {
         ("tests/unit/datasets/test_away.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
     ),
     "cache": Group(("tests/unit/models/test_cache.py", "tests/unit/engine/test_cached.py")),
-    "numbers": Group(("tests/unit/engine/test_loop.py",)),
+    "numbers": Group(
+        ("tests/unit/engine/test_loop.py", "tests/unit/engine/test_nonfinite.py"),
+    ),
     "identity": Group(("tests/unit/test_identity.py",)),
     "endpoint-fuzz": Group(("tests/e2e/test_serve_fuzz.py",), {FUZZ: "3000"}),
     "endpoint-attacks": Group(("tests/e2e/test_serve_attacks.py",)),
-    "ranks": Group(("tests/distributed/test_same_start.py", "tests/distributed/test_shared_work.py")),
+    "ranks": Group(
+        (
+            "tests/distributed/test_same_start.py",
+            "tests/distributed/test_shared_work.py",
+            "tests/distributed/test_nonfinite.py",
+        )
+    ),
+    "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
     "kills": Group(("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")),
 }
 """In order: short ones first."""
