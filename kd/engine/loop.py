@@ -50,6 +50,7 @@ def _train(run: Run) -> State:
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as steps:
             for micros in steps:
+                state = run.threads(state)
                 backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
                 progress = length.progress(state, steps_in_epoch)
                 lr = run.schedule.apply(run.optimizer, progress)
@@ -98,7 +99,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
         run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
-        scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
+        if logits_BC.shape[1]:  # an embedding model has no answers to count
+            scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
             sums[name] = sums[name] + mean if name in sums else mean
@@ -149,8 +151,9 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     stop.restart()
     if not values:
         return replace(state, unevaluated=True), False
-    improved = values["accuracy"] > state.best
-    state = replace(state, best=max(state.best, values["accuracy"]), unevaluated=False)
+    decisive = values[run.evaluator.decides]
+    improved = decisive > state.best
+    state = replace(state, best=max(state.best, decisive), unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
     return state, improved

@@ -51,6 +51,7 @@ class Meter:
         means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
+        self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
         skipped, in_a_row = 0, 0
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
@@ -59,7 +60,6 @@ class Meter:
             values["skipped"] = float(skipped)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
         values |= self.run.backend.counters()
-        self.run.teacher.flush()
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
         self.run.store.log("train", state, values)
