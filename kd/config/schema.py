@@ -57,6 +57,9 @@ class RunSection:
     """How often to log, evaluate and checkpoint."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
+    mirror: str = ""
+    """URL such as `s3://bucket/runs`, below which the run folder is kept too. New files are uploaded in the background
+    after each checkpoint, and an empty run folder is restored from there. Caches and stores are left out."""
     baseline: bool = False
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()

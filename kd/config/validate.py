@@ -32,6 +32,8 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     """
     needed = needs(config.losses)
     features = any("pooled" in one for one in needed)
+    if config.run.mirror and "://" not in config.run.mirror:
+        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
     yield from _data(config.data, config.teacher)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _student(config.student)
