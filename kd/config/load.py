@@ -76,6 +76,13 @@ def dump(config: Config) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
+def examples() -> dict[str, Path]:
+    """Return kd's own configurations by name: in a wheel they lie in the package, in a checkout beside it."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
 def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     """Return a YAML file, or its contents, as an OmegaConf node."""
     if isinstance(path, dict):
@@ -85,9 +92,12 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
             where = str(getattr(error, "full_key", None) or "configuration")
             raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
     file = Path(path)
+    if not file.is_file() and file.name == str(path) and not file.suffix:
+        file = examples().get(file.name, file)
     if not file.is_file():
         near = did_you_mean(file.name, (p.name for p in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
-        raise ConfigError(str(path), "no such file", "A YAML file is expected", near or "Check the path")
+        allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
+        raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:
         raw = OmegaConf.load(file)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
