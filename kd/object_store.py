@@ -38,10 +38,12 @@ def listing(url: str, where: str) -> dict[str, int]:
     """
     with _answers(url, where):
         files, path = _open(url, where)
-        glob = re.search(r"[*?\[]", path)
-        found = files.glob(path, detail=True) if glob else files.find(path, detail=True)
-        whole = {files.unstrip_protocol(name): int(told["size"] or 0) for name, told in found.items()}
-        return dict(sorted(whole.items()))
+        if re.search(r"[*?\[]", path):
+            urls = {files.unstrip_protocol(name): told for name, told in files.glob(path, detail=True).items()}
+        else:  # the URL as it was given: there are several ways to write one
+            found = files.find(path, detail=True).items()
+            urls = {join(url, rest) if (rest := name[len(path) :].lstrip("/")) else url: told for name, told in found}
+        return {each: int(urls[each]["size"] or 0) for each in sorted(urls)}
 
 
 def version(url: str, where: str) -> str:
