@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,15 +127,22 @@ def remove(url: str, where: str) -> None:
 
 
 def _open(url: str, where: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
     try:
-        from fsspec.core import url_to_fs
-
-        files, path = url_to_fs(url, use_listings_cache=False)
+        files = _store(protocol, os.getpid())
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec has never heard of
-        remedy = EXTRAS.get(url.partition(":")[0], "Install the package for fsspec that brings it")
+        remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = " ".join(str(error).split())
         raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
-    return files, path
+    return files, files._strip_protocol(url)
+
+
+@functools.lru_cache
+def _store(protocol: str, process: int) -> Any:
+    """Return the one file system for all threads of a process. fsspec would make one for each, with a client of its own."""
+    import fsspec
+
+    return fsspec.filesystem(protocol, use_listings_cache=False)
 
 
 @contextmanager
