@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,7 +105,8 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
             while part := file.read(2**22):
                 target.write(part)
         except BaseException:
-            target.discard()
+            with suppress(Exception):
+                target.discard()
             target.closed = True  # else it would upload what it has when it is deleted
             raise
         target.close()
@@ -139,7 +140,7 @@ def _open(url: str, where: str) -> tuple[Any, str]:
 
 @functools.lru_cache
 def _store(protocol: str, process: int) -> Any:
-    """Return the one file system for all threads of a process. fsspec would make one for each, with a client of its own."""
+    """Return the one file system for all threads of a process. fsspec would make one, with a client, for each."""
     import fsspec
 
     return fsspec.filesystem(protocol, use_listings_cache=False)
