@@ -35,6 +35,8 @@ FREE = (
     "run.every.",
     "data.root",
     "data.workers",
+    "data.loader",
+    "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
     "teacher.shard",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -201,15 +204,37 @@ def loaders(
     Raises:
         RunError: the batches of their workers do not fit into the shared memory.
     """
+    places = [(split.batch_size, split.accumulate), (split.eval_batch * split.world_size, 1)]
+    common = {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
+    if section.loader == "ray":
+        return _remote(both, places, section.deadline, backend, common)
     count = default_workers(backend) if section.workers == "auto" else int(section.workers)
-    place = (backend.rank, backend.world_size, count)
-    pin = backend.device.type == "cuda"
-    common = {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
-    train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
-    val = LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    common |= {"workers": count, "timeout_seconds": timeout_seconds}
+    pairs = zip(both, places, strict=True)
+    train, val = (LocalLoader(one, *place, backend.rank, backend.world_size, **common) for one, place in pairs)
     # Both at once: an evaluation may take place in the middle of an epoch.
     needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
     require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
+    return train, val
+
+
+def _remote(
+    both: tuple[Views, Views],
+    places: Sequence[tuple[int, int]],
+    deadline: float,
+    backend: Backend,
+    common: Mapping[str, Any],
+) -> tuple[LocalLoader, LocalLoader]:
+    """Build loaders of one pool of decoders, which rank 0 starts."""
+    from kd.data.remote import Pool, RemoteLoader  # 1 s of imports, and an extra
+
+    token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
+    pools = [Pool(both, 0, int(token.item()), deadline)] if backend.rank == 0 else []
+    backend.broadcast_([token])
+    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), deadline)
+    common = {**common, "rank": backend.rank, "world_size": backend.world_size}
+    pairs = enumerate(zip(both, places, strict=True))
+    train, val = (RemoteLoader(pool, number, one, *place, **common) for number, (one, place) in pairs)
     return train, val
 
 
