@@ -14,8 +14,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -177,7 +177,7 @@ class Pool:
             slot.host, slot.address, theirs = ray.get(slot.probe)
         except ActorDiedError as error:
             self.slots.remove(slot)
-            log.warning("%s: a decoder has ended for good (%s)", WHERE, " ".join(str(error).split())[:200])
+            log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
             return
         except RayError:
             slot.ping()
@@ -213,11 +213,17 @@ class Pool:
         Raises:
             RayError: it does not, or not in time.
         """
-        assert call.slot is not None
         try:
             return ray.get(call.ref, timeout=self.deadline)
         finally:
-            call.slot.calls -= 1
+            self.forget([call])
+
+    def forget(self, calls: Iterable[Call]) -> None:
+        """Count calls no longer as waiting."""
+        with self._lock:
+            for call in calls:
+                if call.slot is not None:
+                    call.slot.calls -= 1
 
     def suspect(self, slot: Slot, why: str) -> list[Slot]:
         """Trust no decoder of a host until it answers a ping; return them."""
@@ -234,8 +240,7 @@ class Pool:
         """Send a call of a suspected decoder to another one, unless its answer is here already."""
         if ray.wait([call.ref], timeout=0)[0]:
             return call
-        assert call.slot is not None
-        call.slot.calls -= 1
+        self.forget([call])
         return self.send(dataset, call.request)
 
 
@@ -285,50 +290,63 @@ class RemoteLoader(LocalLoader):
         super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
         self.workers = max(1, len(pool.slots) // world_size)
+        self.made_here = 0
+        """Images that this process made itself."""
         self._fetch = Fetch(dataset)
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
         yield from ahead(self._made())
 
-    def _made(self) -> Iterator[Batch | KdError]:
+    def _made(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the requests at hand; keep a window of calls in the hands of the decoders."""
         waiting = iter([part for request in self._requests.now for part in divided(request)])
         calls: deque[Call] = deque()
-        for request in self._requests.now:
-            parts: list[dict[str, Any]] = []
-            for _ in divided(request):
-                room = self.pool.room(len(calls), self.world_size)
-                calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
-                part = self._result(calls.popleft(), calls)
-                if isinstance(part, KdError):
-                    yield part
-                    return
-                parts.append(part)
-            batch = unpack(parts)
-            yield batch.pin_memory() if self.pin_memory else batch
+        try:
+            for request in self._requests.now:
+                parts: list[dict[str, Any]] = []
+                for _ in divided(request):
+                    room = self.pool.room(len(calls), self.world_size)
+                    calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
+                    part = self._result(calls.popleft(), calls)
+                    if isinstance(part, KdError):
+                        yield part
+                        return
+                    parts.append(part)
+                batch = unpack(parts)
+                yield batch.pin_memory() if self.pin_memory else batch
+        finally:
+            self.pool.forget(calls)
 
     def _result(self, call: Call, others: deque[Call]) -> dict[str, Any] | KdError:
         """Return the answer to a call: the decoder's, or this process's where that fails or is late."""
         if call.slot is None:
-            return pack(self._fetch[call.request])
+            return self._here(call.request)
         try:
             answer = self.pool.get(call)
             if not isinstance(answer, KdError):
                 return answer
-            why = f"cannot read what is asked for ({answer})"
         except GetTimeoutError:
-            why = f"has not answered for {self.pool.deadline:g} seconds"
+            self._reassign(call.slot, f"has not answered for {self.pool.deadline:g} seconds", others)
+            return self._here(call.request)
         except RayError as error:
-            why = f"has failed ({type(error).__name__})"
-        # What this process finds is what the run would find without a cluster, an error too.
-        answer = pack(self._fetch[call.request])
-        if not isinstance(answer, KdError):
-            suspects = self.pool.suspect(call.slot, why)
-            for i, other in enumerate(others):
-                if other.slot in suspects:
-                    others[i] = self.pool.again(self.number, other)
-        return answer
+            self._reassign(call.slot, f"has failed ({type(error).__name__})", others)
+            return self._here(call.request)
+        # An error counts where this process finds it too: the other host may lack a file.
+        here = self._here(call.request)
+        if not isinstance(here, KdError):
+            self._reassign(call.slot, f"cannot read what this one can ({answer})", others)
+        return here
+
+    def _reassign(self, slot: Slot, why: str, others: deque[Call]) -> None:
+        suspects = self.pool.suspect(slot, why)
+        for i, other in enumerate(others):
+            if other.slot in suspects:
+                others[i] = self.pool.again(self.number, other)
+
+    def _here(self, request: Request) -> dict[str, Any] | KdError:
+        self.made_here += len(request.ids)
+        return pack(self._fetch[request])
 
 
 def divided(request: Request) -> list[Request]:
@@ -338,7 +356,7 @@ def divided(request: Request) -> list[Request]:
     return [Request(request.ids[a:b], request.weights[a:b], request.view) for a, b in pairwise(cuts)]
 
 
-def ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+def ahead(items: Generator[T, None, None], depth: int = 2) -> Iterator[T]:
     """Make up to `depth` items in a thread before they are asked for; what it raises is raised here."""
     ready: queue.Queue[Any] = queue.Queue(depth)
     over = threading.Event()
@@ -352,9 +370,10 @@ def ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
 
     def make() -> None:
         try:
-            for item in items:
-                if not put("item", item):
-                    return
+            with closing(items):
+                for item in items:
+                    if not put("item", item):
+                        return
             put("end")
         except BaseException as error:
             put("error", error)

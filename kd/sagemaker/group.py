@@ -1,4 +1,4 @@
-"""One host of a job with a data group: `python -m kd.sagemaker.group CONFIG [key=value ...]`, the same on all hosts.
+"""One host of a job: `python -m kd.sagemaker.group [-m MODULE] CONFIG [key=value ...]`, the same on all hosts.
 
 The first trainer runs the head of a Ray cluster, which all hosts join, and a meeting point: each host keeps one TCP
 connection to it. Trainers tell it how their part of the training ended, and it tells all hosts how the whole ended. A
@@ -315,9 +315,9 @@ async def _finished(process: asyncio.subprocess.Process, member: Member) -> int:
 
 
 def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
-    """Return what runs the trainers of this host."""
+    """Return what runs the trainers of this host: `kd-train ARGV`, or the module that ARGV begins with."""
     count = processes()
-    script = ["-m", "kd.cli.train", *argv, *(["data.loader=ray"] if hosts.data else [])]
+    script = list(argv) if argv[:1] == ["-m"] else ["-m", "kd.cli.train", *argv]
     if len(hosts.trainers) * count == 1:
         return [sys.executable, *script]
     place = ["--nnodes", len(hosts.trainers), "--node-rank", hosts.trainers.index(hosts.me)]

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -204,14 +203,13 @@ def loaders(
     Raises:
         RunError: the batches of their workers do not fit into the shared memory.
     """
-    places = [(split.batch_size, split.accumulate), (split.eval_batch * split.world_size, 1)]
-    common = {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
     if section.loader == "ray":
-        return _remote(both, places, section.deadline, backend, common)
-    count = default_workers(backend) if section.workers == "auto" else int(section.workers)
-    common |= {"workers": count, "timeout_seconds": timeout_seconds}
-    pairs = zip(both, places, strict=True)
-    train, val = (LocalLoader(one, *place, backend.rank, backend.world_size, **common) for one, place in pairs)
+        return _remote(both, section, split, backend)
+    count = _workers(section, backend)
+    place = (backend.rank, backend.world_size, count)
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
+    train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
+    val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
     needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
     require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
@@ -219,23 +217,38 @@ def loaders(
 
 
 def _remote(
-    both: tuple[Views, Views],
-    places: Sequence[tuple[int, int]],
-    deadline: float,
-    backend: Backend,
-    common: Mapping[str, Any],
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build loaders of one pool of decoders, which rank 0 starts."""
     from kd.data.remote import Pool, RemoteLoader  # 1 s of imports, and an extra
 
     token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
-    pools = [Pool(both, 0, int(token.item()), deadline)] if backend.rank == 0 else []
+    pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []
     backend.broadcast_([token])
-    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), deadline)
-    common = {**common, "rank": backend.rank, "world_size": backend.world_size}
-    pairs = enumerate(zip(both, places, strict=True))
-    train, val = (RemoteLoader(pool, number, one, *place, **common) for number, (one, place) in pairs)
+    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), section.deadline)
+    place, common = (backend.rank, backend.world_size), _loading(section, backend)
+    train = RemoteLoader(pool, 0, both[0], split.batch_size, split.accumulate, *place, **common)
+    val = RemoteLoader(pool, 1, both[1], split.eval_batch * split.world_size, 1, *place, **common)
     return train, val
+
+
+def evaluation_loader(
+    shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
+) -> LocalLoader:
+    """Build a loader of this rank's batches of an evaluation."""
+    place = (backend.rank, backend.world_size, _workers(section, backend))
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
+    return LocalLoader(shown, split.eval_batch * split.world_size, 1, *place, **common)
+
+
+def _workers(section: DataSection, backend: Backend) -> int:
+    if section.loader == "ray":
+        return 0  # a fork of a process with Ray's threads may never run
+    return default_workers(backend) if section.workers == "auto" else int(section.workers)
+
+
+def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:
+    return {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
 
 
 # ---------------------------------------------------------------------------------------------------------- store
