@@ -115,6 +115,11 @@ class DataSection:
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, or none where batches
     of the run show that to be faster; beside an accelerator this rank's cores - 1, at most 16."""
+    loader: Literal["local", "ray"] = "local"
+    """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
+    same bits. `kd-launch` starts such a cluster."""
+    deadline: float = ranged(30.0, above=0.0)
+    """With `loader: ray`, the seconds that another host has for up to 32 images before this one makes them itself."""
     store: Literal["none", "ram", "disk"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""

@@ -38,6 +38,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
         yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
     yield from _embedding(config, read)
     yield from _data(config.data, config.teacher)
+    yield from _remote(config.data, here)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
@@ -100,6 +101,18 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
         allowed = "A number goes with teacher.shard and teacher.pipeline"
         yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
+
+
+def _remote(data: DataSection, here: bool) -> Iterator[KdError]:
+    """Yield what does not go with images that other hosts decode."""
+    if data.loader != "ray":
+        return
+    if data.store != "none":
+        wrong = f"is {data.store}, but with data.loader=ray other hosts decode, which do not share it"
+        yield ConfigError("data.store", wrong, "none", "Set data.store=none, or data.loader=local")
+    if here and not installed("ray"):
+        remedy = "pip install 'kd[ray]', or set data.loader=local"
+        yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
 
 
 def _losses(

@@ -38,6 +38,8 @@ FREE = (
     "data.root",
     "data.copies",
     "data.workers",
+    "data.loader",
+    "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
