@@ -41,6 +41,7 @@ FREE = (
     "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
+    "price.",
 )
 
 
