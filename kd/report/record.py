@@ -16,8 +16,10 @@ SPANS = (
     "communication",
     "optimizer",
     "sifting",
+    "wait",
     "evaluation",
     "checkpoint",
+    "setup",
     "other",
 )
 """The parts of a step's time, in the order in which they are drawn."""
@@ -180,6 +182,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     first = next((run for run in runs if run.cost), None)
     rows = []
     for run in runs:
+        saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
         accuracy = 100 * float(run.best.get("accuracy", 0.0))
         epochs = run.epochs_done
         rows.append(
@@ -192,7 +195,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
                 "USD a point": money(run.cost / accuracy) if run.cost and accuracy else "-",
                 "accuracy": f"{accuracy:.1f} %" if accuracy else "-",
-                "saving": f"{100 * (1 - run.cost / first.cost):.1f} %" if first and run.cost and run is not first else "-",
+                "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
             }
         )
     return rows

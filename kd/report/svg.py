@@ -114,7 +114,8 @@ def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     """Draw layers above each other as bars, one bar for each x; all series have the same x."""
     xs = series[0].x
     tops = [0.0] * len(xs)
-    frame = Frame(width, height, -0.5, len(xs) - 0.5, 0.0, 1.06 * max(map(sum, zip(*(s.y for s in series), strict=True))))
+    highest = max(map(sum, zip(*(one.y for one in series), strict=True)))
+    frame = Frame(width, height, -0.5, len(xs) - 0.5, 0.0, 1.06 * highest)
     gap = min(4.0, 0.2 * (frame.x(1) - frame.x(0)))
     parts = _grid(frame, unit)
     for one in series:
@@ -164,15 +165,16 @@ def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, na
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> str:
     """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width."""
     most = max((value for _, values in rows for value, _ in values), default=0.0) or 1.0
-    lines = []
+    drawn_rows = []
     for name, values in rows:
         drawn = "".join(
             f'<span class="bar"><i style="width:{100 * value / most:.1f}%;background:var({color})"></i>'
             f"<b>{number(value, unit)}</b></span>"
             for value, color in values
         )
-        lines.append(f'<div class="row"><span class="name" title="{esc(name)}">{esc(name)}</span><span>{drawn}</span></div>')
-    return f'<div class="bars">{"".join(lines)}</div>'
+        told = f'<span class="name" title="{esc(name)}">{esc(name)}</span>'
+        drawn_rows.append(f'<div class="row">{told}<span>{drawn}</span></div>')
+    return f'<div class="bars">{"".join(drawn_rows)}</div>'
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
