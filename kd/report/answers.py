@@ -46,6 +46,8 @@ def _dumbbells(one: Answers) -> str:
             f'<div class="dumb"><span class="name">{esc(one.classes[i])}</span><span class="rail">{rail}</span>'
             f'<span class="gap">{gap}</span></div>'
         )
+    ends = '<span class="ends"><span>0 %</span><span>100 %</span></span>'
+    rows.append(f'<div class="dumb"><span></span>{ends}<span></span></div>')
     named = [("student", "--c1"), ("teacher", "--teacher")] if one.teacher else [("student", "--c1")]
     return "".join(rows) + legend(named)
 

@@ -148,10 +148,10 @@ class RunRecord:
 
 
 def label_of(run: RunRecord) -> str:
-    """Return what a run is: `student <- teacher`."""
+    """Return what a run is: the student, and what it learned from."""
     student = short_model(str(run.keys.get("student.model", "")))
     teacher = short_model(str(run.keys.get("teacher.model", "") or ""))
-    return f"{student} from {teacher}" if teacher else f"{student} from labels"
+    return f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
 
 
 def short_model(name: str) -> str:
@@ -162,7 +162,7 @@ def short_model(name: str) -> str:
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values are not the same in all runs, with the values; the name is left out."""
     keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
-    rows = [(key, [run.keys.get(key, "") for run in runs]) for key in keys]
+    rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
 
 

@@ -88,7 +88,8 @@ def curves(runs: Sequence[RunRecord]) -> str:
         if run.baseline is not None:
             accuracy.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, "accuracy"))
         agreement.append(_line(run.name, color(i), run.val, "agreement"))
-    teachers = {run.val[-1]["teacher_accuracy"] for run in runs if run.val and "teacher_accuracy" in run.val[-1]}
+    rows = [run.val[-1] for run in runs if run.val and "teacher_accuracy" in run.val[-1]]
+    teachers = {round(float(row["teacher_accuracy"]), 3) for row in rows}
     ends = [x for one in accuracy for x in one.x]
     for value in sorted(teachers)[:2] if ends else ():
         accuracy.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
@@ -109,6 +110,8 @@ def _chart(title: str, series: Sequence[Series], unit: str) -> str:
     drawn = [one for one in series if one.x]
     if not drawn:
         return ""
+    if all(len(one.x) == 1 or one.dashed for one in drawn):  # evaluated once: there is no curve
+        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in drawn], unit))
     named = legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
     return card(title, lines(drawn, 350, 220, "step", unit), named)
 
@@ -123,10 +126,7 @@ def time(runs: Sequence[RunRecord]) -> str:
         parts = time_parts(run)
         if parts:
             cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
-    hint = (
-        "Wall-clock time of rank 0 by what the loop was doing. On the left of the chart stand the first step and the "
-        "warm-up; each further bar is one log window, as milliseconds a step."
-    )
+    hint = "Wall-clock time of rank 0 by what the loop was doing. In the chart, each bar is one log window."
     return section("Where the time went", hint, *cards) or _speed(runs)
 
 
@@ -156,7 +156,8 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
 
 
 def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
-    rows = [row for row in run.timeline[0] if row["steps"]]
+    before = [row for row in run.timeline[0] if row["steps"] and row["kind"] != "steady"]
+    rows = [row for row in run.timeline[0] if row["kind"] == "steady"]
     if not rows:
         return ""
     rows = rows if len(rows) <= 80 else [rows[i * (len(rows) - 1) // 79] for i in range(80)]
@@ -167,8 +168,11 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
         for name in inside
     ]
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
-    told = f'<p class="hint">Slowest step: {slow[0]:.0f}, {number(slow[1], "ms")}.</p>' if slow else ""
-    return stack(layers, 1060, 240, "last step of the window", "ms") + told
+    told = [f"{row['kind']} {number(row['wall_ms'] / row['steps'], 'ms')} a step" for row in before]
+    told += [f"slowest step {slow[0]:.0f}, {number(slow[1], 'ms')}"] if slow else []
+    text = "; ".join(told)
+    chart = stack(layers, 1060, 240, "last step of the window", "ms")
+    return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
@@ -198,15 +202,16 @@ def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     mean = sum(map(sum, shares)) / (len(shares) * len(times))
     text = f'<p class="hint">Mean load of {len(cores)} cores: {percent(mean)}.</p>'
     names = [f"core {i}" for i in range(len(cores))]
-    load = card(f"{title}: load of each core", heat(shares, times, 1060, names, "s"), text)
+    load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
     small = [
-        card("Memory", _over(times, {"machine": "memory_mib", "this run": "process_mib"}, rows, "MiB")),
-        card("Disk and network", _over(times, MOVED, rows, "MiB/s")),
+        card("Memory, MiB", _over(times, {"machine": "memory_mib", "this run": "process_mib"}, rows, "MiB")),
+        card("Disk and network, MiB/s", _over(times, MOVED, rows, "MiB/s")),
         *_gpus(times, rows),
     ]
-    return load + f'<div class="grid" style="margin:14px 0">{"".join(small)}</div>'
+    return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
 
 
+CLOCK = "seconds since the first sample"
 MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "network_mib_s"}
 
 
@@ -218,7 +223,7 @@ def _over(times: Sequence[float], keys: Mapping[str, str], rows: Sequence[Mappin
     ]
     if not series:
         return ""
-    return lines(series, 350, 200, "s", unit, zero=True) + legend([(one.name, one.color) for one in series])
+    return lines(series, 515, 200, CLOCK, unit, zero=True) + legend([(one.name, one.color) for one in series])
 
 
 def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -226,12 +231,13 @@ def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str
     if not count:
         return []
     found = []
-    for title, key, unit, scale in (("GPU load", "utilization", "%", 100), ("GPU power", "power_w", "W", 1)):
+    for title, key, unit, scale in (("GPU load", "utilization", "%", 100), ("GPU power, W", "power_w", "W", 1)):
         series = [
             Series(f"GPU {i}", color(i), times, [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows])
             for i in range(count)
         ]
-        found.append(card(title, lines(series, 350, 200, "s", unit, True), legend([(s.name, s.color) for s in series])))
+        named = legend([(one.name, one.color) for one in series]) if count > 1 else ""
+        found.append(card(title, lines(series, 515, 200, CLOCK, unit, True), named))
     return found
 
 
