@@ -2,16 +2,17 @@
 
 The model of a data-parallel step, all times in milliseconds, B images a step, N devices in H machines of D:
 
-    compute       = fixed x micro-batches + image x B / N
+    compute       = micro-batches x max(launch, fixed + image x B / N / micro-batches)
     inside        = 2 (D - 1) / D x gradient / link           ring all-reduce between the devices of a machine
     between       = 2 (H - 1) / H x gradient / network        one between machines; its D devices share the network
     communication = inside + between + latency x buckets x 2 (D - 1 + H - 1)
     exposed       = tail + max(0, communication - tail - backward)
-    step          = max(compute + exposed, load x B / N / workers)      on an accelerator
+    step          = max(compute + exposed, load x B / N / cores)        on an accelerator
+    efficiency    = step of one device / (N x step)
 
-DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward pass of
-the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a network that other
-jobs share, and the gain of larger kernels beyond `fixed`.
+DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward
+pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a network
+that other jobs share, and small kernels that leave a part of a device idle.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ BUCKET_MIB = 25.0
 """Of DDP, torch's default."""
 LATENCY_MS = 0.02
 """Of one hop of a ring: an assumption."""
+LAUNCH_MS = 0.006
+"""Of starting one kernel: an assumption."""
 MFU = 0.35
 """Share of a device's peak rate that training reaches where nothing was measured on it: an assumption."""
 
@@ -42,8 +45,12 @@ class StepCost:
     """Of loading an image in one process."""
     gradient_mib: float
     """What ranks reduce each step."""
+    launch: float = 0.0
+    """What a micro-batch takes at least, since the host must start so many kernels."""
     gflop: float = 0.0
     """Arithmetic of an image, GFLOP; 0: not counted."""
+    kernels: int = 0
+    """Operators of a micro-batch; 0: not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,8 @@ def links(instance: Instance) -> Links:
 def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
     """Return what a step costs on a device of this kind, from its arithmetic and an assumed share of the peak rate."""
     image = cost.gflop / (instance.tflops * mfu)  # GFLOP / (TFLOP/s) = ms
-    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image)
+    backward = image * cost.backward / cost.image
+    return replace(cost, fixed=0.0, image=image, backward=backward, launch=LAUNCH_MS * cost.kernels)
 
 
 def all_reduce_ms(mib: float, devices: int, machines: int, rates: Links) -> float:
@@ -136,15 +144,13 @@ def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: i
     count = machines * devices
     share = job.batch_size / count
     micro = min(job.micro_batch or share, share)
-    compute = cost.fixed * share / micro + cost.image * share
+    compute = share / micro * max(cost.launch, cost.fixed + cost.image * micro)
     communication = all_reduce_ms(cost.gradient_mib, devices, machines, links(instance)) if count > 1 else 0.0
     exposed = exposed_ms(communication, cost.gradient_mib, cost.backward * micro)
-    workers = max(1.0, instance.vcpus / 2 / devices)
-    load = cost.load * share / workers
+    load = cost.load * share / max(1.0, instance.vcpus / 2 / devices)
     step = max(compute + exposed, load) if instance.tflops else compute + exposed + load
-    alone = _alone(job, cost, instance)
-    steps = job.images / job.batch_size
-    hours_epoch = steps * step / 3.6e6
+    alone = step if count == 1 else line(job, cost, instance, 1, 1).step_ms
+    hours_epoch = job.images / job.batch_size * step / 3.6e6
     return Line(
         machines=machines,
         devices=count,
@@ -158,14 +164,6 @@ def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: i
         hours=hours_epoch * job.epochs,
         usd=hours_epoch * job.epochs * machines * instance.per_hour,
     )
-
-
-def _alone(job: Job, cost: StepCost, instance: Instance) -> float:
-    """Return the milliseconds of the whole batch on one device with its share of the machine's cores."""
-    micro = min(job.micro_batch or job.batch_size, job.batch_size)
-    compute = cost.fixed * job.batch_size / micro + cost.image * job.batch_size
-    load = cost.load * job.batch_size / max(1.0, instance.vcpus / 2 / instance.devices)
-    return max(compute, load) if instance.tflops else compute + load
 
 
 def sizes(instance: Instance, machines: int) -> list[tuple[int, int]]:
