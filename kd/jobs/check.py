@@ -80,7 +80,7 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
         why = "data.batch_size is auto" if split is None else "only one process measures; kd-plan knows several"
         return [f"time      not measured: {why}"]
     with distributed(recipe.backend) as backend:
-        found = measure(recipe, data, split, backend)
+        found = measure(recipe, data, split, backend, fitting=True)
         fits = sum(not is_fitted(fit_place(fit, data.fingerprint)[1]) for fit in recipe.fits.values())
         guess = estimate(recipe, data, split, backend, found, fits)
     parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())

@@ -11,8 +11,8 @@ The model of a data-parallel step, all times in milliseconds, B images a step, N
     efficiency    = step of one device / (N x step)
 
 DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward
-pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a network
-that other jobs share, and small kernels that leave a part of a device idle.
+pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a
+network that other jobs share, and small kernels that leave a part of a device idle.
 """
 
 from __future__ import annotations

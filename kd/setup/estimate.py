@@ -25,11 +25,11 @@ from kd.setup.data import BatchSplit, Data, default_workers, views
 from kd.setup.gate import loading_ms
 from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion
-from kd.setup.trial import Trial, Work, fastest, trial_images
+from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
 from kd.types import Dims
 
-BUDGET_SECONDS = 5.0
-"""For timing the steps; importing, building and loading come on top."""
+BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
+"""For timing the steps in turns, after one of each; a small step that takes longer is not repeated with more images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Measured:
     precision: str
 
 
-def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend) -> Measured:
+def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False) -> Measured:
     """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
 
     Args:
@@ -65,6 +65,7 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend) -> 
         data: both splits; images that do not exist are not made.
         split: of the batch.
         backend: set up, one process.
+        fitting: also time a training step of the teacher.
     """
     classes, size = data.train.classes, recipe.data.image_size
     student = _random("student", recipe.student.model, recipe.student.args, recipe, classes)
@@ -76,9 +77,11 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend) -> 
     count = trial_images(split.micro_batch, backend)
     few = max(1, count // 4)
     with ExitStack() as stack:
-        whole = stack.enter_context(Trial(distillation, live, backend, size, count))
         small = stack.enter_context(Trial(distillation, live, backend, size, few))
         gflop, kernels = _arithmetic(small, teacher is not None)
+        if milliseconds(small.step, backend) > SLOW_MS:
+            count = few
+        whole = stack.enter_context(Trial(distillation, live, backend, size, count))
         work: dict[str, Work] = {
             "few": partial(small.step, _adamw(distillation)),
             "step": partial(whole.step, _adamw(distillation)),
@@ -86,11 +89,11 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend) -> 
         }
         if teacher is not None:
             work["teacher"] = whole.ask
-        if recipe.fits and isinstance(teacher, Classifier):
+        if fitting and recipe.fits and isinstance(teacher, Classifier):
             fitted = _fitting(teacher, classes, recipe.seed, backend)
             training = stack.enter_context(Trial(fitted, NoTeacher(), backend, size, count))
             work["fit"] = partial(training.step, _adamw(fitted))
-        table = fastest(work, backend, budget_seconds=BUDGET_SECONDS, warm=True)[1]
+        table = fastest(work, backend, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
     fixed, image = line_through(few, table["few"], count, table["step"])
     return Measured(
         fixed=fixed,
