@@ -2,18 +2,19 @@
 
     python benchmarks/plan.py --rounds 3
 
-Each rank has one thread and an equal share of a global batch of 32 images. A rank alone is measured with all shares, which
-gives the line `fixed + image x images`. Its step on N ranks on C cores is predicted as
+Each rank has one thread and an equal share of a global batch of 16 images. In one process group, in turns: a step
+without reduction, DDP's step, and the all-reduce of the whole gradient alone. The plan predicts DDP's step as
 
-    max(1, N / C) x (fixed + image x 32 / N) + exposed all-reduce
+    step without reduction + tail + max(0, all-reduce - tail - backward)
 
-The all-reduce of the gradient alone is measured between the ranks; what the backward pass hides of it follows the formula of
-`kd.report.plan`. Rounds are interleaved; medians. Neighbours on the machine change the times, and the ratio less.
+where `tail` is the last bucket's share of the all-reduce (`kd.report.plan.exposed_ms`). The step without reduction is
+measured on all ranks at once, so that a busy machine slows both sides alike. Medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -23,14 +24,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from _record import write
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.host import cores
+from _record import write
 from kd.report.plan import exposed_ms
-from kd.setup.estimate import line_through
 
-BATCH, SIZE, STEPS = 32, 64, 6
+BATCH, SIZE, STEPS = 16, 64, 6
 RANKS = (1, 2, 4)
 MODELS = {"vit_tiny": {"depth": 4}, "wide": {"depth": 2, "embed_dim": 768, "num_heads": 12}}
 
@@ -50,29 +49,30 @@ def main() -> None:
         for _ in range(given.rounds):
             for ranks in RANKS:
                 found[ranks].append(launch(model, ranks))
-        rows += compared(model, {n: {k: statistics.median(r[k] for r in many) for k in many[0]} for n, many in found.items()})
+        medians = {
+            ranks: {key: statistics.median(row[key] for row in many) for key in many[0]}
+            for ranks, many in found.items()
+        }
+        rows += compared(model, medians)
     write("plan", f"python benchmarks/plan.py --rounds {given.rounds}", rows)
 
 
 def compared(model: str, found: dict[int, dict[str, float]]) -> list[dict[str, object]]:
-    """Return measured and predicted steps; the prediction uses steps of a single rank and the all-reduce alone."""
-    one, rows = found[1], []
-    fixed, image = line_through(BATCH // 4, one["share_4"], BATCH, one["share_1"])
+    """Return measured and predicted steps."""
+    rows = []
     for ranks, row in found.items():
-        crowd = max(1.0, ranks / cores())
-        compute = crowd * (fixed + image * BATCH / ranks)
-        exposed = exposed_ms(row["all_reduce"], one["mib"], crowd * one["backward"] / ranks) if ranks > 1 else 0.0
-        predicted = compute + exposed
+        exposed = exposed_ms(row["all_reduce"], row["mib"], row["backward"]) if ranks > 1 else 0.0
+        predicted = row["alone"] + exposed
         rows.append(
             {
                 "model": model,
                 "ranks": ranks,
-                "gradient_mib": round(one["mib"], 2),
-                "step_ms": round(row["step"], 2),
+                "gradient_mib": round(row["mib"], 2),
+                "step_without_reduction_ms": round(row["alone"], 2),
                 "all_reduce_ms": round(row["all_reduce"], 2),
-                "predicted_compute_ms": round(compute, 2),
                 "predicted_exposed_ms": round(exposed, 2),
                 "predicted_step_ms": round(predicted, 2),
+                "step_ms": round(row["step"], 2),
                 "predicted/measured": round(predicted / row["step"], 3),
             }
         )
@@ -97,41 +97,41 @@ def worker(name: str) -> None:
     torch.manual_seed(0)
     network = timm.create_model("vit_tiny_patch16_224", img_size=SIZE, num_classes=12, **MODELS[name])
     world = dist.get_world_size()
-    module = DistributedDataParallel(network) if world > 1 else network
-    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    module = DistributedDataParallel(copy.deepcopy(network)) if world > 1 else network
     gradient = torch.zeros(sum(p.numel() for p in network.parameters()))
-    found = {"mib": gradient.numel() * 4 / 2**20, "all_reduce": 0.0}
-    found["step"], found["backward"] = timed(module, optimizer, BATCH // world)
-    if world > 1:
-        found["all_reduce"] = statistics.median(_all_reduce(gradient) for _ in range(STEPS))
-    else:
-        found["share_1"], found["share_4"] = found["step"], timed(module, optimizer, BATCH // 4)[0]
+    found: dict[str, list[float]] = {"alone": [], "backward": [], "step": [], "all_reduce": []}
+    optimizers = [torch.optim.AdamW(one.parameters(), fused=True) for one in (network, module)]
+    for _ in range(STEPS + 2):
+        alone, backward = timed(network, optimizers[0], BATCH // world)
+        step, _ = timed(module, optimizers[1], BATCH // world)
+        for key, value in (("alone", alone), ("backward", backward), ("step", step), ("all_reduce", _reduce(gradient))):
+            found[key].append(value)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        medians = {key: statistics.median(values[2:]) for key, values in found.items()}
+        print(json.dumps({**medians, "mib": gradient.numel() * 4 / 2**20}), flush=True)
     dist.destroy_process_group()
 
 
 def timed(module: torch.nn.Module, optimizer: torch.optim.Optimizer, images: int) -> tuple[float, float]:
-    """Return the median milliseconds of a step, and of its backward pass."""
+    """Return the milliseconds of a step on the slowest rank's clock, and of this rank's backward pass."""
     pixels, labels = torch.randn(images, 3, SIZE, SIZE), torch.zeros(images, dtype=torch.int64)
-    steps, backwards = [], []
-    for _ in range(STEPS + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        loss = torch.nn.functional.cross_entropy(module(pixels), labels)
-        middle = time.perf_counter()
-        loss.backward()
-        backwards.append(1000 * (time.perf_counter() - middle))
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(1000 * (time.perf_counter() - start))
-    return statistics.median(steps[2:]), statistics.median(backwards[2:])
-
-
-def _all_reduce(gradient: torch.Tensor) -> float:
     dist.barrier()
     start = time.perf_counter()
-    dist.all_reduce(gradient)
+    loss = torch.nn.functional.cross_entropy(module(pixels), labels)
+    middle = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter() - middle
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()  # the slowest rank decides, with and without a reduction
+    return 1000 * (time.perf_counter() - start), 1000 * backward
+
+
+def _reduce(gradient: torch.Tensor) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(gradient)
     return 1000 * (time.perf_counter() - start)
 
 

@@ -174,9 +174,12 @@ class Loss(Protocol):
     """
 
     needs: frozenset[str]
-    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
+    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name: "pooled", "tokens". One that
+    names no features reads logits; one that reads both names "logits" too."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,18 @@ class Criterion(nn.Module):
     Usable alone in any PyTorch loop: `criterion(student, teacher, batch)["loss"].mean().backward()`.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]]) -> None:
+    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]], members: Sequence[int] = ()) -> None:
+        """Combine terms.
+
+        Args:
+            terms: name, weight and module of each.
+            members: for each, of which of several teachers it reads the features; empty: there is one teacher.
+        """
         super().__init__()
         self.names = _distinct([name for name, _, _ in terms])
         self.weights = [weight for _, weight, _ in terms]
         self.terms = nn.ModuleList([term for _, _, term in terms])
+        self.members = list(members) or [0] * len(terms)
         self.needs: frozenset[str] = frozenset().union(*(term.needs for term in self.terms))  # type: ignore[arg-type]
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
@@ -34,10 +42,21 @@ class Criterion(nn.Module):
             remember; and `loss` [B]: the same times `batch.weight`, which is what is minimized.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
-            scores = {name: term(student, teacher, batch) for name, term in zip(self.names, self.terms, strict=True)}
+            scores = {
+                name: term(student, teacher.of(member), batch)
+                for name, term, member in zip(self.names, self.terms, self.members, strict=True)
+            }
             weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
+
+    def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
+        terms = zip(self.weights, self.terms, self.members, strict=True)
+        chosen: list[Any] = [one for one in terms if one[0] and hasattr(one[1], "agreement")]
+        with torch.autocast(student.logits.device.type, enabled=False):
+            found = [weight * term.agreement(student, teacher.of(member)) for weight, term, member in chosen]
+            return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
 
 
 class Distillation(nn.Module):

@@ -38,6 +38,7 @@ def train(run: Run) -> State:
         plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         for micros in steps_of(run, plan, state.epoch, state.step_in_epoch):
+            state = run.threads(state)
             backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)
@@ -85,7 +86,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
         run.sifter.observe(batch.ids, scores.pop("per_image"))
-        scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
+        if logits_BC.shape[1]:  # an embedding model has no answers to count
+            scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
             sums[name] = sums[name] + mean if name in sums else mean
@@ -127,8 +129,9 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     stop.restart()
     if not values:
         return replace(state, unevaluated=True), False
-    improved = values["accuracy"] > state.best
-    state = replace(state, best=max(state.best, values["accuracy"]), unevaluated=False)
+    decisive = values[run.evaluator.decides]
+    improved = decisive > state.best
+    state = replace(state, best=max(state.best, decisive), unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
     return state, improved

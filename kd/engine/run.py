@@ -13,6 +13,7 @@ from torch import nn
 
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
+from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.types import State
 
@@ -29,6 +30,11 @@ _NOTHING = nullcontext()
 def never() -> bool:
     """Nobody asks the run to stop."""
     return False
+
+
+def unchanged(state: State) -> State:
+    """Return the state as it is."""
+    return state
 
 
 def no_span(name: str) -> AbstractContextManager[object]:
@@ -107,11 +113,13 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     average: Average | None
-    evaluator: Evaluator
+    evaluator: Evaluator | EmbeddingEvaluator
     store: RunStore
     logger: Logger
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
+    threads: Callable[[State], State] = unchanged
+    """Called before each step: sets torch's threads on a CPU."""
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 

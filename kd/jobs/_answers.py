@@ -51,6 +51,8 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> Asked:
         recipe: of the run.
         images: of the validation split, evenly spaced; 0: all of them. Answers in the folder are taken as they are.
     """
+    if not (recipe.reads.student_logits and recipe.reads.teacher_logits):
+        return Asked(None)  # an embedding has no answers to count
     try:
         data = open_sources(recipe.data)
         file, kept = folder.path / FILE, _kept(folder)
@@ -120,7 +122,7 @@ def _teacher(recipe: Recipe, data: Data) -> TeacherModel | None:
                 raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
             place = str(target)
         size, classes = recipe.data.image_size, data.train.classes
-        models.append(load_teacher(alone, classes, size, recipe.features, place, where=where))
+        models.append(load_teacher(alone, classes, size, recipe.reads.features, place, where=where))
     return merge_teachers(recipe.teacher, models)
 
 

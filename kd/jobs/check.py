@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,18 +13,18 @@ from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.data.store import slot_bytes
 from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, feature_shapes
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.record import clock, money
 from kd.report.trackers import check as check_trackers
 from kd.setup.build import distributed
+from kd.setup.cache import codec, price
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
 from kd.setup.estimate import estimate, measure
 from kd.setup.recipe import Recipe
-from kd.setup.student import build_criterion
+from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
-from kd.types import Dims
 
 
 def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
@@ -41,14 +41,15 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    section, size, features = recipe.data, recipe.data.image_size, recipe.features
+    section, size, reads = recipe.data, recipe.data.image_size, recipe.reads
     train_transform(size, section.augment)
     check_trackers(recipe.run.trackers)
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
     classes = data.train.classes
-    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
+    answers = classes if reads.student_logits else ()
+    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, answers), size, reads.features)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -57,14 +58,18 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     ]
     teacher = None
     if recipe.teacher.model:
-        found = [_teacher(where, one, classes, size, features) for where, one in recipe.teachers.items()]
+        named = classes if reads.teacher_logits else ()
+        found = [_teacher(where, one, named, size, reads.features) for where, one in recipe.teachers.items()]
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
-    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    build_criterion(recipe.losses, dims, recipe.seed)
+    dims = sizes(len(classes), student, teacher, size)
+    build_criterion(recipe.losses, dims, recipe.seed, getattr(teacher, "shares", (1.0,)))
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
     lines += _length(recipe.run, split, len(data.train))
     lines += _store(data)
+    if teacher is not None and recipe.teacher.cache.views and "teacher" in recipe.needs:
+        kept = codec(recipe.teacher, len(classes) if reads.teacher_logits else 0, feature_shapes(teacher, size))
+        lines.append(f"cache     {price(recipe.teacher, kept, len(data.train))}")
     lines += [
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
@@ -118,7 +123,7 @@ def _store(data: Data) -> list[str]:
 
 
 def _teacher(
-    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: bool
+    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: Collection[str]
 ) -> tuple[Classifier, str]:
     if section.checkpoint or not section.fit.epochs:  # its weights are what must be checked
         model = load_teacher(section, classes, size, features, where=where)
@@ -127,7 +132,7 @@ def _teacher(
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
-def _on_meta(spec: Spec, size: int, features: bool) -> Classifier:
+def _on_meta(spec: Spec, size: int, features: Collection[str]) -> Classifier:
     with torch.device("meta"):
         return load(replace(spec, pretrained=False), size, features)
 

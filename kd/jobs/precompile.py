@@ -52,13 +52,14 @@ def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recip
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    classes, size = data.train.classes, recipe.data.image_size
+    reads, size = recipe.reads, recipe.data.image_size
+    classes = data.train.classes if reads.teacher_logits else ()
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            models.append(build_student(fits[where].student, recipe.seed, classes, size, recipe.features))
+            models.append(build_student(fits[where].student, recipe.seed, classes, size, reads.features))
         else:
-            models.append(load_teacher(alone, classes, size, recipe.features, where=where))
+            models.append(load_teacher(alone, classes, size, reads.features, where=where))
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [

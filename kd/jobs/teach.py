@@ -54,10 +54,11 @@ def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> TeacherModel
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     on_meta = section.shard and backend.rank != 0
-    models, classes, size = [], data.train.classes, recipe.data.image_size
+    models, reads, size = [], recipe.reads, recipe.data.image_size
+    classes = data.train.classes if reads.teacher_logits else ()
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
-        models.append(load_teacher(alone, classes, size, recipe.features, folder, on_meta, where))
+        models.append(load_teacher(alone, classes, size, reads.features, folder, on_meta, where))
     return merge_teachers(section, models)
 
 

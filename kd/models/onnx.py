@@ -1,7 +1,8 @@
 """Export a classifier to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR; run one.
 
-Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C]. It contains
-the normalization, and the resize where the network has another input size, so that users need no other constants.
+Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C], or of an
+embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize where the network has
+another input size, so that users need no other constants.
 
 onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 """
@@ -28,7 +29,7 @@ from kd.types import Outputs
 
 OPSET = 20
 LARGEST_BATCH = 4096
-INPUT, OUTPUT = "image", "logits"
+INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
 
 class Graph(nn.Module):
@@ -53,13 +54,13 @@ class Graph(nn.Module):
         self.register_buffer("matrix", matrix, persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Classify uint8 images [B, 3, S, S]; return logits [B, C]."""
+        """Return logits [B, C], or vectors [B, D], of uint8 images [B, 3, S, S]."""
         pixels = image.to(torch.float32)
         if self.matrix is not None:
             planes = self.matrix @ pixels.flatten(0, 1) @ self.matrix.T
             pixels = planes.unflatten(0, (-1, 3)).clamp(0, 255)
         model = self.model
-        return model.network(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
+        return model.head(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
@@ -84,7 +85,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
     torch.export.save(program, path)
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
     """Write one ONNX file, including the weights.
 
     Raises:
@@ -102,7 +103,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
                 dynamo=True,
                 external_data=False,
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=[output],
                 verbose=False,
             )
     except Exception as error:  # the exporter raises many types, all caused by the network
@@ -158,21 +159,26 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     model = source if isinstance(source, bytes) else str(source)
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return lambda image: session.run([OUTPUT], {INPUT: image})[0]
+    return lambda image: session.run(None, {INPUT: image})[0]
 
 
-def openvino_runner(source: Path | bytes, threads: int = 0) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32.
+def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
     Args:
         source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
         threads: number of threads; 0: OpenVINO's default.
+        bf16: compute matrix products in bfloat16 instead of float32.
 
     Raises:
         MissingExtra: openvino is not installed.
+        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
     """
     openvino = require("openvino", "--openvino", "openvino")
-    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
+    if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
+        raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
@@ -228,14 +234,15 @@ class Exported(nn.Module):
     one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
     """
 
-    def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
+    def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
         Args:
             model: in eval mode, float32, on the CPU, without features.
             size: S.
             runtime: "onnxruntime" or "openvino".
-            int8: quantize the weights of matrix products, and their inputs dynamically.
+            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
+                dynamically; "bf16" with openvino.
 
         Raises:
             MissingExtra: a package is not installed.
@@ -243,7 +250,8 @@ class Exported(nn.Module):
                 with its own error.
         """
         super().__init__()
-        self.runtime, self.graph = runtime, exported(model, size, int8)
+        self.runtime, self.bf16 = runtime, precision == "bf16"
+        self.graph = exported(model, size, precision == "int8")
         self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -256,7 +264,7 @@ class Exported(nn.Module):
 
     def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
         if self.runtime == "openvino":
-            return openvino_runner(self.graph, threads)
+            return openvino_runner(self.graph, threads, self.bf16)
         return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
 
 

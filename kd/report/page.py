@@ -74,7 +74,9 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
 def _tiles(run: RunRecord) -> str:
     best, alone = run.best, run.baseline.best if run.baseline is not None else {}
     tiles: list[tuple[str, str, str]] = []
-    if best:
+    if best and "accuracy" not in best:
+        tiles.append((percent(best[run.decides]), "nearest neighbours" if "knn" in best else "agreement (cosine)", ""))
+    elif best:
         beside = [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
         beside += [f"labels only {percent(alone['accuracy'])}"] if alone else []
         tiles.append((percent(best["accuracy"]), "validation accuracy", ", ".join(beside)))
@@ -106,14 +108,13 @@ def _compared(runs: Sequence[RunRecord]) -> str:
     rows = []
     for name, run in entries:
         best = run.best
-        shown = {key: percent(best[key]) if key in best else "-" for key in ("accuracy", "top5", "ece", "agreement")}
+        names = {"accuracy": "accuracy", "knn": "knn", "top5": "top-5", "ece": "calibration error"}
+        names["agreement"] = "agreement"
+        shown = {key: title for key, title in names.items() if any(key in one.best for _, one in entries)}
         rows.append(
             {
                 "run": name,
-                "accuracy": shown["accuracy"],
-                "top-5": shown["top5"],
-                "calibration error": shown["ece"],
-                "agreement": shown["agreement"],
+                **{title: percent(best[key]) if key in best else "-" for key, title in shown.items()},
                 "steps": f"{run.steps:,}",
                 "images/s": f"{run.images_per_second:,.0f}",
                 "training": clock(run.seconds),

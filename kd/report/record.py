@@ -95,9 +95,14 @@ class RunRecord:
     """Why something is missing."""
 
     @property
+    def decides(self) -> str:
+        """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
+        return next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+
+    @property
     def best(self) -> Mapping[str, Any]:
-        """The validation row with the highest accuracy, the first of several; empty before an evaluation."""
-        return max(self.val, key=lambda row: row["accuracy"], default={})
+        """The validation row with the highest score, the first of several; empty before an evaluation."""
+        return max(self.val, key=lambda row: row.get(self.decides, -1.0), default={})
 
     @property
     def steps(self) -> int:
@@ -183,7 +188,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     rows = []
     for run in runs:
         saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
-        accuracy = 100 * float(run.best.get("accuracy", 0.0))
+        score = 100 * float(run.best.get(run.decides, 0.0))
         epochs = run.epochs_done
         rows.append(
             {
@@ -193,8 +198,8 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
                 "USD": money(run.cost) if run.cost else "-",
                 "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
-                "USD a point": money(run.cost / accuracy) if run.cost and accuracy else "-",
-                "accuracy": f"{accuracy:.1f} %" if accuracy else "-",
+                "USD a point": money(run.cost / score) if run.cost and score else "-",
+                "score": f"{run.decides} {score:.1f} %" if score else "-",
                 "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
             }
         )

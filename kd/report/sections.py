@@ -82,6 +82,7 @@ def findings(runs: Sequence[RunRecord]) -> str:
 def curves(runs: Sequence[RunRecord]) -> str:
     """Draw loss, accuracy and agreement over the steps."""
     loss, accuracy, agreement = [], [], []
+    neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
     for i, run in enumerate(runs):
         loss.append(_line(run.name, color(i), run.train, "loss"))
         accuracy.append(_line(run.name, color(i), run.val, "accuracy"))
@@ -96,6 +97,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
     cards = [
         _chart("Training loss", loss, ""),
         _chart("Validation accuracy", accuracy, "%"),
+        _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
         _chart("Agreement with the teacher", agreement, "%"),
     ]
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")

@@ -44,11 +44,11 @@ def _results(run: RunRecord) -> list[str]:
     best = run.best
     if not best:
         return ["Not evaluated yet.", ""]
-    parts = [f"accuracy {percent(best['accuracy'])}"]
-    if "teacher_accuracy" in best:
-        parts += [f"teacher {percent(best['teacher_accuracy'])}", f"agreement {percent(best['agreement'])}"]
+    parts = [f"{run.decides} {percent(best[run.decides])}"]
+    parts += [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
+    parts += [f"agreement {percent(best['agreement'])}"] if "agreement" in best and run.decides != "agreement" else []
     if run.baseline is not None and run.baseline.best:
-        parts.append(f"labels only {percent(run.baseline.best['accuracy'])}")
+        parts.append(f"labels only {percent(run.baseline.best[run.baseline.decides])}")
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
     return [", ".join(parts) + ".", ""]
 
@@ -59,6 +59,7 @@ def _curves(run: RunRecord) -> list[str]:
     for name, rows, key, unit in (
         ("loss", run.train, "loss", ""),
         ("accuracy", run.val, "accuracy", "%"),
+        ("knn", run.val, "knn", "%"),
         ("agreement", run.val, "agreement", "%"),
         ("step, ms", run.train, "step_ms", ""),
         ("images/s", run.train, "images_per_second", ""),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.data import BatchSplit, Data, default_workers, views
 from kd.setup.gate import loading_ms
 from kd.setup.recipe import Recipe
-from kd.setup.student import build_criterion
+from kd.setup.student import build_criterion, build_student, sizes
 from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
 from kd.types import Dims
 
@@ -68,10 +69,13 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
         fitting: also time a training step of the teacher.
     """
     classes, size = data.train.classes, recipe.data.image_size
-    student = _random("student", recipe.student.model, recipe.student.args, recipe, classes)
+    section = replace(recipe.student, init="scratch", checkpoint="")
+    answers = classes if recipe.reads.student_logits else ()
+    student = build_student(section, recipe.seed, answers, size, recipe.reads.features)
     teacher = _teacher(recipe, classes)
-    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    distillation = Distillation(student, build_criterion(recipe.losses, dims, recipe.seed)).to(backend.device)
+    dims, shares = sizes(len(classes), student, teacher, size), getattr(teacher, "shares", (1.0,))
+    criterion = build_criterion(recipe.losses, dims, recipe.seed, shares)
+    distillation = Distillation(student, criterion).to(backend.device)
     dtype = backend.autocast_dtype or torch.float32
     live: Teacher = LiveTeacher(teacher, backend.device, dtype) if teacher is not None else NoTeacher()
     count = trial_images(split.micro_batch, backend)
@@ -179,20 +183,23 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
     return max(compute, load / workers) if workers else compute + load
 
 
-def _random(where: str, model: str, args: Any, recipe: Recipe, classes: Any) -> Classifier:
-    return load(Spec(where, model, args, classes), recipe.data.image_size, recipe.features)
-
-
-def _teacher(recipe: Recipe, classes: Any) -> TeacherModel | None:
-    models = [_random(where, one.model, one.args, recipe, classes) for where, one in recipe.teachers.items()]
+def _teacher(recipe: Recipe, classes: Sequence[str]) -> TeacherModel | None:
+    """Build the teachers with random weights."""
+    named, size, features = (
+        classes if recipe.reads.teacher_logits else (),
+        recipe.data.image_size,
+        recipe.reads.features,
+    )
+    specs = [Spec(where, one.model, one.args, named) for where, one in recipe.teachers.items()]
+    models = [load(spec, size, features) for spec in specs]
     weights = [1.0, *(member.weight for member in recipe.teacher.also)]
     return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights)
 
 
-def _fitting(teacher: Classifier, classes: Any, seed: int, backend: Backend) -> Distillation:
+def _fitting(teacher: Classifier, classes: Sequence[str], seed: int, backend: Backend) -> Distillation:
     """Return the teacher as a student of the labels."""
     ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))
-    criterion = build_criterion([ce], Dims(len(classes), teacher.num_features, 0), seed)
+    criterion = build_criterion([ce], [Dims(len(classes), 0, 0)], seed)
     return Distillation(copy.deepcopy(teacher), criterion).to(backend.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -38,7 +38,7 @@ def load_teacher(
     section: TeacherSection,
     classes: Sequence[str],
     image_size: int,
-    features: bool = False,
+    features: Collection[str] = (),
     folder: str = "",
     on_meta: bool = False,
     where: str = "teacher",
@@ -47,9 +47,9 @@ def load_teacher(
 
     Args:
         section: of the configuration; of several teachers, the first is loaded.
-        classes: class names in the data's order.
+        classes: class names in the data's order; empty: it is loaded without a classifier, for its features.
         image_size: of the data, pixels.
-        features: return pooled features too.
+        features: names of the features to return too.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
@@ -106,7 +106,7 @@ def choose_teacher(
 
     def work(name: str) -> Work:
         live = factory(name)
-        return lambda: live(batch).logits
+        return lambda: live(batch).main
 
     table, summary, name = {}, "", recorded or named_mode(section, backend)
     if not name:
@@ -132,7 +132,8 @@ def choose_teacher(
 def named_mode(section: TeacherSection, backend: Backend) -> str:
     """Return the mode outside torch that a configuration asks for by name; "" where torch or auto is named."""
     runtime = section.exported(cpu=backend.device.type == "cpu")
-    return str(ExecutionMode("int8" if section.precision == "int8" else "fp32", runtime)) if runtime else ""
+    precision = "fp32" if section.precision == "auto" else section.precision
+    return str(ExecutionMode(precision, runtime)) if runtime else ""
 
 
 def candidates(section: TeacherSection, best: str, model: TeacherModel, backend: Backend) -> list[str]:
@@ -140,9 +141,11 @@ def candidates(section: TeacherSection, best: str, model: TeacherModel, backend:
     if section.shard or section.pipeline or backend.fixed_mode:
         return []
     names = []
-    exact = section.precision in ("auto", "fp32") and not getattr(model, "with_features", False)
-    if section.runtime == "auto" and backend.device.type == "cpu" and exact:
-        names = [str(ExecutionMode("fp32", runtime)) for runtime in RUNTIMES if installed(runtime)]
+    logits_alone = not getattr(model, "features", ())
+    if section.runtime == "auto" and backend.device.type == "cpu" and logits_alone:
+        modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
+        asked = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
+        names = [str(mode) for mode in modes if installed(mode.backend) and mode.precision in asked]
     return [*names, f"{best}+compiled"] if section.compile == "auto" else names
 
 
@@ -165,8 +168,8 @@ class TeacherFactory:
     def _make(self, mode: ExecutionMode) -> LiveTeacher:
         section, backend = self.section, self.backend
         # On a GPU the quantizers' kernels take bfloat16 beside the quantized numbers.
-        wide = mode.exported or backend.device.type == "cpu"
-        dtype = DTYPES.get(mode.precision, torch.float32 if wide else torch.bfloat16)
+        other = torch.float32 if backend.device.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if mode.exported else DTYPES.get(mode.precision, other)
         place = backend.shard if section.shard else None
         stages = backend.pipeline if section.pipeline else None
         change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
@@ -178,8 +181,9 @@ class TeacherFactory:
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if mode.exported:
-        joined, int8 = isinstance(frozen, Ensemble), mode.precision == "int8"
-        graphs: Any = [Exported(one, size, mode.backend, int8) for one in (frozen.members if joined else [frozen])]
+        joined = isinstance(frozen, Ensemble)
+        members: Any = frozen.members if joined else [frozen]
+        graphs: Any = [Exported(one, size, mode.backend, mode.precision) for one in members]
         return Ensemble(graphs, frozen.shares) if joined else graphs[0]
     if mode.quantized:
         quantize(frozen, mode.precision)
@@ -192,7 +196,7 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
     images = validation_images(session.data)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
-    reference_BC, logits_BC = factory(PLAIN[1])(batch).logits, live(batch).logits
+    reference_BC, logits_BC = factory(PLAIN[1])(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
     spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}

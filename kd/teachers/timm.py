@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kd.models.classifier import Classifier
@@ -13,7 +14,7 @@ class Options:
     """No options beside those of every teacher."""
 
 
-def build(options: Options, spec: Spec, image_size: int, features: bool) -> Classifier:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
     """Load the classifier.
 
     Raises:
