@@ -329,6 +329,17 @@ class BackendSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PriceSection:
+    """What the machine costs; nothing that is computed depends on it."""
+
+    instance: str = ""
+    """The rented machine, such as ml.p4d.24xlarge. Its list price of one day is known where `kd-plan --instances`
+    names it. Empty: no costs are shown, unless per_hour is set."""
+    per_hour: float = ranged(0.0, low=0.0)
+    """US dollars an hour for one machine, with what it needs beside it, such as a data group. 0: the list price."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """One run, self-contained."""
 
@@ -340,3 +351,4 @@ class Config:
     sifter: SifterSection = field(default_factory=SifterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    price: PriceSection = field(default_factory=PriceSection)

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kd import parts
+from kd import instances, parts
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
@@ -15,10 +15,11 @@ from kd.config.schema import (
     DataSection,
     LossSection,
     OptimizerSection,
+    PriceSection,
     StudentSection,
     TeacherSection,
 )
-from kd.errors import ConfigError, KdError, MissingExtra
+from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.types import NOT_FEATURES, BackendFacts, Dims
 
 ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
@@ -43,6 +44,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
+    yield from _price(config.price)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
@@ -163,6 +165,13 @@ def _student(student: StudentSection) -> Iterator[KdError]:
 def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
+
+
+def _price(price: PriceSection) -> Iterator[KdError]:
+    if price.instance and not price.per_hour and instances.find(price.instance) is None:
+        wrong = f"is {price.instance}, whose price kd does not know"
+        remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
+        yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:

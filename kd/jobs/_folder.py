@@ -46,6 +46,7 @@ FREE = (
     "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
+    "price.",
     "teacher.cache.max_gb",  # it can only refuse
 )
 

@@ -279,6 +279,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "price.instance": ("", "ml.p4d.24xlarge"),
+    "price.per_hour": ("", "2.5"),
 }
 
 
