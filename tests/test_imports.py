@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
 VALUES = {"errors", "types", "seeds", "pixels", "references", "host", "storage", "object_store", "shards", "contracts"}
+VALUES |= {"instances"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "backends"}
 BELOW_SETUP = VALUES | {"parts", "config", "models", "data", "optim", "report", "engine", "artifacts"}
 JOBS = BELOW_SETUP | {"setup", "jobs"}
@@ -20,6 +21,7 @@ MAY_IMPORT = {
     "types": set(),
     "seeds": set(),
     "pixels": set(),
+    "instances": set(),
     "references": set(),
     "host": {"references"},
     "storage": {"errors"},
@@ -27,7 +29,7 @@ MAY_IMPORT = {
     "shards": {"errors", "object_store", "storage"},
     "contracts": {"errors", "types"},
     "parts": {"errors"},
-    "config": {"errors", "parts", "references", "types"},
+    "config": {"errors", "instances", "parts", "references", "types"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     "teachers": VALUES | {"models"},
     **dict.fromkeys(("models", "data", "optim", "report", "engine", "artifacts"), VALUES),

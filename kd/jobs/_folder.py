@@ -38,12 +38,15 @@ FREE = (
     "data.root",
     "data.copies",
     "data.workers",
+    "data.loader",
+    "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
+    "price.",
     "teacher.cache.max_gb",  # it can only refuse
 )
 

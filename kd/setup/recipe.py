@@ -16,6 +16,7 @@ from kd.config.schema import (
     Intervals,
     LossSection,
     OptimizerSection,
+    PriceSection,
     RunSection,
     SifterSection,
     StudentSection,
@@ -54,6 +55,7 @@ class Recipe:
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
+    price: PriceSection
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""
     yaml: str

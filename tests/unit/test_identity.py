@@ -175,6 +175,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.eval_batch": ("", "4"),
     "data.eval_crop": ("FSR", "0.9"),
     "data.workers": ("", "2"),
+    "data.loader": ("", "ray", "data.store=none"),
+    "data.deadline": ("", "5"),
     "data.store": ("FCR", "none"),
     "data.store_size": ("FCSR", "300"),
     "data.views": ("R", "2"),
@@ -277,6 +279,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "price.instance": ("", "ml.p4d.24xlarge"),
+    "price.per_hour": ("", "2.5"),
 }
 
 
