@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
-from kd.contracts import Backend, Source
+from kd.contracts import Backend, Source, TeacherModel
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
@@ -21,7 +21,7 @@ from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
 from kd.jobs.signals import signals
-from kd.models.classifier import Ensemble, TeacherModel, digest
+from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, percent
 from kd.report.sifting import describe, describe_images, extremes, sheet
@@ -82,12 +82,12 @@ def distill(
         facts |= {
             "world_size": backend.world_size,
             "backend": backend.kind,
-            "classes": list(data.train.classes),
+            "classes": list(data.classes),
             "data": data.fingerprint,
             "environment": environment(),
         }
         if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
-            facts["teacher"] = digest(teacher.network) if teacher is not None else None
+            facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
         require_same("data", known, facts)
         require_same("teacher", known, facts)
         if recorded:
@@ -180,7 +180,7 @@ def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensembl
     whole = run.evaluator
     for i, (name, member) in enumerate(zip(names, teacher.members, strict=True)):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        live = LiveTeacher(member, run.backend.device)  # type: ignore[arg-type]
+        live = LiveTeacher(member, run.backend.device).validation()  # type: ignore[arg-type]
         one = Evaluator(run.backend, whole.loader, whole.plan, live, True, whole.num_classes)
         accuracy = one(run.distillation.student)["teacher_accuracy"]
         console.info(f"{where}: '{name}' alone {percent(accuracy)}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
+from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.jobs.teach import merge_teachers
 from kd.models.classifier import Classifier
@@ -31,13 +32,13 @@ def check(recipe: Recipe, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    section, size, features = recipe.data, recipe.data.image_size, recipe.features
+    section, size, features = recipe.data, recipe.data.image_size, bool(recipe.features)
     train_transform(size, section.augment)
     check_trackers(recipe.run.trackers)
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
-    classes = data.train.classes
+    classes = data.classes
     student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
     lines = [
         f"config    {path}: well-formed",
@@ -47,7 +48,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
     ]
     teacher = None
     if recipe.teacher.model:
-        found = [_teacher(where, one, classes, size, features) for where, one in recipe.teachers.items()]
+        found = [_teacher(where, one, data, recipe.features) for where, one in recipe.teachers.items()]
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
@@ -86,13 +87,13 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(
-    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: bool
-) -> tuple[Classifier, str]:
-    if section.checkpoint or not section.fit.epochs:  # its weights are what must be checked
-        model = load_teacher(section, classes, size, features, where=where)
-        return model, f"teacher   {section.model}: {_millions(model)}, weights and classes fit the data"
-    model = _on_meta(Spec(where, section.model, section.args, classes), size, features)
+def _teacher(where: str, section: TeacherSection, data: Data, features: frozenset[str]) -> tuple[TeacherModel, str]:
+    if section.checkpoint or not section.fitted:  # its weights are what must be checked
+        model = load_teacher(section, data.classes, data.section.image_size, features, where=where, splits=data.splits)
+        held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
+        return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
+    spec = Spec(where, section.model, section.args, data.classes)
+    model = _on_meta(spec, data.section.image_size, bool(features))
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
@@ -101,7 +102,7 @@ def _on_meta(spec: Spec, size: int, features: bool) -> Classifier:
         return load(replace(spec, pretrained=False), size, features)
 
 
-def _millions(model: Classifier) -> str:
+def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 

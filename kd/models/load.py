@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
 
@@ -26,12 +27,15 @@ class Spec:
     model: str
     args: dict[str, Any]
     classes: Sequence[str]
+    """The data's, in order; empty where its images have no labels: the model's own are then taken."""
     checkpoint: str = ""
     """A .safetensors file or a folder."""
     pretrained: bool = False
     """Load the weights that come with the name, the folder or the hub id."""
     exact_head: bool = False
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
+    splits: tuple[Source, Source] | None = None
+    """The training and the validation images, for a teacher that answers by an image's name."""
 
 
 def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
@@ -64,6 +68,7 @@ def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
         std=config["std"],
         with_features=with_features,
         architecture=_architecture(spec, source),
+        classes=spec.classes,
     )
 
 

@@ -12,13 +12,12 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
@@ -199,7 +198,7 @@ def build_run(
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = Evaluator(backend, val_loader, plan, report.live, teacher is not None, len(data.train.classes))
+    evaluator = Evaluator(backend, val_loader, plan, report.live.validation(), teacher is not None, len(data.classes))
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
@@ -222,11 +221,11 @@ def _distillation(
     seed: int,
     data: Data,
     teacher: TeacherModel | None,
-    features: bool,
+    features: frozenset[str],
 ) -> Distillation:
     """Build the student and what it minimizes as one module."""
-    student = build_student(section, seed, data.train.classes, data.section.image_size, features)
-    dims = Dims(len(data.train.classes), student.num_features, teacher.num_features if teacher is not None else 0)
+    student = build_student(section, seed, data.classes, data.section.image_size, bool(features))
+    dims = Dims(len(data.classes), student.num_features, teacher.num_features if teacher is not None else 0)
     return Distillation(student, build_criterion(losses, dims, seed))
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from kd.config.schema import TeacherSection
-from kd.contracts import Teacher
+from kd.contracts import Teacher, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
-from kd.models.classifier import TeacherModel
 from kd.setup.data import Data, evenly_spaced, keep_rules, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
@@ -56,10 +55,10 @@ def cache_identity(
         "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
         "data": data.train.fingerprint,
         "images": len(data.train),
-        "classes": list(data.train.classes),
+        "classes": list(data.classes),
         "seed": seed,
         "dtype": section.cache.dtype,
-        "topk": codec(section, len(data.train.classes)).topk,
+        "topk": codec(section, len(data.classes)).topk,
     }
     if data.kept is not None:  # a store changes the pixels
         made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
@@ -114,7 +113,7 @@ def open_cache(
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):
-            store = open_store(folder, made_from, codec(section, len(data.train.classes)), len(data.train), writable)
+            store = open_store(folder, made_from, codec(section, len(data.classes)), len(data.train), writable)
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)

@@ -13,10 +13,10 @@ class Options:
     """No options beside those of every teacher."""
 
 
-def build(options: Options, spec: Spec, image_size: int, features: bool) -> Classifier:
+def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> Classifier:
     """Load the classifier.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
-    return load(spec, image_size, features)
+    return load(spec, image_size, bool(features))
