@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, name_labels, retried
+from kd.datasets._decode import Names, decode, fingerprint, label_images, name_labels, retried
 from kd.errors import DataError, did_you_mean
 from kd.types import Decoded
 
@@ -129,7 +129,7 @@ class WebDataset:
         return data
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDataset:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
     """Index the shards of a split.
 
     Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
@@ -143,7 +143,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDat
     shard_of: list[int] = []
     images: list[_Image] = []
     for number, shard in enumerate(shards):
-        found = _index(shard, options, where)
+        found = _index(shard, options, where, labels)
         images.extend(found)
         shard_of.extend([number] * len(found))
     if not images:
@@ -155,8 +155,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDat
         )
     names = _class_names(options.class_names) if options.class_names else []
     found_names, known = name_labels([image.label for image in images], names)
-    order, labels = assign_labels(found_names, known, classes, where, split)
-    return WebDataset(shards, np.asarray(shard_of, np.int32), images, labels, order, where)
+    order, label = label_images(found_names, [name for name in known if name], classes, where, split, labels)
+    return WebDataset(shards, np.asarray(shard_of, np.int32), images, label, order, where)
 
 
 def _shards(pattern: str, where: str) -> list[str]:
@@ -195,12 +195,12 @@ def _expand_braces(pattern: str) -> list[str]:
     return [head + choice + tail for choice in choices for tail in tails]
 
 
-def _index(shard: str, options: Options, where: str) -> list[_Image]:
+def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
     """Return the images of a shard in its order, each with its label as written."""
     try:
         with open(shard, "rb", buffering=0) as file:
             samples = _members(file, shard, where)
-            return _pair(file, samples, shard, options, where)
+            return _pair(file, samples, shard, options, where, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
         raise DataError(
@@ -241,14 +241,22 @@ def _members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tupl
 
 
 def _pair(
-    file: BinaryIO, samples: dict[str, dict[str, tuple[int, int]]], shard: str, options: Options, where: str
+    file: BinaryIO,
+    samples: dict[str, dict[str, tuple[int, int]]],
+    shard: str,
+    options: Options,
+    where: str,
+    labels: str,
 ) -> list[_Image]:
     endings, images = _endings(options.image_keys), []
     for key, members in samples.items():
         image = next((members[ending] for ending in endings if ending in members), None)
-        label = members.get(options.label_key.lower())
+        label = members.get(options.label_key.lower()) if labels != "none" else None
         if image is None and label is None:
             continue  # a readme or a manifest
+        if image is not None and label is None and labels != "all":
+            images.append(_Image(key, *image, ""))
+            continue
         if image is None or label is None:
             lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
             raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,16 @@ class Criterion(nn.Module):
     Usable alone in any PyTorch loop: `criterion(student, teacher, batch)["loss"].mean().backward()`.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]]) -> None:
+    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]], labelled: float = 1.0) -> None:
+        """Combine terms.
+
+        Args:
+            terms: name, weight and module of each.
+            labelled: share of the training images that have a label. Below 1, a term on labels is 0 for the others
+                and 1 / `labelled` times as large for these, so that its mean over an epoch is the mean over them.
+        """
         super().__init__()
+        self.labelled = labelled
         self.names = _distinct([name for name, _, _ in terms])
         self.weights = [weight for _, weight, _ in terms]
         self.terms = nn.ModuleList([term for _, _, term in terms])
@@ -34,10 +43,26 @@ class Criterion(nn.Module):
             remember; and `loss` [B]: the same times `batch.weight`, which is what is minimized.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
-            scores = {name: term(student, teacher, batch) for name, term in zip(self.names, self.terms, strict=True)}
+            known = self._known(batch)
+            scores = {name: term(student, teacher, known) for name, term in zip(self.names, self.terms, strict=True)}
+            if known is not batch:
+                factor_B = ((batch.label >= 0) & (batch.partner_label >= 0)) / self.labelled
+                for name, term in zip(self.names, self.terms, strict=True):
+                    scores[name] = scores[name] * factor_B if reads_labels(term) else scores[name]
             weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
+
+    def _known(self, batch: Batch) -> Batch:
+        """Return a batch whose labels are all classes: class 0 stands for no label."""
+        if self.labelled == 1:
+            return batch
+        return replace(batch, label=batch.label.clamp_min(0), partner_label=batch.partner_label.clamp_min(0))
+
+
+def reads_labels(term: Any) -> bool:
+    """Return whether a loss reads labels: one that needs no teacher, or says so."""
+    return "teacher" not in term.needs or "hard_labels" in term.needs
 
 
 class Distillation(nn.Module):

@@ -85,7 +85,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
         run.sifter.observe(batch.ids, scores.pop("per_image"))
-        scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
+        if run.evaluator.labelled:
+            scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
             sums[name] = sums[name] + mean if name in sums else mean
@@ -127,8 +128,9 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     stop.restart()
     if not values:
         return replace(state, unevaluated=True), False
-    improved = values["accuracy"] > state.best
-    state = replace(state, best=max(state.best, values["accuracy"]), unevaluated=False)
+    decisive = values[run.evaluator.decides]
+    improved = decisive > state.best
+    state = replace(state, best=max(state.best, decisive), unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
     return state, improved

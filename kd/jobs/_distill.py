@@ -101,7 +101,7 @@ def distill(
             console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
         if teacher is not None:
             check_teacher(recipe.teacher.min_accuracy, run, console)
-        if isinstance(teacher, Ensemble):
+        if isinstance(teacher, Ensemble) and run.evaluator.labelled:
             names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
             check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
         with signals.training():
@@ -168,6 +168,11 @@ def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
 def check_teacher(least: float, run: Run, console: Console) -> None:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
+    if not run.evaluator.labelled:
+        console.info(
+            f"teacher: no labels to score it with; the student agrees with it on {percent(values['agreement'])}"
+        )
+        return
     accuracy = values["teacher_accuracy"]
     console.info(
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"

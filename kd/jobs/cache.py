@@ -97,7 +97,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
 def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     section, seed = recipe.data, recipe.seed
     data = open_data(section, recipe.run.folder, backend)
-    teacher = obtain_teacher(recipe, data, backend)
+    teacher, data = obtain_teacher(recipe, data, backend)
     assert teacher is not None
     size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
     split = split_batch(section, backend.world_size, len(data.train), size)

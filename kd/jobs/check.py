@@ -13,7 +13,7 @@ from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.jobs.teach import merge_teachers
 from kd.models.classifier import Classifier
-from kd.models.load import Spec, load
+from kd.models.load import Images, Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
@@ -38,6 +38,10 @@ def check(recipe: Recipe, path: str = "given") -> str:
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
+    found, images = [], data.images(recipe.seed, recipe.views)
+    for where, one in recipe.teachers.items():
+        found.append(_teacher(where, one, data, images, recipe.features))
+        data = data.with_classes(found[0][0].classes)
     classes = data.classes
     student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
     lines = [
@@ -47,8 +51,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
-    if recipe.teacher.model:
-        found = [_teacher(where, one, data, recipe.features) for where, one in recipe.teachers.items()]
+    if found:
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
@@ -87,9 +90,11 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(where: str, section: TeacherSection, data: Data, features: frozenset[str]) -> tuple[TeacherModel, str]:
+def _teacher(
+    where: str, section: TeacherSection, data: Data, images: Images, features: frozenset[str]
+) -> tuple[TeacherModel, str]:
     if section.checkpoint or not section.fitted:  # its weights are what must be checked
-        model = load_teacher(section, data.classes, data.section.image_size, features, where=where, splits=data.splits)
+        model = load_teacher(section, data.asked, data.section.image_size, features, where=where, images=images)
         held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
         return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
     spec = Spec(where, section.model, section.args, data.classes)

@@ -37,8 +37,8 @@ def compile_only(settings: Config) -> str:
     check(recipe)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        for title, run, teacher in _runs(recipe, data, backend):
-            built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
+        for title, run, teacher, named in _runs(recipe, data, backend):
+            built = build_run(run, named, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
             counted = ", ".join(f"{name} so far {count:.0f}" for name, count in counts.items())
@@ -46,22 +46,23 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None]]:
+def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None, Data]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    classes, size = data.classes, recipe.data.image_size
+    size, images = recipe.data.image_size, data.images(recipe.seed, recipe.views)
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            models.append(build_student(fits[where].student, recipe.seed, classes, size, bool(recipe.features)))
+            models.append(build_student(fits[where].student, recipe.seed, data.classes, size, bool(recipe.features)))
         else:
-            models.append(load_teacher(alone, classes, size, recipe.features, where=where, splits=data.splits))
+            models.append(load_teacher(alone, data.asked, size, recipe.features, where=where, images=images))
+        data = data.with_classes(models[0].classes)
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [
-        *((where, fit, None) for where, fit in fits.items()),
-        (recipe.name, recipe, teacher),
-        *((f"{recipe.name} (labels only)", alone, None) for alone in baseline),
+        *((where, fit, None, data) for where, fit in fits.items()),
+        (recipe.name, recipe, teacher, data),
+        *((f"{recipe.name} (labels only)", alone, None, data) for alone in baseline),
     ]

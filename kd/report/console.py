@@ -105,6 +105,8 @@ def _number(value: float) -> str:
 
 
 def _validation_text(values: Mapping[str, float]) -> str:
+    if "accuracy" not in values and "agreement" in values:
+        return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
     text = f"val accuracy {percent(values['accuracy'])}"
     if "teacher_accuracy" in values:
         text += f" (teacher {percent(values['teacher_accuracy'])}, agreement {percent(values['agreement'])})"

@@ -198,7 +198,9 @@ def build_run(
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = Evaluator(backend, val_loader, plan, report.live.validation(), teacher is not None, len(data.classes))
+    evaluator = Evaluator(
+        backend, val_loader, plan, report.live.validation(), teacher is not None, len(data.classes), data.labelled
+    )
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
@@ -226,7 +228,7 @@ def _distillation(
     """Build the student and what it minimizes as one module."""
     student = build_student(section, seed, data.classes, data.section.image_size, bool(features))
     dims = Dims(len(data.classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    return Distillation(student, build_criterion(losses, dims, seed))
+    return Distillation(student, build_criterion(losses, dims, seed, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

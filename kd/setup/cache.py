@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kd.config.schema import TeacherSection
 from kd.contracts import Teacher, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
-from kd.setup.data import Data, evenly_spaced, keep_rules, views
+from kd.setup.data import Data, evenly_spaced, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
 from kd.setup.teacher import TeacherReport
@@ -49,10 +49,10 @@ def cache_identity(
         data: the training split, and what its images go through.
         seed: of the run, which the views depend on.
     """
-    made_from = {
+    return {
         **model,
         "precision": numerics,
-        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
+        "transform": data.transform(),
         "data": data.train.fingerprint,
         "images": len(data.train),
         "classes": list(data.classes),
@@ -60,9 +60,6 @@ def cache_identity(
         "dtype": section.cache.dtype,
         "topk": codec(section, len(data.classes)).topk,
     }
-    if data.kept is not None:  # a store changes the pixels
-        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
-    return made_from
 
 
 def codec(section: TeacherSection, classes: int) -> Codec:

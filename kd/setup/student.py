@@ -32,8 +32,14 @@ def build_student(
     return load(spec, image_size, features)
 
 
-def build_criterion(losses: Sequence[LossSection], dims: Dims, seed: int) -> Criterion:
+def build_criterion(losses: Sequence[LossSection], dims: Dims, seed: int, labelled: float = 1.0) -> Criterion:
     """Build the loss terms; what they learn starts from the run's seed.
+
+    Args:
+        losses: of the configuration.
+        dims: sizes of both models.
+        seed: of the run.
+        labelled: share of the training images that have a label.
 
     Raises:
         ModelError: a term needs features that a model does not have.
@@ -43,7 +49,8 @@ def build_criterion(losses: Sequence[LossSection], dims: Dims, seed: int) -> Cri
         parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
         for i, section in enumerate(losses)
     ]
-    return Criterion([(section.kind, section.weight, term) for section, term in zip(losses, built, strict=True)])
+    terms = [(section.kind, section.weight, term) for section, term in zip(losses, built, strict=True)]
+    return Criterion(terms, labelled)
 
 
 @dataclass(frozen=True, slots=True)
