@@ -146,6 +146,43 @@ class Sifter(Protocol):
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
+class TeacherModel(Protocol):
+    """A frozen model: `teachers/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
+
+    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes, the two splits.
+    `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
+    """
+
+    runs_in: str
+    """"": torch, where precision, kernel and compiler may be chosen. Else what runs it as it is: "onnxruntime", ..."""
+    reads_ids: bool
+    """Whether it answers by an image's id: its forward takes `(image, ids)`, and `validation()` returns the one that
+    takes ids of the validation split."""
+
+    @property
+    def network(self) -> nn.Module:
+        """What is cast to `teacher.precision`; normalization stays float32."""
+        ...
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names, in the order of the logits; empty: it has no classes, only features."""
+        ...
+
+    @property
+    def num_features(self) -> int:
+        """Width of the pooled features; 0 where it is not known, or there are none."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
+        ...
+
+    def __call__(self, image: Tensor) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W], as the data delivers them."""
+        ...
+
+
 class Teacher(Protocol):
     """Outputs for a batch, live or cached, of one model or several. Not trained, not checkpointed, outside DDP."""
 

@@ -155,9 +155,13 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    seen = [(teacher.model, teacher.args, teacher.checkpoint)]
+    if teacher.fit.epochs and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
+        wrong = f"is {teacher.fit.epochs}, but kd does not fit a teacher of kind '{teacher.kind}'"
+        yield ConfigError("teacher.fit.epochs", wrong, "Models of timm are fitted", "Set teacher.fit.epochs=0")
+    seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
     for i, member in enumerate(teacher.also):
-        key, where = (member.model, member.args, member.checkpoint), f"teacher.also[{i}]"
+        where = f"teacher.also[{i}]"
+        key = (member.kind, member.model, member.args, member.checkpoint, member.options)
         if not member.model:
             yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
         elif key in seen:

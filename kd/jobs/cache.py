@@ -106,7 +106,7 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     report = choose_teacher(session, recipe.teacher, teacher, asked, "")
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
-    answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
+    answers = len(data.classes) if recipe.reads.teacher_logits else 0
     stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)[0]
     allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
+from kd.config.validate import Reads
+from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.jobs.teach import merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
@@ -37,9 +40,10 @@ def check(recipe: Recipe, path: str = "given") -> str:
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
-    classes = data.train.classes
+    classes = data.classes
     answers = classes if reads.student_logits else ()
-    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, answers), size, reads.features)
+    spec = Spec("student", recipe.student.model, recipe.student.args, answers, logits=reads.student_logits)
+    student = _on_meta(spec, size, reads.features)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -48,8 +52,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
     ]
     teacher = None
     if recipe.teacher.model:
-        named = classes if reads.teacher_logits else ()
-        found = [_teacher(where, one, named, size, reads.features) for where, one in recipe.teachers.items()]
+        found = [_teacher(where, one, data, reads) for where, one in recipe.teachers.items()]
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = sizes(len(classes), student, teacher, size)
@@ -91,13 +94,16 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(
-    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: Collection[str]
-) -> tuple[Classifier, str]:
-    if section.checkpoint or not section.fit.epochs:  # its weights are what must be checked
-        model = load_teacher(section, classes, size, features, where=where)
-        return model, f"teacher   {section.model}: {_millions(model)}, weights and classes fit the data"
-    model = _on_meta(Spec(where, section.model, section.args, classes), size, features)
+def _teacher(where: str, section: TeacherSection, data: Data, reads: Reads) -> tuple[TeacherModel, str]:
+    size, logits = data.section.image_size, reads.teacher_logits
+    if section.checkpoint or not section.fitted:  # its weights are what must be checked
+        model = load_teacher(
+            section, data.classes, size, reads.features, where=where, splits=data.splits, logits=logits
+        )
+        held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
+        return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
+    spec = Spec(where, section.model, section.args, data.classes, logits=logits)
+    model = _on_meta(spec, size, reads.features)
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
@@ -106,7 +112,7 @@ def _on_meta(spec: Spec, size: int, features: Collection[str]) -> Classifier:
         return load(replace(spec, pretrained=False), size, features)
 
 
-def _millions(model: Classifier) -> str:
+def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 

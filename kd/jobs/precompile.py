@@ -7,11 +7,10 @@ from dataclasses import replace
 from kd.artifacts.memory import Memory
 from kd.config import Config
 from kd.config.schema import Cache
-from kd.contracts import Backend
+from kd.contracts import Backend, TeacherModel
 from kd.engine.precompile import precompile
 from kd.jobs.check import check
 from kd.jobs.teach import merge_teachers
-from kd.models.classifier import TeacherModel
 from kd.report.console import Console
 from kd.setup.build import build_run, distributed
 from kd.setup.data import Data, open_data
@@ -52,14 +51,15 @@ def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recip
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    reads, size = recipe.reads, recipe.data.image_size
-    classes = data.train.classes if reads.teacher_logits else ()
+    classes, reads, size = data.classes, recipe.reads, recipe.data.image_size
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            models.append(build_student(fits[where].student, recipe.seed, classes, size, reads.features))
+            answers = classes if reads.teacher_logits else ()
+            models.append(build_student(fits[where].student, recipe.seed, answers, size, reads.features))
         else:
-            models.append(load_teacher(alone, classes, size, reads.features, where=where))
+            given = {"where": where, "splits": data.splits, "logits": reads.teacher_logits}
+            models.append(load_teacher(alone, classes, size, reads.features, **given))
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [

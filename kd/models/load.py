@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
 
@@ -26,13 +27,17 @@ class Spec:
     model: str
     args: dict[str, Any]
     classes: Sequence[str]
-    """Empty: without a classifier; one that the weights bring is left out."""
+    """The data's, in order; empty where its images have no labels: the model's own are then taken."""
     checkpoint: str = ""
     """A .safetensors file or a folder."""
     pretrained: bool = False
     """Load the weights that come with the name, the folder or the hub id."""
     exact_head: bool = False
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
+    splits: tuple[Source, Source] | None = None
+    """The training and the validation images, for a teacher that answers by an image's name."""
+    logits: bool = True
+    """False: it is built without a classifier, for its features; one that the weights bring is left out."""
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -46,13 +51,15 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     Raises:
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
+    if not spec.logits:
+        spec = replace(spec, classes=(), exact_head=False)
     source = _source(spec)
     weights = _weights(spec)
     pretrained = spec.pretrained and weights is None
     if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
         _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
     network = _create(spec, source, pretrained, image_size)
-    if spec.exact_head and spec.classes and pretrained:
+    if spec.exact_head and pretrained:
         _check_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
@@ -65,6 +72,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         std=config["std"],
         features=features,
         architecture=_architecture(spec, source),
+        classes=spec.classes,
     )
 
 
@@ -225,14 +233,14 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where = f"{spec.where}.checkpoint"
     own = network.state_dict()
-    if not spec.classes:
+    if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     head = next((name for name in _head_names(network) if name in tensors), None)
     if head is not None and spec.exact_head:
         _check_count(where, tensors[head].shape[0], spec.classes)
-    if names is not None and spec.exact_head and spec.classes:
+    if names is not None and spec.exact_head:
         check_classes(where, names, spec.classes)
-    if not spec.exact_head and spec.classes:  # a student that starts from foreign weights keeps its own, fresh head
+    if not spec.exact_head and spec.logits:  # a student that starts from foreign weights keeps its own, fresh head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
         tensors = {**{name: own[name] for name in _head_names(network) if name in own}, **tensors}
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())

@@ -12,7 +12,7 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
@@ -20,7 +20,6 @@ from kd.engine.criterion import Distillation
 from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
@@ -182,7 +181,7 @@ def build_run(
     report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
     answering: Teacher = report.live if reads else NoTeacher()
     if teacher is not None and kept and reads:
-        answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
+        answers = len(data.classes) if recipe.reads.teacher_logits else 0
         answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)
@@ -205,7 +204,7 @@ def build_run(
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = _evaluator(recipe, session, distillation, report.live, teacher, val_loader, plan)
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
@@ -231,7 +230,7 @@ def _evaluator(
 ) -> Evaluator | EmbeddingEvaluator:
     """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
     backend, data, reads = session.backend, session.data, recipe.reads
-    classes = len(data.train.classes)
+    classes = len(data.classes)
     if reads.student_logits:
         return Evaluator(backend, loader, plan, live, teacher is not None and reads.teacher_logits, classes)
     bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
@@ -261,7 +260,7 @@ def _with_threads(chosen: Choices, backend: Backend) -> Choices:
 
 def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> Distillation:
     """Build the student and what it minimizes as one module."""
-    classes, size, reads = data.train.classes, data.section.image_size, recipe.reads
+    classes, size, reads = data.classes, data.section.image_size, recipe.reads
     student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
     dims = sizes(len(classes), student, teacher, size)
     shares = getattr(teacher, "shares", (1.0,))

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from kd.config.schema import TeacherSection
-from kd.contracts import Teacher
+from kd.contracts import Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
-from kd.models.classifier import TeacherModel, feature_shapes
+from kd.models.classifier import feature_shapes
 from kd.setup.data import Data, evenly_spaced, keep_rules, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
@@ -58,7 +58,7 @@ def cache_identity(
         "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
         "data": data.train.fingerprint,
         "images": len(data.train),
-        "classes": list(data.train.classes),
+        "classes": list(data.classes),
         "seed": seed,
         "dtype": section.cache.dtype,
         "topk": kept.topk,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ class Data:
         """A hash of both listings and the class order."""
         text = "\n".join([self.train.fingerprint, self.val.fingerprint, *self.train.classes])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names, in the order of the labels; empty where nobody has named them yet."""
+        return self.train.classes
+
+    @property
+    def splits(self) -> tuple[Source, Source]:
+        """The listings of both splits."""
+        return self.train, self.val
 
     def labels(self) -> torch.Tensor:
         """Return the class of every training image, int64 [N]."""

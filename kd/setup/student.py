@@ -13,9 +13,9 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import LossSection, StudentSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
-from kd.models.classifier import Classifier, TeacherModel, compile_forward, feature_shapes, set_attention
+from kd.models.classifier import Classifier, compile_forward, feature_shapes, set_attention
 from kd.models.load import Spec, load
 from kd.seeds import seed_from
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
@@ -37,7 +37,8 @@ def build_student(
         features: names of the features to return beside the logits.
     """
     torch.manual_seed(seed_from(seed, "student"))
-    spec = Spec("student", section.model, section.args, classes, section.checkpoint, section.init == "pretrained")
+    started, logits = section.init == "pretrained", bool(classes)
+    spec = Spec("student", section.model, section.args, classes, section.checkpoint, started, logits=logits)
     return load(spec, image_size, features)
 
 
