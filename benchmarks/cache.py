@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
     torch.manual_seed(0)
-    student = load(Spec("student", STUDENT, {}, [str(i) for i in range(given.classes)]), given.size, False)
+    student = load(Spec("student", STUDENT, {}, [str(i) for i in range(given.classes)]), given.size)
     set_attention(student, False)
     module = Distillation(student, Criterion([("kl", 1.0, KL(temperature=2.0))]))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)

@@ -59,8 +59,8 @@ class Step:
     def __init__(self, given: argparse.Namespace, fused: bool, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device, self.dtype = device, DTYPES[given.precision]
-        big = load(Spec("teacher", given.teacher, {}, CLASSES), 224, False)
-        small = load(Spec("student", given.student, {}, CLASSES), 224, False)
+        big = load(Spec("teacher", given.teacher, {}, CLASSES), 224)
+        small = load(Spec("student", given.student, {}, CLASSES), 224)
         self.teacher = LiveTeacher(big, device, self.dtype)
         self.module = Distillation(copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))])).to(device)
         for model in (self.teacher.model, self.module):

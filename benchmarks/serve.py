@@ -84,7 +84,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     from kd.models.load import Spec, export_files, load
 
     torch.manual_seed(0)
-    student = load(Spec("student", name, {}, LABELS), size, False).eval()
+    student = load(Spec("student", name, {}, LABELS), size).eval()
     extras = folder / "extras"
     extras.mkdir()
     onnx.write_onnx(onnx.export_program(student, size), extras / "model.onnx")

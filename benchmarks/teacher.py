@@ -37,7 +37,7 @@ FORMS = [
 def made(name: str, given: argparse.Namespace, device: torch.device) -> LiveTeacher:
     """Return the live teacher of a form, not run yet."""
     torch.manual_seed(0)
-    model = load(Spec("teacher", given.model, {}, CLASSES), given.size, False)
+    model = load(Spec("teacher", given.model, {}, CLASSES), given.size)
     mode = ExecutionMode.parse(name)
     live = LiveTeacher(
         model, device, remake=(lambda frozen: rebuild(mode, given.size, frozen)) if mode.rebuilt else None

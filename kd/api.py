@@ -169,7 +169,7 @@ def _run(
     model = LogitsModel(student)
     num_classes = _num_classes(model, val_loader, num_val, world)
     criterion = (
-        losses if isinstance(losses, Criterion) else build_criterion(settings.losses, Dims(num_classes, 0, 0), seed)
+        losses if isinstance(losses, Criterion) else build_criterion(settings.losses, [Dims(num_classes, 0, 0)], seed)
     )
     distillation = Distillation(model, criterion).to(world.device)
     if isinstance(sifter, (str, Mapping)):

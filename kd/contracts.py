@@ -151,7 +151,7 @@ class Sifter(Protocol):
 class TeacherModel(Protocol):
     """A frozen model: `teachers/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
 
-    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes, the two splits.
+    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
     `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
     """
 
@@ -213,9 +213,12 @@ class Loss(Protocol):
     """
 
     needs: frozenset[str]
-    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name, such as "pooled"."""
+    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name: "pooled", "tokens". One that
+    names no features reads logits; one that reads both names "logits" too."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 

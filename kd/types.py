@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+NOT_FEATURES = frozenset({"teacher", "hard_labels", "logits"})
+"""What a loss may need beside features by name. A loss that names features reads no logits, unless it says "logits"."""
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 """The tensor fields of every batch."""
 
@@ -124,9 +126,24 @@ class Outputs:
     """The outputs of a model for a batch."""
 
     logits: Tensor
-    """[B, C], raw, any float dtype."""
+    """[B, C], raw, any float dtype. [B, 0] of a model without classes: one that gives features alone."""
     features: Mapping[str, Tensor] = field(default_factory=dict)
-    """Features that a loss needs, by name: "pooled" [B, D], the features before the classifier."""
+    """Features that a loss needs, by name: "pooled" [B, D], before the classifier; "tokens" [B, N, D], of the patches
+    or the places of a feature map, row by row. Of several teachers, those of `teacher.also[i]` end in `.i+1`:
+    "pooled.1"."""
+
+    @property
+    def main(self) -> Tensor:
+        """The logits, or the first features of a model without classes."""
+        return self.logits if self.logits.shape[1] else next(iter(self.features.values()), self.logits)
+
+    def of(self, member: int) -> Outputs:
+        """Return the outputs with the features of one of several teachers alone, under their plain names."""
+        if not any("." in name for name in self.features):
+            return self
+        named = {tuple(name.partition(".")[::2]): tensor for name, tensor in self.features.items()}
+        end = str(member) if member else ""
+        return Outputs(self.logits, {name: tensor for (name, number), tensor in named.items() if number == end})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         """Return the outputs with `change` applied to each tensor."""
@@ -168,8 +185,12 @@ class Dims:
 
     num_classes: int
     student_features: int
+    """Width of the pooled features; 0 where no loss needs them."""
     teacher_features: int
-    """0 where the run has no teacher."""
+    """The same; 0 where the run has no teacher."""
+    student_tokens: tuple[int, int] = (0, 0)
+    """Number N and width D of the tokens; (0, 0) where no loss needs them."""
+    teacher_tokens: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +270,8 @@ class State:
     seconds: float = 0.0
     """Training time so far, without evaluation and checkpoints."""
     best: float = -1.0
-    """The best validation accuracy so far, 0 to 1; -1 before the first evaluation."""
+    """The best evaluation so far by the value that decides (`Evaluator.decides`), such as the accuracy; -1 before the
+    first one."""
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
 

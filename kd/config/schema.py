@@ -160,16 +160,19 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """The teacher's logits on the disk, so that it is run once for each view of an image."""
+    """The teacher's outputs on the disk, so that it is run once for each view of an image."""
 
     views: int = ranged(0, low=0)
     """How many views of an image the run has, and the cache keeps; epoch e shows view `e mod views`. 0: no cache."""
     path: str = ""
-    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the logits depend on."""
+    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the outputs depend on."""
     dtype: Literal["fp16", "fp32"] = "fp16"
-    """How a logit is kept. fp16: two bytes, rounded; the student is given the rounded logit from the first time on."""
+    """How a number is kept. fp16: two bytes, rounded; the student is given the rounded one from the first time on."""
     topk: int = ranged(-1, low=-1)
     """Keep only so many logits an image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
+    max_gb: float = ranged(100.0, above=0.0)
+    """Refuse a cache that would become larger, in GB, before it is begun. Tokens take the most: 0.3 MB an image and
+    view for a ViT-B at 224 pixels. The size is printed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +225,7 @@ class TeacherSection:
     also: tuple[Member, ...] = ()
     """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531)."""
     cache: Cache = field(default_factory=Cache)
-    """Keep the teacher's logits and do not ask it twice."""
+    """Keep the teacher's outputs and do not ask it twice."""
     shard: bool = False
     """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
     pipeline: int = ranged(0, low=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kd import parts
 from kd.config.schema import (
@@ -18,9 +19,9 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.errors import ConfigError, KdError, MissingExtra
-from kd.types import BackendFacts, Dims
+from kd.types import NOT_FEATURES, BackendFacts, Dims
 
-LOGIT_LOSSES = "Losses on logits alone: ce, kl, hard, zscore, dkd, nkd, dist, wttm"
+ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
 
 
 def validate(config: Config, here: bool = True) -> Iterator[KdError]:
@@ -31,7 +32,9 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
         here: also require the packages that the run would import on this machine.
     """
     needed = needs(config.losses)
-    features = any("pooled" in one for one in needed)
+    read = reads(config.losses)
+    features = bool(read.features)
+    yield from _embedding(config, read)
     yield from _data(config.data, config.teacher)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _labels(config, needed)
@@ -39,7 +42,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
     if config.teacher.model:
-        yield from _several(config.teacher, features)
+        yield from _several(config.teacher)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
     yield from _execution(config.teacher, config.student, config.backend.kind, features, here)
@@ -47,8 +50,31 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
 
 def needs(losses: Sequence[LossSection]) -> list[frozenset[str]]:
     """Return what each loss needs: "teacher", "hard_labels", and names of features such as "pooled"."""
-    built = [parts.build("losses", term.kind, term.options, "losses", dims=Dims(2, 1, 1)) for term in losses]
+    built = [parts.build("losses", term.kind, term.options, "losses", dims=ANY_DIMS) for term in losses]
     return [getattr(term, "needs", frozenset()) for term in built]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The outputs that the losses of a run read."""
+
+    student_logits: bool
+    """False: the student is an embedding model, without a classifier."""
+    teacher_logits: bool
+    """False: the teacher needs no classes; its features are all that is asked of it."""
+    features: tuple[str, ...]
+    """Names of features, of both models."""
+
+
+def reads(losses: Sequence[LossSection]) -> Reads:
+    """Return which outputs the losses read."""
+    needed = needs(losses)
+    on_logits = [one for one in needed if "logits" in one or not one - NOT_FEATURES]
+    features = frozenset().union(*needed) - NOT_FEATURES
+    if not on_logits:
+        features |= {"pooled"}  # what is exported, and evaluated
+    of_teacher = any("teacher" in one for one in on_logits) or not features
+    return Reads(bool(on_logits), of_teacher, tuple(sorted(features)))
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
@@ -91,13 +117,25 @@ def _losses(
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, hard, zscore, dist, wttm, feature",
+                "Losses that mix: ce, kl, hard, zscore, dist, wttm, and those on features",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
-        if "pooled" in wanted and teacher.cache.views:
-            wrong = "keeps the teacher's logits, but a loss needs its features"
-            remedy = "Set teacher.cache.views=0, or take another loss"
-            yield ConfigError("teacher.cache.views", wrong, LOGIT_LOSSES, remedy)
+
+
+def _embedding(config: Config, read: Reads) -> Iterator[KdError]:
+    """Yield what does not go with models without a classifier."""
+    if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
+        wrong = "passes logits and pooled features on, but the losses ask for other outputs"
+        remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
+        yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
+    if read.student_logits:
+        return
+    if config.run.baseline:
+        wrong = "is true, but the losses train an embedding model, which labels alone do not"
+        yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
+    if getattr(config.sifter.options, "score", "") == "entropy":
+        wrong = "is entropy, but the losses train an embedding model, which gives no probabilities"
+        yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
 
 
 def _labels(config: Config, needed: Sequence[frozenset[str]]) -> Iterator[KdError]:
@@ -138,14 +176,11 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
         yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
 
 
-def _several(teacher: TeacherSection, features: bool) -> Iterator[KdError]:
+def _several(teacher: TeacherSection) -> Iterator[KdError]:
     """Yield what is wrong with further teachers."""
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    if teacher.also and features:
-        wrong = "averages probabilities, but a loss needs the features of one teacher"
-        yield ConfigError("teacher.also", wrong, LOGIT_LOSSES, "Keep one teacher, or take another loss")
     if teacher.fit.epochs and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
         wrong = f"is {teacher.fit.epochs}, but kd does not fit a teacher of kind '{teacher.kind}'"
         yield ConfigError("teacher.fit.epochs", wrong, "Models of timm are fitted", "Set teacher.fit.epochs=0")

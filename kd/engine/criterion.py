@@ -20,11 +20,14 @@ class Criterion(nn.Module):
     Usable alone in any PyTorch loop: `criterion(student, teacher, batch)["loss"].mean().backward()`.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]], labelled: float = 1.0) -> None:
+    def __init__(
+        self, terms: Sequence[tuple[str, float, nn.Module]], members: Sequence[int] = (), labelled: float = 1.0
+    ) -> None:
         """Combine terms.
 
         Args:
             terms: name, weight and module of each.
+            members: for each, of which of several teachers it reads the features; empty: there is one teacher.
             labelled: share of the training images that have a label. Below 1, a term on labels is 0 for the others
                 and 1 / `labelled` times as large for these, so that its mean over an epoch is the mean over them.
         """
@@ -33,6 +36,7 @@ class Criterion(nn.Module):
         self.names = _distinct([name for name, _, _ in terms])
         self.weights = [weight for _, weight, _ in terms]
         self.terms = nn.ModuleList([term for _, _, term in terms])
+        self.members = list(members) or [0] * len(terms)
         self.needs: frozenset[str] = frozenset().union(*(term.needs for term in self.terms))  # type: ignore[arg-type]
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
@@ -44,7 +48,10 @@ class Criterion(nn.Module):
         """
         with torch.autocast(student.logits.device.type, enabled=False):
             known = self._known(batch)
-            scores = {name: term(student, teacher, known) for name, term in zip(self.names, self.terms, strict=True)}
+            scores = {
+                name: term(student, teacher.of(member), known)
+                for name, term, member in zip(self.names, self.terms, self.members, strict=True)
+            }
             if known is not batch:
                 factor_B = ((batch.label >= 0) & (batch.partner_label >= 0)) / self.labelled
                 for name, term in zip(self.names, self.terms, strict=True):
@@ -58,6 +65,14 @@ class Criterion(nn.Module):
         if self.labelled == 1:
             return batch
         return replace(batch, label=batch.label.clamp_min(0), partner_label=batch.partner_label.clamp_min(0))
+
+    def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
+        terms = zip(self.weights, self.terms, self.members, strict=True)
+        chosen: list[Any] = [one for one in terms if one[0] and hasattr(one[1], "agreement")]
+        with torch.autocast(student.logits.device.type, enabled=False):
+            found = [weight * term.agreement(student, teacher.of(member)) for weight, term, member in chosen]
+            return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
 
 
 def reads_labels(term: Any) -> bool:

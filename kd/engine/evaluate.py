@@ -23,6 +23,9 @@ class Evaluator:
     The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
     """
 
+    decides = "accuracy"
+    """Which value says what the best checkpoint is; the larger the better."""
+
     def __init__(
         self,
         backend: Backend,

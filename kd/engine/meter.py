@@ -47,6 +47,7 @@ class Meter:
         means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
+        self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
         broken = [name for name, value in values.items() if not math.isfinite(value)]
         if broken:
             raise NonFiniteLoss(
@@ -58,7 +59,6 @@ class Meter:
         state = replace(state, seconds=state.seconds + seconds)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
         values |= self.run.backend.counters()
-        self.run.teacher.flush()
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
         self.run.store.log("train", state, values)

@@ -13,6 +13,7 @@ from torch import nn
 
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
+from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.types import State
 
@@ -107,7 +108,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     average: Average | None
-    evaluator: Evaluator
+    evaluator: Evaluator | EmbeddingEvaluator
     store: RunStore
     logger: Logger
     span: Span = no_span

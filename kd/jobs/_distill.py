@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Source, TeacherModel
+from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
@@ -23,7 +24,7 @@ from kd.jobs._folder import require_same
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.report.console import Console, percent
+from kd.report.console import Console, embedding_text, percent
 from kd.report.sifting import describe, describe_images, extremes, sheet
 from kd.report.trackers import Trackers
 from kd.setup.build import build_run
@@ -99,11 +100,7 @@ def distill(
         if "teacher_mib" in facts:
             rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
             console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
-        if teacher is not None:
-            check_teacher(recipe.teacher.min_accuracy, run, console)
-        if isinstance(teacher, Ensemble) and run.evaluator.labelled:
-            names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
-            check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
+        check_before(recipe, run, teacher, console)
         with signals.training():
             state = engine_train(replace(run, stop=signals.requested))
         sifting = sifting_report(run, data.train, folder)
@@ -165,6 +162,18 @@ def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
     return sorted(found)
 
 
+def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> None:
+    """Score teachers and student before step 1, in the way of the student's evaluations."""
+    least = recipe.teacher.min_accuracy
+    if isinstance(run.evaluator, EmbeddingEvaluator):
+        check_embedding(least, run, console)
+    elif teacher is not None and recipe.reads.teacher_logits:
+        check_teacher(least, run, console)
+        if isinstance(teacher, Ensemble) and run.evaluator.labelled:
+            names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
+            check_members(names, least, run, teacher, console)
+
+
 def check_teacher(least: float, run: Run, console: Console) -> None:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
@@ -178,6 +187,24 @@ def check_teacher(least: float, run: Run, console: Console) -> None:
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
     )
     _require("teacher", accuracy, least, run)
+
+
+def check_embedding(least: float, run: Run, console: Console) -> None:
+    """Score the vectors of teachers and student before step 1; `least` is for the first teacher, where it is set.
+
+    Raises:
+        ModelError: its neighbours are right less often.
+    """
+    values = run.evaluator(run.distillation.student)
+    console.info("before step 1: " + embedding_text(values))
+    if least > 0 and values.get("teacher_knn", 1.0) < least:
+        raise ModelError(
+            "teacher",
+            f"the nearest neighbours of its vectors are right on {percent(values['teacher_knn'])} of the validation "
+            "images",
+            f"At least {percent(least)} (teacher.min_accuracy)",
+            "Check that its weights were loaded",
+        )
 
 
 def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:

@@ -41,6 +41,7 @@ FREE = (
     "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
+    "teacher.cache.max_gb",  # it can only refuse
 )
 
 
@@ -121,10 +122,11 @@ def export_run(folder: RunDir, recipe: Recipe, target: Path, classes: Sequence[s
 
 
 def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from."""
+    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
     section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(section, recipe.seed, classes, recipe.data.image_size)
+    answers = classes if recipe.reads.student_logits else ()
+    student = build_student(section, recipe.seed, answers, recipe.data.image_size)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {

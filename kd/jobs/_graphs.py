@@ -16,7 +16,6 @@ from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
 from kd.references import written
 from kd.report.card import Card, render
-from kd.report.console import percent
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
@@ -70,17 +69,15 @@ def write(
         eager, rows = _parity.compare(student, runners, images)
     made = Made(eager_ms=eager.cpu_ms)
     for name, row in rows.items():
-        note = f"max |dlogit| {row.max_difference:.1e}"
         if name == INT8:
-            drop = _parity.check_drop(name, row, eager, options.max_drop)
-            note += f", accuracy {percent(eager.accuracy)} -> {percent(row.accuracy)} (drop {100 * drop:.2f} points)"
+            note = _parity.check_drop(name, row, eager, options.max_drop)
         else:
-            _parity.check_exact(name, row, options.tolerance)
+            note = _parity.check_exact(name, row, options.tolerance)
         files = [folder / name, folder / "openvino.bin"] if name == OPENVINO else [folder / name]
         size = sum(file.stat().st_size for file in files)
         made.lines.append(
-            f"{name:16s} {size / 1e6:6.2f} MB  {note}, same top-1 on {row.same_top1} of {row.images} validation "
-            f"images, {row.cpu_ms:.2f} ms CPU an image (PyTorch {eager.cpu_ms:.2f})"
+            f"{name:16s} {size / 1e6:6.2f} MB  {note}, {row.summary}, {row.cpu_ms:.2f} ms CPU an image "
+            f"(PyTorch {eager.cpu_ms:.2f})"
         )
         made.parity[name] = row.facts()
     return made
@@ -96,7 +93,7 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
         onnx.write_program(program, folder / PT2)
         runners[PT2] = onnx.program_runner(folder / PT2)
     if options.onnx:
-        onnx.write_onnx(program, folder / ONNX)
+        onnx.write_onnx(program, folder / ONNX, onnx.LOGITS if student.num_classes else onnx.EMBEDDING)
         runners[ONNX] = onnx.onnx_runner(folder / ONNX)
     if options.int8:
         onnx.write_int8(folder / ONNX, folder / INT8)
@@ -133,7 +130,8 @@ def card(
             teacher=written(recipe.teacher.model),
             losses=[section.kind for section in recipe.losses],
             data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
-            labels=folder.manifest()["classes"],
+            labels=folder.manifest()["classes"] if student.num_classes else (),
+            width=0 if student.num_classes else student.num_features,
             metrics=metrics,
             baseline=max(baseline, key=lambda row: row["accuracy"]) if baseline else {},
             graphs=made.parity,

@@ -26,11 +26,15 @@ TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
 class Row:
     """One graph against PyTorch."""
 
+    embedding: bool = False
+    """It compares vectors of length 1, not logits."""
     images: int = 0
     same_top1: int = 0
     correct: int = 0
     max_difference: float = 0.0
-    """Of all logits of all images."""
+    """Of all logits, or values of a vector, of all images."""
+    cosine: float = 0.0
+    """Sum of the cosines with PyTorch's vectors."""
     cpu_ms: float = 0.0
 
     @property
@@ -39,9 +43,10 @@ class Row:
         return self.correct / max(1, self.images)
 
     def add(self, logits: np.ndarray, reference: np.ndarray, labels: np.ndarray) -> None:
-        """Count one batch: logits [B, C] twice, labels [B]."""
+        """Count one batch: logits [B, C] or vectors [B, D] twice, labels [B]."""
         difference = np.abs(logits - reference).max()
         self.images += len(labels)
+        self.cosine += float((logits * reference).sum()) if self.embedding else 0.0
         self.same_top1 += int((logits.argmax(1) == reference.argmax(1)).sum())
         self.correct += int((logits.argmax(1) == labels).sum())
         # NaN compares with nothing: it must not pass as no difference
@@ -50,7 +55,22 @@ class Row:
     def facts(self) -> dict[str, Any]:
         """Return what the manifest and the card hold."""
         rounded = {"max_difference": float(f"{self.max_difference:.3g}"), "cpu_ms": round(self.cpu_ms, 3)}
-        return {**asdict(self), **rounded, "accuracy": self.accuracy}
+        if self.embedding:
+            return {"images": self.images, **rounded, "cosine": self.mean_cosine}
+        facts = {**asdict(self), **rounded, "accuracy": self.accuracy}
+        return {name: value for name, value in facts.items() if name not in ("embedding", "cosine")}
+
+    @property
+    def mean_cosine(self) -> float:
+        """Mean cosine with PyTorch's vectors."""
+        return self.cosine / max(1, self.images)
+
+    @property
+    def summary(self) -> str:
+        """How its answers compare, as text."""
+        if self.embedding:
+            return f"mean cosine {self.mean_cosine:.6f} on {self.images} validation images"
+        return f"same top-1 on {self.same_top1} of {self.images} validation images"
 
 
 def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -79,7 +99,8 @@ def compare(
     student: Classifier, runners: Mapping[str, Runner], images: Iterator[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[Row, dict[str, Row]]:
     """Run every image through PyTorch and every graph; return PyTorch's own row and one for each graph."""
-    eager, rows = Row(), {name: Row() for name in runners}
+    embedding = not student.num_classes
+    eager, rows = Row(embedding), {name: Row(embedding) for name in runners}
     answer = eager_runner(student)
     first = np.zeros((0,))
     for pixels, labels in images:
@@ -94,12 +115,12 @@ def compare(
 
 
 def eager_runner(student: Classifier) -> Runner:
-    """Return the student as a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
+    """Return the student as a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D]."""
     student = student.eval()
 
     def run(image: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            return student(torch.from_numpy(image)).logits.float().numpy()
+            return student.answer(torch.from_numpy(image)).float().numpy()
 
     return run
 
@@ -125,34 +146,44 @@ def _time(image: np.ndarray, runners: Mapping[str, Runner], rows: Mapping[str, R
         row.cpu_ms = statistics.median(took[name])
 
 
-def check_exact(name: str, row: Row, tolerance: float) -> None:
-    """Require a graph to compute what PyTorch computes.
+def check_exact(name: str, row: Row, tolerance: float) -> str:
+    """Require a graph to compute what PyTorch computes; say how close it is.
 
     Raises:
-        ModelError: a logit differs by more than `tolerance`, or an answer does.
+        ModelError: a value differs by more than `tolerance`, or an answer does.
     """
-    if row.max_difference > tolerance or row.same_top1 != row.images:
+    others = 0 if row.embedding else row.images - row.same_top1
+    if row.max_difference > tolerance or others:
         raise ModelError(
             f"export.{name}",
-            f"its logits differ from PyTorch's by up to {row.max_difference:.2g}, and "
-            f"{row.images - row.same_top1} of {row.images} answers do",
+            f"its values differ from PyTorch's by up to {row.max_difference:.2g}, and {others} of {row.images} "
+            "answers do",
             f"At most {tolerance:g} (--tolerance), and every answer the same",
             "Nothing was written; export with --no-onnx, or report the network",
         )
+    return f"max |d{'value' if row.embedding else 'logit'}| {row.max_difference:.1e}"
 
 
-def check_drop(name: str, row: Row, eager: Row, max_drop: float) -> float:
-    """Require an approximate graph to be about as right as PyTorch; return how much accuracy it loses.
+def check_drop(name: str, row: Row, eager: Row, max_drop: float) -> str:
+    """Require an approximate graph to be about as right as PyTorch, or its vectors to point where PyTorch's do.
+
+    Returns:
+        What it loses, as text.
 
     Raises:
-        ModelError: it loses more than `max_drop`.
+        ModelError: it loses more than `max_drop` of the accuracy, or of the mean cosine.
     """
-    drop = eager.accuracy - row.accuracy
-    if drop > max_drop:
+    if row.embedding:
+        before, after, what = 1.0, row.mean_cosine, "the mean cosine with PyTorch's vectors"
+        shown = f"{after:.4f}"
+    else:
+        before, after, what = eager.accuracy, row.accuracy, "accuracy"
+        shown = f"{percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"
+    if not before - after <= max_drop:
         raise ModelError(
             f"export.{name}",
-            f"accuracy falls from {percent(eager.accuracy)} to {percent(row.accuracy)} on {row.images} images",
+            f"{what} falls from {percent(before)} to {percent(after)} on {row.images} images",
             f"A drop of at most {100 * max_drop:g} points (--max-drop)",
             "Nothing was written; raise --max-drop, or export without --int8",
         )
-    return drop
+    return f"max |d{'value' if row.embedding else 'logit'}| {row.max_difference:.1e}, {what} {shown}"

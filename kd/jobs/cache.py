@@ -42,7 +42,7 @@ class Cached:
     """Images that the teacher's forward ran on."""
     seconds: float
     difference: float = 0.0
-    """Largest |logit - stored logit| of the sample; 0 where nothing was compared."""
+    """Largest |computed - stored| of the sample; 0 where nothing was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Parts:
     loader: LocalLoader
     batch_size: int
     tolerance: float
-    """Of a stored logit, as a share of the largest."""
+    """Of a stored value, as a share of the largest."""
 
 
 def cache(settings: Config, verify: bool = False) -> Cached:
@@ -106,7 +106,8 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     report = choose_teacher(session, recipe.teacher, teacher, asked, "")
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
-    stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
+    answers = len(data.classes) if recipe.reads.teacher_logits else 0
+    stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)[0]
     allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)
     return _Parts(backend, report.live, stored, loader, split.batch_size, allowed)
@@ -152,10 +153,9 @@ def _verify(parts: _Parts, views: int) -> float:
         whole = [id for id in range(parts.cache.store.num_images) if id not in gaps]
         chosen = sorted(random.Random(view).sample(whole, min(SAMPLE, len(whole))))
         for batch in parts.backend.put(parts.loader.epoch(_padded(chosen, parts.batch_size), view)):
-            difference, largest = compare(parts.cache.store, parts.live, batch)
-            if largest:
-                worst = max(worst, difference)
-            require_close(parts.cache.store, view, difference, largest, parts.tolerance)
+            found = compare(parts.cache.store, parts.live, batch)
+            require_close(parts.cache.store, view, found, parts.tolerance)
+            worst = max([worst, *(difference for difference, _ in found.values())])
     return worst
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
+from kd.config.validate import Reads
 from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.jobs.teach import merge_teachers
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, feature_shapes
 from kd.models.load import Images, Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.trackers import check as check_trackers
+from kd.setup.cache import codec, price
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe
-from kd.setup.student import build_criterion
+from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
-from kd.types import Dims
 
 
 def check(recipe: Recipe, path: str = "given") -> str:
@@ -32,7 +34,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    section, size, features = recipe.data, recipe.data.image_size, bool(recipe.features)
+    section, size, reads = recipe.data, recipe.data.image_size, recipe.reads
     train_transform(size, section.augment)
     check_trackers(recipe.run.trackers)
     data = open_sources(section)
@@ -40,10 +42,12 @@ def check(recipe: Recipe, path: str = "given") -> str:
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
     found, images = [], data.images(recipe.seed, recipe.views)
     for where, one in recipe.teachers.items():
-        found.append(_teacher(where, one, data, images, recipe.features))
+        found.append(_teacher(where, one, data, images, reads))
         data = data.with_classes(found[0][0].classes)
     classes = data.classes
-    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, classes), size, features)
+    answers = classes if reads.student_logits else ()
+    spec = Spec("student", recipe.student.model, recipe.student.args, answers, logits=reads.student_logits)
+    student = _on_meta(spec, size, reads.features)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -54,11 +58,14 @@ def check(recipe: Recipe, path: str = "given") -> str:
     if found:
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
-    dims = Dims(len(classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    build_criterion(recipe.losses, dims, recipe.seed)
+    dims = sizes(len(classes), student, teacher, size)
+    build_criterion(recipe.losses, dims, recipe.seed, getattr(teacher, "shares", (1.0,)))
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
     lines += _length(recipe.run, split, len(data.train))
     lines += _store(data)
+    if teacher is not None and recipe.teacher.cache.views and "teacher" in recipe.needs:
+        kept = codec(recipe.teacher, len(classes) if reads.teacher_logits else 0, feature_shapes(teacher, size))
+        lines.append(f"cache     {price(recipe.teacher, kept, len(data.train))}")
     lines += [
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
@@ -90,19 +97,18 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(
-    where: str, section: TeacherSection, data: Data, images: Images, features: frozenset[str]
-) -> tuple[TeacherModel, str]:
+def _teacher(where: str, section: TeacherSection, data: Data, images: Images, reads: Reads) -> tuple[TeacherModel, str]:
+    size, logits = data.section.image_size, reads.teacher_logits
     if section.checkpoint or not section.fitted:  # its weights are what must be checked
-        model = load_teacher(section, data.asked, data.section.image_size, features, where=where, images=images)
+        model = load_teacher(section, data.asked, size, reads.features, where=where, images=images, logits=logits)
         held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
         return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
-    spec = Spec(where, section.model, section.args, data.classes)
-    model = _on_meta(spec, data.section.image_size, bool(features))
+    spec = Spec(where, section.model, section.args, data.classes, logits=logits)
+    model = _on_meta(spec, size, reads.features)
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
-def _on_meta(spec: Spec, size: int, features: bool) -> Classifier:
+def _on_meta(spec: Spec, size: int, features: Collection[str]) -> Classifier:
     with torch.device("meta"):
         return load(replace(spec, pretrained=False), size, features)
 

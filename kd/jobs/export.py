@@ -14,6 +14,7 @@ from kd.errors import RunError
 from kd.host import environment, versions
 from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
+from kd.models import onnx
 from kd.models.classifier import Classifier
 from kd.models.load import export_files
 from kd.setup.recipe import Recipe
@@ -26,7 +27,7 @@ class Options:
     onnx: bool = True
     """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
     int8: bool = False
-    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy."""
+    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
     openvino: bool = False
     pt2: bool = False
     max_drop: float = 0.01
@@ -70,7 +71,8 @@ def export(
     target = target or path / "export"
     artifact.refuse_other(target)  # before minutes of work, not after
     student, provenance = best_student(folder, recipe, classes)
-    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
+    labels = classes if student.num_classes else ()
+    content, weights = export_files(student.network, labels, recipe.data.eval_crop)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
         made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
@@ -95,9 +97,17 @@ def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made
             "crop": recipe.data.eval_crop,
             "network_size": student.input_size or size,
         },
+        "output": _output(student),
         "parity": made.parity,
         "environment": _environment(),
     }
+
+
+def _output(student: Classifier) -> dict[str, Any]:
+    if student.num_classes:
+        return {"name": onnx.LOGITS, "layout": f"float32 [batch, {student.num_classes}]", "width": student.num_classes}
+    width = student.num_features
+    return {"name": onnx.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
 
 
 def _environment() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kd.artifacts.memory import Memory
 from kd.config import Config
@@ -51,13 +52,15 @@ def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recip
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    size, images = recipe.data.image_size, data.images(recipe.seed, recipe.views)
+    reads, size, images = recipe.reads, recipe.data.image_size, data.images(recipe.seed, recipe.views)
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            models.append(build_student(fits[where].student, recipe.seed, data.classes, size, bool(recipe.features)))
+            answers = data.classes if reads.teacher_logits else ()
+            models.append(build_student(fits[where].student, recipe.seed, answers, size, reads.features))
         else:
-            models.append(load_teacher(alone, data.asked, size, recipe.features, where=where, images=images))
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            models.append(load_teacher(alone, data.asked, size, reads.features, **given))
         data = data.with_classes(models[0].classes)
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []

@@ -58,10 +58,12 @@ def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> tuple[Teache
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     on_meta = section.shard and backend.rank != 0
-    models, size, images = [], recipe.data.image_size, data.images(recipe.seed, recipe.views)
+    models, reads, size = [], recipe.reads, recipe.data.image_size
+    images = data.images(recipe.seed, recipe.views)
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
-        models.append(load_teacher(alone, data.asked, size, recipe.features, folder, on_meta, where, images))
+        place = (folder, on_meta, where, images, reads.teacher_logits)
+        models.append(load_teacher(alone, data.asked, size, reads.features, *place))
         data = data.with_classes(models[0].classes)  # those of the others must be the same
     return merge_teachers(section, models), data
 

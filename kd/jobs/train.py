@@ -46,6 +46,8 @@ def report(name: str, seed: int, result: Result) -> str:
     if not result.metrics:
         return ""
     if "accuracy" not in result.metrics:
+        if "kl" not in result.metrics:
+            return _embedding_report(name, seed, result)
         return "\n".join([f"# {name}", "", table([_unlabelled(result)]), "", *_closing(seed, result)])
     rows = []
     if "teacher_accuracy" in result.metrics:
@@ -84,6 +86,33 @@ def _unlabelled(result: Result) -> dict[str, str]:
         "parameters": f"{result.parameters / 1e6:.2f} M",
         "training images/s": f"{result.images_per_second:.0f}",
     }
+
+
+def _embedding_report(name: str, seed: int, result: Result) -> str:
+    """Return the table of a run that trained an embedding model, and what to type next."""
+    values, decides = result.metrics, "agreement"
+    rows = []
+    if "knn" in values:
+        decides = "nearest neighbours (knn)"
+        numbers = [key.removeprefix("teacher_knn") for key in values if key.startswith("teacher_knn")]
+        rows = [(f"teacher{end.replace('_', ' ')}", f"teacher_knn{end}", f"teacher_probe{end}") for end in numbers]
+    rows = [{"model": one, "knn": percent(values[knn]), "probe": percent(values[probe])} for one, knn, probe in rows]
+    student = {"model": "student", "knn": percent(values.get("knn", 0.0)), "probe": percent(values.get("probe", 0.0))}
+    shown = table([*rows, student]) if rows else ""
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            *([shown, ""] if shown else []),
+            f"Agreement of the projected student with the teacher: mean cosine {values['agreement']:.4f}; "
+            f"{result.parameters / 1e6:.2f} M parameters; {result.images_per_second:.0f} training images/s.",
+            "",
+            f"Best of the evaluations on the validation split by {decides}; seed {seed}; run folder `{result.folder}`.",
+            "",
+            f"Next: `kd-export {result.folder}` writes a folder that timm loads, and a graph that returns vectors.",
+            "",
+        ]
+    )
 
 
 def _row(name: str, values: dict[str, float], parameters: int, speed: float | None, prefix: str = "") -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.errors import ModelError
+from kd.losses._features import require_features
 from kd.types import Batch, Dims, Outputs
 
 Distance = Literal["mse", "cosine"]
@@ -56,14 +56,21 @@ class Feature(nn.Module):
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the distance of each image [B]; `batch` is not read."""
+        projected_BD, target_BD = self._pair(student, teacher)
+        if self.distance == "cosine":
+            return 1 - F.cosine_similarity(projected_BD, target_BD, dim=1)
+        return (projected_BD - target_BD).square().mean(dim=1)
+
+    def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the cosine of each image [B] with what is predicted."""
+        return F.cosine_similarity(*self._pair(student, teacher), dim=1)
+
+    def _pair(self, student: Outputs, teacher: Outputs) -> tuple[Tensor, Tensor]:
         target_BD = teacher.features["pooled"].detach().float()
         if self.normalize:
             target_BD = F.layer_norm(target_BD, target_BD.shape[1:])
         # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
-        projected_BD = self.project(student.features["pooled"].float()).float()
-        if self.distance == "cosine":
-            return 1 - F.cosine_similarity(projected_BD, target_BD, dim=1)
-        return (projected_BD - target_BD).square().mean(dim=1)
+        return self.project(student.features["pooled"].float()).float(), target_BD
 
 
 def build(options: Options, dims: Dims) -> Loss:
@@ -72,12 +79,5 @@ def build(options: Options, dims: Dims) -> Loss:
     Raises:
         ModelError: one of the models has no features.
     """
-    for model, width in (("student", dims.student_features), ("teacher", dims.teacher_features)):
-        if width < 1:
-            raise ModelError(
-                "losses.feature",
-                f"the {model} has no features",
-                "Both models must give pooled features",
-                "Choose a live teacher whose model has them, or a loss on logits, such as kl",
-            )
+    require_features("losses.feature", dims.student_features, dims.teacher_features)
     return Feature(dims.student_features, dims.teacher_features, options.distance, options.normalize)

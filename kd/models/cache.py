@@ -1,7 +1,7 @@
-"""The teacher is run once: its logits, kept on a disk, are a Teacher too.
+"""The teacher is run once: its outputs, kept on a disk, are a Teacher too.
 
-Raw logits are kept, so that loss and temperature can change later. There is one file a view and one record an image
-(`kd.storage.Records`). Logits without a whole record are computed (again).
+Raw logits and features are kept, so that loss and temperature can change later. There is one file a view and one record
+an image (`kd.storage.Records`): named arrays. Outputs without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kd.contracts import Teacher
+from kd.errors import ModelError
 from kd.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
@@ -30,28 +31,67 @@ DENSE_CLASSES = 1024
 """Up to here every logit is kept."""
 TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-WAITING = 32
-"""Batches whose logits may wait on the device for the next flush."""
+WAITING, WAITING_BYTES = 32, 256 << 20
+"""Batches, and bytes, whose outputs may wait on the device for the next flush."""
+READ_BYTES = 64 << 20
+"""Of records that are read at once where only their being whole counts."""
 log = logging.getLogger("kd")
 
 
 class Codec:
-    """Logits [B, C] <-> records [B, R]: all of them, or the K highest and the mass of the rest.
+    """Outputs <-> records [B, R] of named arrays: logits, all or the K highest and the mass of the rest, and features.
 
     With K < C the rest are rebuilt equal to each other, with their true total mass: the probabilities of the top K, at
     temperature 1, are exact (up to the dtype).
     """
 
-    def __init__(self, num_classes: int, dtype: str, topk: int) -> None:
+    def __init__(
+        self, num_classes: int, dtype: str, topk: int, features: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """Lay out a record.
+
+        Args:
+            num_classes: C; 0: no logits are kept.
+            dtype: of logits and features, "fp16" or "fp32".
+            topk: K; 0: all logits.
+            features: shape of one image's features, by name.
+        """
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
-        fields: list[Any] = [("logits", self.dtype, (topk or num_classes,))]
+        self.features = dict(features or {})
+        fields: list[Any] = [("logits", self.dtype, (topk or num_classes,))] if num_classes else []
         if topk:
             fields += [("classes", np.dtype(np.uint32), (topk,)), ("rest", np.dtype(np.float32))]
+        self.of_logits = len(fields)
+        fields += [(name, self.dtype, shape) for name, shape in self.features.items()]
         self.names = tuple(name for name, *_ in fields)
         self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
 
+    def pack(self, outputs: Outputs) -> list[Tensor]:
+        """Return what a record keeps of outputs, on their device."""
+        kind = torch.float16 if self.dtype == np.float16 else torch.float32
+        logits = self.compress(outputs.logits) if self.num_classes else []
+        return [*logits, *(outputs.features[name].to(kind) for name in self.features)]
+
+    def unpack(self, parts: Sequence[Tensor]) -> Outputs:
+        """Return the outputs that a record stands for, in their stored dtype."""
+        features = dict(zip(self.features, parts[self.of_logits :], strict=True))
+        if self.num_classes:
+            return Outputs(self.expand(parts[: self.of_logits]), features)
+        return Outputs(parts[0].new_zeros(len(parts[0]), 0), features)
+
+    def differences(self, parts: Sequence[Tensor], outputs: Outputs) -> dict[str, tuple[float, float]]:
+        """Return for each array the largest |stored - given| and the largest |given|; NaN if one is NaN."""
+        found = {}
+        if self.num_classes:
+            largest = outputs.logits.float().abs().max().item()
+            found["logits"] = (self.difference(parts[: self.of_logits], outputs.logits), largest)
+        for name, stored in zip(self.features, parts[self.of_logits :], strict=True):
+            given = outputs.features[name].float()
+            found[name] = ((given - stored.float()).abs().max().item(), given.abs().max().item())
+        return found
+
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
-        """Return what a record keeps, on the device of the logits."""
+        """Return what a record keeps of logits, on their device."""
         kind = torch.float16 if self.dtype == np.float16 else torch.float32
         if not self.topk:
             return [logits_BC.to(kind)]
@@ -79,7 +119,7 @@ class Codec:
 
 
 class Store:
-    """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one a view."""
+    """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one a view; `.outputs` with features."""
 
     def __init__(self, folder: Path, codec: Codec, num_images: int, writable: bool) -> None:
         self.folder, self.codec, self.num_images, self.writable = folder, codec, num_images, writable
@@ -143,14 +183,16 @@ class Store:
 
     def missing(self, view: int) -> np.ndarray:
         """Return the ids that have no whole record, ascending."""
-        gaps = []
-        for start in range(0, self.num_images, 4096):
-            ids = range(start, min(self.num_images, start + 4096))
-            gaps.append(np.asarray(ids)[~self.read(view, ids)[1]])
-        return np.concatenate(gaps)
+        return np.flatnonzero(~self.whole(view, range(self.num_images)))
+
+    def whole(self, view: int, ids: Sequence[int]) -> np.ndarray:
+        """Return which images have a whole record, bool [B]; only a few records are held in memory at a time."""
+        count = max(1, min(4096, READ_BYTES // self.codec.record.itemsize))
+        found = [self.read(view, ids[start : start + count])[1] for start in range(0, len(ids), count)]
+        return np.concatenate(found) if found else np.zeros(0, bool)
 
     def _path(self, view: int) -> Path:
-        return self.folder / f"view_{view:04d}.logits"
+        return self.folder / f"view_{view:04d}.{'outputs' if self.codec.features else 'logits'}"
 
     def _opened(self, view: int, flags: int = 0) -> Records:
         if view not in self._views:
@@ -177,6 +219,7 @@ class CachedTeacher:
         """
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
+        self._bytes = 0
         self._warned: set[int] = set()
 
     @property
@@ -205,39 +248,56 @@ class CachedTeacher:
         """Add the stored outputs to a batch; return how many of its records are of images that have changed."""
         ids = batch.ids.tolist()
         parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
-        logits = self.store.codec.expand(parts)
+        outputs = self.store.codec.unpack(parts)
         wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
         missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
         if not whole.all():
-            logits[torch.from_numpy(~whole)] = 0
-        return replace(batch, teacher_outputs=TeacherOutputs(Outputs(logits), missing)), stale
+            gaps = torch.from_numpy(np.flatnonzero(~whole))
+            outputs = outputs.map(lambda tensor: tensor.index_fill(0, gaps, 0))
+        return replace(batch, teacher_outputs=TeacherOutputs(outputs, missing)), stale
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C]."""
+        """Return float32 logits [B, C] and features, as far as records keep them."""
         answer = batch.teacher_outputs
         if answer is None:
             return self.live(batch)
+        known = answer.outputs.map(lambda tensor: tensor.float())
         if not answer.missing:
-            return Outputs(answer.outputs.logits.float())
+            return known
         places = torch.tensor([row for row, _ in answer.missing])
         rows = places.to(batch.image.device, non_blocking=True)
         whole = len(rows) == len(batch.ids) or self.fixed_shape
         bare = replace(batch, teacher_outputs=None)
-        said = self.live(bare if whole else bare.take(places)).logits
-        parts = self.store.codec.compress(said.index_select(0, rows) if whole and len(rows) < len(said) else said)
+        said = self.live(bare if whole else bare.take(places))
+        if whole and len(rows) < len(batch.ids):
+            said = said.map(lambda tensor: tensor.index_select(0, rows))
+        codec = self.store.codec
+        parts = codec.pack(said)
         if self.store.writable:
             crc = [batch.crc[row] if batch.crc else 0 for row, _ in answer.missing]
             self._waiting.append((batch.view, [id for _, id in answer.missing], parts, crc))
-            if len(self._waiting) >= WAITING:
+            self._bytes += sum(part.nbytes for part in parts)
+            if len(self._waiting) >= WAITING or self._bytes >= WAITING_BYTES:
                 self.flush()
-        logits = answer.outputs.logits.float()
-        return Outputs(logits.index_copy(0, rows, self.store.codec.expand(parts).float()))
+        kept = codec.unpack(parts).map(lambda tensor: tensor.float())
+        features = {name: known.features[name].index_copy(0, rows, kept.features[name]) for name in codec.features}
+        return Outputs(known.logits.index_copy(0, rows, kept.logits), features)
 
     def flush(self) -> None:
-        """Write the records that are still on the device."""
-        for view, ids, parts, crc in self._waiting:
-            self.store.write(view, ids, [part.cpu().numpy() for part in parts], crc)
-        self._waiting = []
+        """Write the records that are still on the device.
+
+        Raises:
+            ModelError: a feature is not a number, or too large for float16.
+        """
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        for view, ids, parts, crc in waiting:
+            arrays = [part.cpu().numpy() for part in parts]
+            for name, array in zip(self.store.codec.names, arrays, strict=True):
+                if name in self.store.codec.features and not np.isfinite(array).all():
+                    wrong = f"the teacher's '{name}' holds values that are not finite as {array.dtype}"
+                    remedy = "Set teacher.cache.dtype=fp32, or teacher.precision=fp32"
+                    raise ModelError("teacher.cache.dtype", wrong, "float16 reaches 65504", remedy)
+            self.store.write(view, ids, arrays, crc)
 
 
 def _tensor(part: np.ndarray) -> Tensor:
@@ -245,7 +305,7 @@ def _tensor(part: np.ndarray) -> Tensor:
 
 
 def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images: int, writable: bool) -> Store:
-    """Open a cache, or begin it if `writable`. `identity`: what its logits depend on, by name; JSON values.
+    """Open a cache, or begin it if `writable`. `identity`: what its records depend on, by name; JSON values.
 
     Raises:
         RunError: the cache was made from something else (the field is named), cannot be used, or is damaged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ class Classifier(nn.Module):
         input_size: int,
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
-        with_features: bool = False,
+        features: Collection[str] = (),
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
@@ -45,17 +45,17 @@ class Classifier(nn.Module):
 
         Args:
             network: the module; its parameter names get the prefix `network.`.
-            num_classes: C.
+            num_classes: C; 0: it has no classifier, and its output [B, D] is its pooled features.
             input_size: S in pixels; 0: any size.
             mean: per channel, for pixels in 0..1.
             std: standard deviation per channel.
-            with_features: also return the pooled features before the classifier; needs a timm network.
+            features: also return these, as `Outputs.features` names them; needs a timm network.
             architecture: arguments of the network as JSON values; weights alone do not determine the number of heads.
             classes: C names, where they are known.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
-        self.with_features, self.architecture, self.classes = with_features, architecture, tuple(classes)
+        self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
         self.register_buffer("scale", scale, persistent=False)
@@ -64,15 +64,29 @@ class Classifier(nn.Module):
     def forward(self, image: Tensor) -> Outputs:
         """Classify uint8 images [B, 3, H, W]."""
         pixels = self.normalize(image)
-        if not self.with_features:
-            return Outputs(self.network(pixels))
-        network = self.network
-        tokens = network.forward_features(pixels)  # type: ignore[operator]
-        features_BD = network.forward_head(tokens, pre_logits=True)  # type: ignore[operator]
-        head = network.get_classifier()  # type: ignore[operator]
+        if not self.features:
+            return Outputs(self.network(pixels)) if self.num_classes else Outputs(pixels.new_zeros(len(pixels), 0))
+        network: Any = self.network
+        inner = network.forward_features(pixels)
+        pooled_BD = network.forward_head(inner, pre_logits=True)
+        features = {"pooled": pooled_BD} if "pooled" in self.features else {}
+        if "tokens" in self.features:
+            features["tokens"] = tokens_of(network, inner)
+        if not self.num_classes:
+            return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), features)
+        head = network.get_classifier()
         # A network with two heads (distilled DeiT) has no single map from its features to its logits.
-        logits_BC = head(features_BD) if isinstance(head, nn.Module) else network.forward_head(tokens)  # type: ignore
-        return Outputs(logits_BC, {"pooled": features_BD})
+        logits_BC = head(pooled_BD) if isinstance(head, nn.Module) else network.forward_head(inner)
+        return Outputs(logits_BC, features)
+
+    def answer(self, image: Tensor) -> Tensor:
+        """Return what its export returns for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
+        return self.head(self.normalize(image))
+
+    def head(self, pixels: Tensor) -> Tensor:
+        """Return the same for normalized images [B, 3, S, S]."""
+        output = self.network(pixels)
+        return output if self.num_classes else F.normalize(output, dim=1)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
@@ -119,6 +133,40 @@ def main_output(said: Any, where: str) -> Tensor:
     raise ModelError(where, wrong, "A tensor, a tuple that begins with one, or an object with .logits", "Wrap it")
 
 
+def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
+    """Return the tokens [B, N, D] of what a timm network's `forward_features` returns.
+
+    Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
+    places, row by row.
+
+    Raises:
+        ModelError: it returns something else.
+    """
+    if isinstance(inner, Tensor) and inner.ndim == 3:
+        return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]
+    if isinstance(inner, Tensor) and inner.ndim == 4:
+        last = str(getattr(network, "output_fmt", "NCHW")).endswith("NHWC")
+        return inner.flatten(1, 2) if last else inner.flatten(2).transpose(1, 2)
+    wrong = f"'{type(network).__name__}' returns no tokens and no feature map, which a loss needs"
+    raise ModelError("losses", wrong, "Vision transformers and convolutional networks do", "Take a loss on pooled")
+
+
+@torch.no_grad()
+def feature_shapes(model: nn.Module, image_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's features by name, without B: those that it computes for a black image."""
+    if not getattr(model, "features", ()):
+        return {}
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    image = torch.zeros(
+        1, 3, image_size, image_size, dtype=torch.uint8, device=None if tensor is None else tensor.device
+    )
+    training = model.training
+    asked = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)
+    outputs = model.eval()(*asked)
+    model.train(training)
+    return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
+
+
 class LogitsModel(nn.Module):
     """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 
@@ -143,7 +191,8 @@ class Ensemble(nn.Module):
 
     It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
     taken at temperature 1 and softened later, so that a cache stores one record per image. Each model normalizes and
-    resizes its input. There are no features, because the models have no common feature space.
+    resizes its input. Features are not averaged, because the models have no common feature space: each model's stand
+    in the outputs under their own names (see `Outputs.of`).
     """
 
     num_features = 0
@@ -167,6 +216,13 @@ class Ensemble(nn.Module):
         members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
         return Ensemble(members, self.shares)
 
+    num_features = 0
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the features of each member."""
+        return getattr(self.members[0], "features", ())
+
     @property
     def network(self) -> nn.Module:
         """The networks, without normalization."""
@@ -180,12 +236,16 @@ class Ensemble(nn.Module):
         return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
     def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
-        """Classify uint8 images [B, 3, H, W] with ids [B] of a view; the logits are log-probabilities, float32."""
-        answers = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
-        log_probabilities = [answer.logits.float().log_softmax(-1) for answer in answers]
+        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; the logits are log-probabilities, float32."""
+        outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
+        named = {}
+        for k, one in enumerate(outputs):
+            named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}
+        if not outputs[0].logits.shape[1]:
+            return Outputs(outputs[0].logits, named)
         shares_K = torch.tensor(self.shares, device=image.device).log()
-        stacked_KBC = torch.stack(log_probabilities) + shares_K[:, None, None]
-        return Outputs(stacked_KBC.logsumexp(0))
+        stacked_KBC = torch.stack([one.logits.float().log_softmax(-1) for one in outputs]) + shares_K[:, None, None]
+        return Outputs(stacked_KBC.logsumexp(0), named)
 
 
 def digest(network: nn.Module) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +55,23 @@ class Spec:
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
     images: Images | None = None
     """For a teacher that answers by an image's name."""
+    logits: bool = True
+    """False: it is built without a classifier, for its features; one that the weights bring is left out."""
 
 
-def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
+def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
     """Build a model and load its weights.
 
     Args:
         spec: what to load.
         image_size: what the data delivers, pixels; taken as the model's input size where the model can choose it.
-        with_features: return pooled features beside the logits.
+        features: names of the features to return beside the logits.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
+    if not spec.logits:
+        spec = replace(spec, classes=(), exact_head=False)
     source = _source(spec)
     weights = read_tensors(spec)
     pretrained = spec.pretrained and weights is None
@@ -88,7 +92,7 @@ def load(spec: Spec, image_size: int, with_features: bool) -> Classifier:
         input_size=config["input_size"][-1],
         mean=config["mean"],
         std=config["std"],
-        with_features=with_features,
+        features=features,
         architecture=_architecture(spec, source),
         classes=classes,
     )
@@ -286,12 +290,14 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
+    if not spec.logits:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     head = next((name for name in _head_names(network) if name in tensors), None)
     if head is not None and spec.exact_head and spec.classes:
         _check_count(where, tensors[head].shape[0], classes)
     if names is not None and spec.exact_head:
         check_classes(where, names, classes)
-    if not spec.exact_head:  # a student that starts from foreign weights keeps its own, fresh head
+    if not spec.exact_head and spec.logits:  # a student that starts from foreign weights keeps its own, fresh head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
         tensors = {**{name: own[name] for name in _head_names(network) if name in own}, **tensors}
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -302,6 +308,12 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
         raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
     network.load_state_dict(tensors)
+
+
+def _of_a_head(name: str, network: nn.Module) -> bool:
+    """Return whether a tensor belongs to a classifier, as timm's configuration of the network names it."""
+    heads = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    return name.startswith(tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads)))
 
 
 def _head_names(network: nn.Module) -> list[str]:

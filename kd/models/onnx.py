@@ -1,7 +1,8 @@
 """Export a classifier to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR; run one.
 
-Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C]. It contains
-the normalization, and the resize where the network has another input size, so that users need no other constants.
+Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C], or of an
+embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize where the network has
+another input size, so that users need no other constants.
 
 onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 """
@@ -28,7 +29,7 @@ from kd.types import Outputs
 
 OPSET = 20
 LARGEST_BATCH = 4096
-INPUT, OUTPUT = "image", "logits"
+INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
 
 class Graph(nn.Module):
@@ -53,13 +54,13 @@ class Graph(nn.Module):
         self.register_buffer("matrix", matrix, persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Classify uint8 images [B, 3, S, S]; return logits [B, C]."""
+        """Return logits [B, C], or vectors [B, D], of uint8 images [B, 3, S, S]."""
         pixels = image.to(torch.float32)
         if self.matrix is not None:
             planes = self.matrix @ pixels.flatten(0, 1) @ self.matrix.T
             pixels = planes.unflatten(0, (-1, 3)).clamp(0, 255)
         model = self.model
-        return model.network(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
+        return model.head(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
@@ -84,7 +85,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
     torch.export.save(program, path)
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
     """Write one ONNX file, including the weights.
 
     Raises:
@@ -102,7 +103,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
                 dynamo=True,
                 external_data=False,
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=[output],
                 verbose=False,
             )
     except Exception as error:  # the exporter raises many types, all caused by the network
@@ -158,7 +159,7 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     model = source if isinstance(source, bytes) else str(source)
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return lambda image: session.run([OUTPUT], {INPUT: image})[0]
+    return lambda image: session.run(None, {INPUT: image})[0]
 
 
 def open_session(path: Path, threads: int, where: str) -> Any:

@@ -21,12 +21,15 @@ class Card:
     losses: Sequence[str]
     data: str
     labels: Sequence[str]
+    """Empty: an embedding model."""
+    width: int
+    """Of its vectors; 0 of a classifier."""
     metrics: Mapping[str, Any]
     """The validation row of the exported checkpoint."""
     baseline: Mapping[str, Any]
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
-    """For each exported graph: max_difference, same_top1, images, accuracy, cpu_ms."""
+    """For each exported graph: max_difference, images, cpu_ms, and same_top1 and accuracy, or cosine."""
     eager_ms: float
     """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
@@ -45,10 +48,11 @@ def render(card: Card) -> str:
 
 
 def _front(card: Card) -> list[str]:
+    task = "image-feature-extraction" if card.width else "image-classification"
     return [
         "---",
-        "tags: [image-classification, timm, knowledge-distillation]",
-        "pipeline_tag: image-classification",
+        f"tags: [{task}, timm, knowledge-distillation]",
+        f"pipeline_tag: {task}",
         "library_name: timm",
         f"license: {card.license or 'unknown'}",
         "---",
@@ -65,7 +69,7 @@ def _intro(card: Card) -> list[str]:
         f"(losses: {', '.join(card.losses)}). Version `{card.version}`.",
         "",
         f"- Data: {card.data}",
-        f"- {len(card.labels)} classes: {shown}",
+        f"- Output: a vector of {card.width} numbers" if card.width else f"- {len(card.labels)} classes: {shown}",
         f"- Weights: {card.weights_from}",
         f"- Licence: {card.license or 'not stated (`kd-export --license ID`)'}",
         "",
@@ -76,6 +80,8 @@ def _scores(card: Card) -> list[str]:
     metrics, rows = card.metrics, []
     if not metrics:
         return ["The run recorded no validation for these weights.", ""]
+    if card.width:
+        return _embedding_scores(metrics)
     for name, row, prefix in (
         ("teacher", metrics, "teacher_"),
         ("this student", metrics, ""),
@@ -92,18 +98,37 @@ def _scores(card: Card) -> list[str]:
     return lines
 
 
+def _embedding_scores(metrics: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if "knn" in metrics:
+        ends = [name.removeprefix("teacher_knn") for name in metrics if name.startswith("teacher_knn")]
+        rows = [(f"teacher{end.replace('_', ' ')}", f"teacher_knn{end}", f"teacher_probe{end}") for end in ends]
+        lines = ["| validation split | nearest neighbours | linear probe |", "|---|---:|---:|"]
+        for name, knn, probe in [*rows, ("this student", "knn", "probe")]:
+            lines.append(f"| {name} | {percent(metrics[knn])} | {percent(metrics[probe])} |")
+        lines += [
+            "",
+            "Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
+            "and a ridge classifier. The labels were not used in training.",
+        ]
+    text = f"Agreement with the teacher through the projector that was trained beside it: {metrics['agreement']:.4f}."
+    return [*lines, text, ""]
+
+
 def _graphs(card: Card) -> list[str]:
     if not card.graphs:
         return []
+    compared = "mean cosine with PyTorch" if card.width else "accuracy | same top-1 as PyTorch"
     lines = [
-        "| file | accuracy | same top-1 as PyTorch | max abs. logit difference | CPU ms per image |",
-        "|---|---:|---:|---:|---:|",
+        f"| file | {compared} | max abs. difference | CPU ms per image |",
+        "|---|---:|---:|---:|" if card.width else "|---|---:|---:|---:|---:|",
     ]
     for file, row in card.graphs.items():
-        same = f"{row['same_top1']} of {row['images']}"
-        lines.append(
-            f"| {file} | {percent(row['accuracy'])} | {same} | {row['max_difference']:.1e} | {row['cpu_ms']:.2f} |"
-        )
+        if card.width:
+            found = f"{row['cosine']:.6f}"
+        else:
+            found = f"{percent(row['accuracy'])} | {row['same_top1']} of {row['images']}"
+        lines.append(f"| {file} | {found} | {row['max_difference']:.1e} | {row['cpu_ms']:.2f} |")
     return [
         *lines,
         "",
@@ -130,6 +155,12 @@ def _limits(card: Card) -> list[str]:
         "",
         "## Limits",
         "",
-        "The numbers above are of one run on one validation split. Any image gets one of the classes, also one unlike "
-        "the training data: a score is not the probability that the image shows that class.",
+        "The numbers above are of one run on one validation split. "
+        + (
+            "Compare vectors by their cosine: the graphs return them with length 1, timm as they are. They lie in the "
+            "student's own space: they do not compare with the teacher's."
+            if card.width
+            else "Any image gets one of the classes, also one unlike the training data: a score is not the "
+            "probability that the image shows that class."
+        ),
     ]

@@ -104,9 +104,20 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value.is_integer() else f"{value:.3f}"
 
 
+def embedding_text(values: Mapping[str, float]) -> str:
+    """Return the scores of an embedding model and its teachers as text."""
+    text = f"agreement {values['agreement']:.4f}"
+    if "knn" in values:
+        text = f"knn {percent(values['knn'])}, probe {percent(values['probe'])}, {text}"
+    of_teacher = [percent(value) for name, value in values.items() if name.startswith("teacher_knn")]
+    return text + (f" (teacher knn {', '.join(of_teacher)})" if of_teacher else "")
+
+
 def _validation_text(values: Mapping[str, float]) -> str:
-    if "accuracy" not in values and "agreement" in values:
+    if "kl" in values and "accuracy" not in values:
         return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
+    if "accuracy" not in values:
+        return f"val {embedding_text(values)}"
     text = f"val accuracy {percent(values['accuracy'])}"
     if "teacher_accuracy" in values:
         text += f" (teacher {percent(values['teacher_accuracy'])}, agreement {percent(values['agreement'])})"

@@ -38,21 +38,23 @@ class Student:
             raise FileNotFoundError(f"no model.safetensors in '{folder}'")
         self.network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
-        self.labels = list(config["label_names"])
         manifest = json.loads((folder / "manifest.json").read_text())
+        self.embeds = manifest.get("output", {}).get("name") == "embedding"
+        self.labels = [] if self.embeds else list(config["label_names"])
         self.version, given = manifest["version"], manifest["input"]
         self.size, self.crop, self.target = given["size"], given["crop"], given["network_size"]
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
 
     def __call__(self, images: list[Image.Image]) -> torch.Tensor:
-        """Return the probabilities of RGB images, [B, C]."""
+        """Return the probabilities of RGB images, [B, C], or the vectors of an embedding model, [B, D], of length 1."""
         crops = [np.asarray(centre_crop(image, self.size, self.crop)).copy() for image in images]
         pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float()
         if self.target != self.size:
             size = (self.target, self.target)
             pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 255)
         with torch.inference_mode():
-            return self.network((pixels / 255 - self.mean) / self.std).softmax(-1)
+            output = self.network((pixels / 255 - self.mean) / self.std)
+            return torch.nn.functional.normalize(output, dim=1) if self.embeds else output.softmax(-1)
 
 
 def model_fn(model_dir: str, context: Any = None) -> Student:
@@ -83,7 +85,9 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images."""
+    """Classify the images, or return their vectors."""
+    if model.embeds:
+        return {"version": model.version, "predictions": [{"embedding": row} for row in model(data).tolist()]}
     scores, classes = model(data).topk(min(TOP, len(model.labels)))
     predictions = []
     for row, indices in zip(scores.tolist(), classes.tolist(), strict=True):

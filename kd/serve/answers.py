@@ -1,4 +1,4 @@
-"""Turn logits into the answer of a request: JSON or CSV, chosen by the Accept header."""
+"""Turn logits, or vectors, into the answer of a request: JSON or CSV, chosen by the Accept header."""
 
 from __future__ import annotations
 
@@ -63,16 +63,24 @@ def predictions(logits: np.ndarray, labels: Sequence[str], top: int) -> list[dic
     return found
 
 
+def embeddings(vectors: np.ndarray) -> list[dict]:
+    """Return each row of vectors [B, D], as JSON values."""
+    return [{"embedding": row.tolist()} for row in vectors]
+
+
 def write(kind: str, found: Sequence[dict], model: str, version: str) -> bytes:
     """Write the answer.
 
     Returns:
         JSON: {"predictions": [{"label", "score", "top": [...]}], "model", "version"}, one prediction per image.
         CSV: one row per image: label, score, label, score, ..., best first. No header line.
+        Of an embedding model: {"embedding": [...]} for each image, or a row of its numbers.
     """
     if kind == JSON:
         return json.dumps({"predictions": found, "model": model, "version": version}).encode()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([[item[key] for item in row["top"] for key in ("label", "score")] for row in found])
+    for row in found:
+        ranked = [item[key] for item in row.get("top", ()) for key in ("label", "score")]
+        writer.writerow(row.get("embedding", ranked))
     return text.getvalue().encode()

@@ -51,10 +51,13 @@ def build(service: Service, ui: bool = True) -> Starlette:
         top = _top(request, len(service.description.labels))
         header = request.headers.get("content-type", "")
         async with RequestBody(request, service) as body:
-            logits, request.state.summary = await service.run(
+            values, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, header, body), request.receive
             )
-        found = answers.predictions(logits, service.description.labels, top)
+        if service.description.output.embeds:
+            found = answers.embeddings(values)
+        else:
+            found = answers.predictions(values, service.description.labels, top)
         return Response(
             answers.write(accept, found, service.description.name, service.description.version), media_type=accept
         )
@@ -65,7 +68,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
         Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
         *v2.Protocol(service).routes(lambda handler: observed(service, "v2", handler)),
     ]
-    if ui:
+    if ui and not service.description.output.embeds:  # the page shows labels
         routes.append(Route("/", _page(service), methods=["GET"]))
     handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _http_error, Exception: _bug}
     return Starlette(routes=routes, exception_handlers=handlers)

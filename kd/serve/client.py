@@ -149,6 +149,9 @@ def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None
             raise DataError("--data", f"the endpoint refuses every image in '{folder}'", "", "See its log for why")
     finally:
         endpoint.close()
+    if "embedding" in content["predictions"][0]:
+        wrong = f"'{url}' serves an embedding model, which has no labels to be right about"
+        raise KdError("--endpoint", wrong, "An endpoint of a classifier", "Evaluate the run: kd-evaluate RUN")
     labels = {entry["label"] for entry in content["predictions"][0]["top"]}
     unknown = sorted({label for _, label in files} - labels)
     if unknown:

@@ -16,8 +16,22 @@ import numpy as np
 from kd.errors import MissingExtra, ModelError
 
 Engine = Callable[[np.ndarray], np.ndarray]
-"""Maps uint8 [B, 3, S, S] to logits [B, C]. Thread-safe."""
+"""Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
 ENDINGS = {"model.onnx": "", "model.int8.onnx": "-int8", "openvino.xml": "-openvino"}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the graph returns for an image."""
+
+    name: str
+    """"logits" of the labels, or "embedding": a vector of length 1."""
+    width: int
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it is an embedding model, which has no labels."""
+        return self.name == "embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class Model:
     version: str
     """First digits of the weights' hash, then the kind of graph unless it is model.onnx."""
     labels: tuple[str, ...]
+    output: Output
     size: int
     """Side of the crop, pixels."""
     crop: float
@@ -45,8 +60,9 @@ class Model:
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
                 raise _invalid_export(f"the graph fails on a grey image ({_first_line(error)})") from error
-            if shape != (1, len(self.labels)):
-                raise _invalid_export(f"the graph returns {shape}, but there are {len(self.labels)} labels")
+            if shape != (1, self.output.width):
+                wrong = f"the graph returns {shape}, but manifest.json says {self.output.width} {self.output.name}"
+                raise _invalid_export(wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,7 @@ class Description:
     name: str
     version: str
     labels: tuple[str, ...]
+    output: Output
     size: int
     crop: float
     files: dict[str, str]
@@ -74,7 +91,10 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
     try:
         size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
         files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
-        labels = tuple(map(str, config["label_names"]))
+        given = manifest.get("output", {"name": "logits"})  # older exports: logits alone
+        embeds = given["name"] == "embedding"
+        labels = () if embeds else tuple(map(str, config["label_names"]))
+        output = Output(str(given["name"]), int(given["width"]) if embeds else len(labels))
         name, version = str(manifest["name"]), str(manifest["version"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
@@ -87,7 +107,7 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
             "--file", f"'{folder}' has no '{file}'", f"There is {there}", f"Export anew: kd-export RUN{option}"
         )
     _read_verified(folder, "config.json", files)
-    return Description(folder, file, name, version + ENDINGS[file], labels, size, crop, files)
+    return Description(folder, file, name, version + ENDINGS[file], labels, output, size, crop, files)
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
@@ -113,7 +133,8 @@ def load(description: Description, threads: int, slots: int) -> Model:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
         raise _invalid_export(f"'{description.file}' cannot be loaded ({_first_line(error)})") from error
-    return Model(description.name, description.version, description.labels, description.size, description.crop, engine)
+    given = description
+    return Model(given.name, given.version, given.labels, given.output, given.size, given.crop, engine)
 
 
 def _onnx(content: bytes, threads: int) -> Engine:
@@ -124,7 +145,7 @@ def _onnx(content: bytes, threads: int) -> Engine:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return lambda pixels: session.run(["logits"], {"image": pixels})[0]
+    return lambda pixels: session.run(None, {"image": pixels})[0]
 
 
 def _openvino(content: bytes, weights: bytes, threads: int, slots: int) -> Engine:

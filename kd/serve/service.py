@@ -126,7 +126,7 @@ class Service:
         self.in_flight -= 1
 
     def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, str]:
-        """Return the logits [B, C] of the images in a body, and a summary for the log. Blocks.
+        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
 
         Raises:
             Problem: 400, 413, 415 or 422.

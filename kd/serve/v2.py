@@ -66,13 +66,13 @@ class Protocol:
         self._check_names(request)
         description = self.description
         image = {"name": "image", "datatype": "UINT8", "shape": [-1, 3, description.size, description.size]}
-        logits = {"name": "logits", "datatype": "FP32", "shape": [-1, len(description.labels)]}
+        output = {"name": description.output.name, "datatype": "FP32", "shape": [-1, description.output.width]}
         platform = "openvino_ir" if description.file.endswith(".xml") else "onnxruntime_onnx"
         facts = {"name": description.name, "versions": [description.version], "platform": platform}
-        return JSONResponse({**facts, "inputs": [image], "outputs": [logits]})
+        return JSONResponse({**facts, "inputs": [image], "outputs": [output]})
 
     async def infer(self, request: Request) -> Response:
-        """Return the logits of uint8 images."""
+        """Return the logits, or the vectors, of uint8 images."""
         self._check_names(request)
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -90,11 +90,12 @@ class Protocol:
 def _infer(service: Service, model: Model, body: bytes) -> bytes:
     start = time.perf_counter()
     content = parse_json(body, _values(model.size, service.limits.max_images))
-    pixels, identity = _tensor(content, model.size, service.limits.max_images), _identity(content)
-    logits = np.concatenate([model.engine(image[None]) for image in pixels])
+    pixels, identity = _tensor(content, model, service.limits.max_images), _identity(content)
+    values = np.concatenate([model.engine(image[None]) for image in pixels])
     service.metrics.stage("infer", time.perf_counter() - start)
     service.metrics.images(len(pixels))
-    output = {"name": "logits", "datatype": "FP32", "shape": list(logits.shape), "data": logits.ravel().tolist()}
+    shape, data = list(values.shape), values.ravel().tolist()
+    output = {"name": model.output.name, "datatype": "FP32", "shape": shape, "data": data}
     answer = {"model_name": model.name, "model_version": model.version, "outputs": [output]}
     if identity is not None:
         answer["id"] = identity
@@ -146,12 +147,13 @@ def _flat(data: Any, shape: list[int]) -> np.ndarray:
     return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
 
 
-def _tensor(content: Any, size: int, max_images: int) -> np.ndarray:
+def _tensor(content: Any, model: Model, max_images: int) -> np.ndarray:
     """Return the one input of a request, uint8 [B, 3, S, S].
 
     Raises:
         Problem: 400, 413.
     """
+    size, name = model.size, model.output.name
     inputs = content.get("inputs") if isinstance(content, dict) else None
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
         raise Problem(400, "`inputs` must be a list of one tensor.")
@@ -164,8 +166,8 @@ def _tensor(content: Any, size: int, max_images: int) -> np.ndarray:
     if shape[0] > max_images:
         raise Problem(413, f"There are more than {max_images} images in the request.")
     wanted = content.get("outputs") or []
-    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != "logits" for o in wanted):
-        raise Problem(400, "The only output is `logits`.")
+    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != name for o in wanted):
+        raise Problem(400, f"The only output is `{name}`.")
     try:
         return _flat(given.get("data"), shape)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,23 +11,28 @@ import torch
 from torch import nn
 
 from kd import parts
-from kd.config.schema import BackendSection, LossSection, OptimizerSection, RunSection, StudentSection
+from kd.config.schema import BackendSection, OptimizerSection, RunSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
+from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
+from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.cache import open_cache
-from kd.setup.data import BatchSplit, Data, loaders, split_batch, views
+from kd.setup.data import BatchSplit, Data, evaluation_loader, evenly_spaced, loaders, split_batch, views
 from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
-from kd.setup.student import apply_mode, build_criterion, build_student, choose_student
+from kd.setup.student import apply_mode, build_criterion, build_student, choose_student, sizes
 from kd.setup.teacher import TeacherReport, choose_teacher
-from kd.types import Dims
+from kd.types import Plan
+
+BANK = 10_000
+"""Training images at most, evenly spaced, that an embedding student's neighbours are looked for among."""
 
 
 @contextmanager
@@ -94,7 +99,7 @@ def assemble(
     teacher: Teacher,
     loader: Loader,
     sifter: Sifter,
-    evaluator: Evaluator,
+    evaluator: Evaluator | EmbeddingEvaluator,
     store: RunStore,
     logger: Logger,
 ) -> Run:
@@ -167,7 +172,7 @@ def build_run(
     provisional = provisional_batch(len(data.train), backend) if searching else chosen.batch_size
     split = split_batch(recipe.data, backend.world_size, len(data.train), provisional)
     session = Session(backend, data, split)
-    distillation = _distillation(recipe.student, recipe.losses, seed, data, teacher, recipe.features)
+    distillation = _distillation(recipe, data, teacher)
     distillation.to(backend.device)
 
     visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
@@ -176,7 +181,8 @@ def build_run(
     report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
     answering: Teacher = report.live if reads else NoTeacher()
     if teacher is not None and kept and reads:
-        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session)
+        answers = len(data.classes) if recipe.reads.teacher_logits else 0
+        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)
     apply_mode(mode.mode, distillation, backend)
@@ -198,15 +204,51 @@ def build_run(
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = Evaluator(
-        backend, val_loader, plan, report.live.validation(), teacher is not None, len(data.classes), data.labelled
-    )
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
-    facts = {"choices": chosen.record(), "measured_ms": measured, "batch": str(split), "workers": loader.workers}
+    facts = {
+        "decides": evaluator.decides,
+        "choices": chosen.record(),
+        "measured_ms": measured,
+        "batch": str(split),
+        "workers": loader.workers,
+    }
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
+
+
+def _evaluator(
+    recipe: Recipe,
+    session: Session,
+    distillation: Distillation,
+    live: Teacher,
+    teacher: TeacherModel | None,
+    loader: Loader,
+    plan: Plan,
+) -> Evaluator | EmbeddingEvaluator:
+    """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
+    backend, data, reads = session.backend, session.data, recipe.reads
+    classes = len(data.classes)
+    if reads.student_logits:
+        answers = teacher is not None and reads.teacher_logits
+        return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
+    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
+    members = len(getattr(teacher, "members", [teacher]))
+    return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
+
+
+def bank_split(session: Session, seed: int, timeout_seconds: float) -> Split:
+    """Return training images without augmentation, up to `BANK`, for evaluations to search in."""
+    data, backend, split = session.data, session.backend, session.split
+    source, section = (data.kept or (data.train, data.val))[0], data.section
+    shown = Views(source, data.evaluate(), section.image_size, seed, on_corrupt=section.on_corrupt)
+    batch = split.eval_batch * split.world_size
+    loader = evaluation_loader(shown, section, split, backend, timeout_seconds)
+    ids = torch.tensor(evenly_spaced(len(source), BANK))
+    plan = evaluation_plan(len(ids), batch)
+    return Split(loader, replace(plan, ids=ids[plan.ids]))
 
 
 def _with_threads(chosen: Choices, backend: Backend) -> Choices:
@@ -217,18 +259,13 @@ def _with_threads(chosen: Choices, backend: Backend) -> Choices:
     return replace(chosen, threads=torch.get_num_threads())
 
 
-def _distillation(
-    section: StudentSection,
-    losses: Sequence[LossSection],
-    seed: int,
-    data: Data,
-    teacher: TeacherModel | None,
-    features: frozenset[str],
-) -> Distillation:
+def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> Distillation:
     """Build the student and what it minimizes as one module."""
-    student = build_student(section, seed, data.classes, data.section.image_size, bool(features))
-    dims = Dims(len(data.classes), student.num_features, teacher.num_features if teacher is not None else 0)
-    return Distillation(student, build_criterion(losses, dims, seed, data.labelled_share()))
+    classes, size, reads = data.classes, data.section.image_size, recipe.reads
+    student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
+    dims = sizes(len(classes), student, teacher, size)
+    shares = getattr(teacher, "shares", (1.0,))
+    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

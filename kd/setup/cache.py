@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 
 from kd.config.schema import TeacherSection
 from kd.contracts import Teacher, TeacherModel
-from kd.errors import CorruptImage, ModelError
+from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
+from kd.models.classifier import feature_shapes
 from kd.setup.data import Data, evenly_spaced, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
 from kd.setup.teacher import TeacherReport
-from kd.storage import hashed_folder
+from kd.storage import hashed_folder, record_bytes
 from kd.types import Batch
 
 CHECKED = 16
@@ -38,9 +40,9 @@ log = logging.getLogger("kd")
 
 
 def cache_identity(
-    section: TeacherSection, model: dict[str, Any], numerics: str, data: Data, seed: int
+    section: TeacherSection, model: dict[str, Any], numerics: str, data: Data, seed: int, kept: Codec
 ) -> dict[str, Any]:
-    """Return all that the stored logits depend on, by name; JSON values.
+    """Return all that the stored outputs depend on, by name; JSON values.
 
     Args:
         section: of the configuration.
@@ -48,8 +50,9 @@ def cache_identity(
         numerics: of its execution mode.
         data: the training split, and what its images go through.
         seed: of the run, which the views depend on.
+        kept: what a record holds.
     """
-    return {
+    made_from: dict[str, Any] = {
         **model,
         "precision": numerics,
         "transform": data.transform(),
@@ -58,19 +61,41 @@ def cache_identity(
         "classes": list(data.classes),
         "seed": seed,
         "dtype": section.cache.dtype,
-        "topk": codec(section, len(data.classes)).topk,
+        "topk": kept.topk,
     }
+    if kept.features:
+        made_from["features"] = {name: list(shape) for name, shape in kept.features.items()}
+    if not kept.num_classes:  # labels and their names play no part
+        del made_from["classes"]
+    return made_from
 
 
-def codec(section: TeacherSection, classes: int) -> Codec:
-    """Return how logits of so many classes are kept."""
+def codec(section: TeacherSection, classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
+    """Return how logits of so many classes, and features of these shapes, are kept."""
     cache = section.cache
     topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
-    return Codec(classes, cache.dtype, topk if topk < classes else 0)
+    return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
+
+
+def price(section: TeacherSection, kept: Codec, num_images: int) -> str:
+    """Say how large a whole cache becomes.
+
+    Raises:
+        ConfigError: larger than `teacher.cache.max_gb`.
+    """
+    views, size = section.cache.views, record_bytes(kept.record.itemsize)
+    total = views * num_images * size / 1e9
+    arrays = ", ".join(f"{name} {list(shape)}" for name, shape in kept.features.items()) or "logits"
+    text = f"{total:.3g} GB for {views} views of {num_images} images, {size / 1e3:.3g} kB each ({arrays})"
+    if total > section.cache.max_gb:
+        remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
+        allowed = f"At most {section.cache.max_gb:g} GB (teacher.cache.max_gb)"
+        raise ConfigError("teacher.cache.max_gb", f"the cache would take {text}", allowed, remedy)
+    return text
 
 
 def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
-    """Return how far a stored logit may lie from a computed one, as a share of the largest."""
+    """Return how far a stored value may lie from a computed one, as a share of the largest."""
     if mode.quantized:
         return QUANTIZED_TOLERANCE
     if mode.precision == "bf16":
@@ -80,7 +105,13 @@ def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
 
 
 def open_cache(
-    section: TeacherSection, run_folder: str, seed: int, report: TeacherReport, model: TeacherModel, session: Session
+    section: TeacherSection,
+    run_folder: str,
+    seed: int,
+    report: TeacherReport,
+    model: TeacherModel,
+    session: Session,
+    classes: int,
 ) -> CachedTeacher:
     """Put the cache of a configuration before the live teacher.
 
@@ -93,24 +124,30 @@ def open_cache(
         report: the live teacher and its mode.
         model: the loaded teacher.
         session: backend and data.
+        classes: of the teacher's logits; 0: they are not read, and not kept.
 
     Raises:
+        ConfigError: it would be larger than allowed.
         ModelError: a record is not what the teacher answers.
         RunError: the cache was made from something else (the field is named), or its folder cannot be used.
     """
     backend, data, path = session.backend, session.data, section.cache.path
     mode = ExecutionMode.parse(report.mode)
-    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed)
+    kept = codec(section, classes, feature_shapes(model, session.image_size))
+    size = price(section, kept, len(data.train))
+    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed, kept)
     name = Path(section.model).name.replace(":", "_")
     folder = Path(path) if path else hashed_folder(Path(run_folder) / "caches", name, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
     if backend.rank == 0 and not writable:
         log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
+    if backend.rank == 0 and kept.features:
+        log.info("teacher.cache: %s", size)
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):
-            store = open_store(folder, made_from, codec(section, len(data.classes)), len(data.train), writable)
+            store = open_store(folder, made_from, kept, len(data.train), writable)
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
@@ -127,50 +164,58 @@ def check_records(cached: CachedTeacher, seed: int, session: Session, tolerance:
     Raises:
         ModelError: a record is not what the teacher answers now; on all ranks.
     """
-    backend, found = session.backend, [0.0, 0.0]
+    backend, found = session.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
     ids = _records(cached.store) if backend.rank == 0 else []
     if cached.fixed_shape:
         ids = [ids[number % len(ids)] for number in range(session.split.micro_batch)] if ids else []
     batch = _batch(ids, session.data, seed)
     if batch is not None:
-        found = list(compare(cached.store, cached.live, batch.to(backend.device)))
-    difference, largest = backend.reduce_sum(torch.tensor(found, device=backend.device)).tolist()
-    require_close(cached.store, 0, difference, largest, tolerance)
+        found |= compare(cached.store, cached.live, batch.to(backend.device))
+    shared = backend.reduce_sum(torch.tensor(list(found.values()), device=backend.device)).tolist()
+    require_close(cached.store, 0, dict(zip(found, shared, strict=True)), tolerance)
 
 
-def compare(store: Store, live: Teacher, batch: Batch) -> tuple[float, float]:
-    """Return the largest |stored logit - live teacher's| of a batch on the device, and the largest |logit|.
+def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float, float]]:
+    """Return for each stored array the largest |stored - live teacher's| of a batch on the device, and the largest.
 
-    Images of weight 0, without a record, or changed since it was made do not count. Both are 0.0 where none is left.
+    Images of weight 0, without a record, or changed since it was made do not count. Empty where none is left.
     """
     parts, whole, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
     rows = torch.from_numpy(whole) & (batch.weight > 0).cpu()
     if not rows.any():
-        return 0.0, 0.0
-    logits_BC = live(batch).logits.float().cpu()[rows]
-    return store.codec.difference([part[rows] for part in parts], logits_BC), logits_BC.abs().max().item()
+        return {}
+    outputs = live(batch).map(lambda tensor: tensor.float().cpu()[rows])
+    return store.codec.differences([part[rows] for part in parts], outputs)
 
 
-def require_close(store: Store, view: int, difference: float, largest: float, tolerance: float) -> None:
-    """Require that a stored logit is the teacher's, up to rounding.
+def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Require that what is stored is the teacher's, up to rounding.
+
+    Args:
+        store: of the records.
+        view: of the images.
+        found: for each array the largest difference and the largest value.
+        tolerance: largest difference, as a share of the largest value.
 
     Raises:
         ModelError: it is not, or it is not a number.
     """
-    if not difference <= tolerance * max(1.0, largest):
-        raise ModelError(
-            "teacher.cache.path",
-            f"'{store.folder}', view {view}: a stored logit differs by {difference:.3g} from what the teacher "
-            "computes now",
-            f"At most {tolerance:g} of the largest logit ({largest:.3g})",
-            "Remove the folder, or choose another teacher.cache.path",
-        )
+    for name, (difference, largest) in found.items():
+        if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
+            what = "logit" if name == "logits" else f"value of '{name}'"
+            raise ModelError(
+                "teacher.cache.path",
+                f"'{store.folder}', view {view}: a stored {what} differs by {difference:.3g} from what the teacher "
+                "computes now",
+                f"At most {tolerance:g} of the largest ({largest:.3g})",
+                "Remove the folder, or choose another teacher.cache.path",
+            )
 
 
 def _records(store: Store) -> list[int]:
     """Return up to `CHECKED` ids with a whole record of view 0, evenly spaced."""
     ids = np.asarray(evenly_spaced(store.num_images, SEARCHED))
-    ids = ids[store.parts(0, ids.tolist())[1]]
+    ids = ids[store.whole(0, ids.tolist())]
     if not len(ids) and store.num_images > SEARCHED:
         ids = np.setdiff1d(np.arange(store.num_images), store.missing(0))
     return ids[evenly_spaced(len(ids), CHECKED)].tolist()

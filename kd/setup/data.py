@@ -242,16 +242,32 @@ def loaders(
     Raises:
         RunError: the batches of their workers do not fit into the shared memory.
     """
-    count = default_workers(backend) if section.workers == "auto" else int(section.workers)
-    place = (backend.rank, backend.world_size, count)
-    pin = backend.device.type == "cuda"
-    common = {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
+    count = _workers(section, backend)
+    place, common = (backend.rank, backend.world_size, count), _loading(section, backend, timeout_seconds)
     train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
-    val = LocalLoader(both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
     needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
     require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
     return train, val
+
+
+def evaluation_loader(
+    shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
+) -> LocalLoader:
+    """Build a loader of this rank's batches of an evaluation."""
+    place = (backend.rank, backend.world_size, _workers(section, backend))
+    common = _loading(section, backend, timeout_seconds)
+    return LocalLoader(shown, split.eval_batch * split.world_size, 1, *place, **common)
+
+
+def _workers(section: DataSection, backend: Backend) -> int:
+    return default_workers(backend) if section.workers == "auto" else int(section.workers)
+
+
+def _loading(section: DataSection, backend: Backend, timeout_seconds: float) -> dict[str, Any]:
+    pin = backend.device.type == "cuda"
+    return {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
 
 
 # ---------------------------------------------------------------------------------------------------------- store

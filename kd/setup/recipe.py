@@ -21,7 +21,7 @@ from kd.config.schema import (
     StudentSection,
     TeacherSection,
 )
-from kd.config.validate import needs
+from kd.config.validate import Reads, needs, reads
 from kd.contracts import Backend
 from kd.parts import default_options
 from kd.references import Referenced
@@ -49,6 +49,8 @@ class Recipe:
     losses: tuple[LossSection, ...]
     needs: frozenset[str]
     """What the losses need: "teacher", "hard_labels", names of features such as "pooled"."""
+    reads: Reads
+    """Which outputs of both models the losses read."""
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
@@ -81,6 +83,7 @@ class Recipe:
             "teachers": teachers,
             "fits": {where: teacher_fit(config, teachers[where]) for where in unfitted},
             "needs": frozenset().union(*needs(config.losses)),
+            "reads": reads(config.losses),
             "baseline": labels_only(config) if run.baseline else None,
             "yaml": configuration.dump(config) + "".join(f"# sha256 {each} {text}\n" for each, text in hashed),
             "keys": keys,
@@ -88,11 +91,6 @@ class Recipe:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that losses need, by name: "pooled"."""
-        return self.needs - {"teacher", "hard_labels"}
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:

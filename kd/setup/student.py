@@ -3,54 +3,95 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from kd import parts
 from kd.config.schema import LossSection, StudentSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
-from kd.models.classifier import Classifier, compile_forward, set_attention
+from kd.models.classifier import Classifier, compile_forward, feature_shapes, set_attention
 from kd.models.load import Spec, load
 from kd.seeds import seed_from
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
 from kd.setup.recipe import Session
 from kd.setup.trial import Table, Trial, Work, trial_images
-from kd.types import Dims
+from kd.types import NOT_FEATURES, Dims
 
 
 def build_student(
-    section: StudentSection, seed: int, classes: Sequence[str], image_size: int, features: bool = False
+    section: StudentSection, seed: int, classes: Sequence[str], image_size: int, features: Collection[str] = ()
 ) -> Classifier:
-    """Build the student; its random weights are a function of the run's seed."""
+    """Build the student; its random weights are a function of the run's seed.
+
+    Args:
+        section: of the configuration.
+        seed: of the run.
+        classes: class names; empty: an embedding model, without a classifier.
+        image_size: of the data, pixels.
+        features: names of the features to return beside the logits.
+    """
     torch.manual_seed(seed_from(seed, "student"))
-    spec = Spec("student", section.model, section.args, classes, section.checkpoint, section.init == "pretrained")
+    started, logits = section.init == "pretrained", bool(classes)
+    spec = Spec("student", section.model, section.args, classes, section.checkpoint, started, logits=logits)
     return load(spec, image_size, features)
 
 
-def build_criterion(losses: Sequence[LossSection], dims: Dims, seed: int, labelled: float = 1.0) -> Criterion:
+def sizes(num_classes: int, student: Classifier, teacher: TeacherModel | None, image_size: int) -> list[Dims]:
+    """Return the sizes from which losses build projectors, one for each teacher."""
+    own = feature_shapes(student, image_size)
+    members: Any = getattr(teacher, "members", [teacher])
+    found = [feature_shapes(member, image_size) if member is not None else {} for member in members]
+    none = (0, 0)
+    return [
+        Dims(
+            num_classes,
+            own.get("pooled", (0,))[0],
+            theirs.get("pooled", (0,))[0],
+            own.get("tokens", none),  # type: ignore[arg-type]
+            theirs.get("tokens", none),  # type: ignore[arg-type]
+        )
+        for theirs in found
+    ]
+
+
+def build_criterion(
+    losses: Sequence[LossSection],
+    dims: Sequence[Dims],
+    seed: int,
+    shares: Sequence[float] = (1.0,),
+    labelled: float = 1.0,
+) -> Criterion:
     """Build the loss terms; what they learn starts from the run's seed.
+
+    A term on features is built once for each of several teachers, with a projector for each (arXiv:2312.06709).
 
     Args:
         losses: of the configuration.
-        dims: sizes of both models.
+        dims: for each teacher.
         seed: of the run.
+        shares: of each teacher in a term on features; their sum is 1.
         labelled: share of the training images that have a label.
 
     Raises:
         ModelError: a term needs features that a model does not have.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
-    built = [
-        parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
-        for i, section in enumerate(losses)
-    ]
-    terms = [(section.kind, section.weight, term) for section, term in zip(losses, built, strict=True)]
-    return Criterion(terms, labelled)
+    terms, members = [], []
+    for i, section in enumerate(losses):
+        for member, share in enumerate(shares):
+            term = parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[member])
+            on_features = bool(term.needs - NOT_FEATURES)
+            terms.append((section.kind, section.weight * (share if on_features else 1.0), term))
+            members.append(member)
+            if not on_features:
+                break
+    return Criterion(terms, members, labelled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -38,11 +38,12 @@ def load_teacher(
     section: TeacherSection,
     classes: Sequence[str] | None,
     image_size: int,
-    features: frozenset[str] = frozenset(),
+    features: Collection[str] = (),
     folder: str = "",
     on_meta: bool = False,
     where: str = "teacher",
     images: Images | None = None,
+    logits: bool = True,
 ) -> TeacherModel:
     """Load one teacher with its weights; its classes must be the data's.
 
@@ -56,11 +57,12 @@ def load_teacher(
         on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
         images: that it is asked about, for a teacher that answers by name.
+        logits: whether a loss reads them; False: it is loaded without a classifier, for its features.
     """
     kind, options, own = section.kind, section.options, not section.checkpoint
-    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, exact_head=True, images=images)
+    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits)
     if folder:
-        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True)
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits)
     context: Any = {"image_size": image_size, "features": features}
     if not on_meta:
         model = parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
@@ -133,7 +135,7 @@ def choose_teacher(
 
     def work(name: str) -> Work:
         live = factory(name)
-        return lambda: live(batch).logits
+        return lambda: live(batch).main
 
     table, summary, name = {}, "", recorded or named_mode(section, backend) or (PLAIN[1] if model.runs_in else "")
     if not name:
@@ -167,7 +169,7 @@ def candidates(section: TeacherSection, best: str, model: TeacherModel, backend:
     if section.shard or section.pipeline or backend.fixed_mode:
         return []
     names = []
-    exact = section.precision in ("auto", "fp32") and not getattr(model, "with_features", False)
+    exact = section.precision in ("auto", "fp32") and not getattr(model, "features", ())
     if section.runtime == "auto" and backend.device.type == "cpu" and exact:
         names = [str(ExecutionMode("fp32", runtime)) for runtime in RUNTIMES if installed(runtime)]
     return [*names, f"{best}+compiled"] if section.compile == "auto" else names
@@ -219,7 +221,7 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
     images = validation_images(session.data)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
-    reference_BC, logits_BC = factory(PLAIN[1])(batch).logits, live(batch).logits
+    reference_BC, logits_BC = factory(PLAIN[1])(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
     spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}

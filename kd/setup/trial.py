@@ -74,7 +74,7 @@ class Trial:
 
     def ask(self) -> torch.Tensor:
         """Run the teacher."""
-        return self.teacher(self.batch).logits
+        return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Run the student's forward and backward, and an optimizer's step where one is given; return the loss."""

@@ -6,7 +6,7 @@ Not a part (the name begins with an underscore).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,18 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[str, .
         where, names or [*spec.classes[:count], *("?" for _ in range(count - len(spec.classes)))], spec.classes
     )
     return tuple(spec.classes)
+
+
+def require_kind_of_features(spec: Spec, features: Collection[str], kind: str) -> None:
+    """Require that the losses need logits, or pooled features alone: such a teacher has one output.
+
+    Raises:
+        ModelError: they need more.
+    """
+    if (spec.logits and features) or set(features) - {"pooled"}:
+        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"is {kind}, which has one output, but the losses need {asked}"
+        raise ModelError(f"{spec.where}.kind", wrong, "Losses on logits, or losses on pooled features", "Take others")
 
 
 def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:

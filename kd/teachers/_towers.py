@@ -216,8 +216,7 @@ class TowerTeacher(Classifier):
 
     def __init__(self, network: Tower, features: Collection[str], **described: Any) -> None:
         """Wrap a tower; `described` are the arguments of a Classifier."""
-        super().__init__(network, **described)
-        self.features = tuple(sorted(features))
+        super().__init__(network, features=features, **described)
 
     def forward(self, image: Tensor) -> Outputs:
         """Answer for uint8 images [B, 3, H, W]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ class TableTeacher(nn.Module):
         return copy.copy(self)  # nothing here changes, and a table may be large
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> TableTeacher:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
     """Read the table and find the row of each image.
 
     Raises:
@@ -93,9 +93,9 @@ def build(options: Options, spec: Spec, image_size: int, features: frozenset[str
         raise ModelError(f"{spec.where}.kind", "is answers, which needs images with names", "", "")
     table = read(spec.model, where)
     _check_views(spec.where, table, spec.images)
-    wants_logits = spec.classes is None or len(spec.classes) > 0
-    if wants_logits != (table.meaning == "logits") or features - {"pooled"}:
-        asked = "logits" if wants_logits else "pooled features" if not features - {"pooled"} else ", ".join(features)
+    wants_logits = spec.logits
+    if wants_logits == (table.meaning == "embeddings") or set(features) - ({"pooled"} if not wants_logits else set()):
+        asked = " and ".join([*["logits"][: int(wants_logits)], *sorted(features)])
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
         raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
     names, values = list(table.names), table.values

@@ -7,7 +7,7 @@ normalize inside.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,14 @@ from kd.errors import ModelError
 from kd.models.classifier import resized
 from kd.models.load import Spec
 from kd.models.onnx import graph_files, open_session
-from kd.teachers._shared import check_normalization, named, require_logits, require_normalization, to_logits
+from kd.teachers._shared import (
+    check_normalization,
+    named,
+    require_kind_of_features,
+    require_logits,
+    require_normalization,
+    to_logits,
+)
 from kd.types import Outputs
 
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -140,13 +147,14 @@ class GraphTeacher(nn.Module):
         return self  # a session cannot be copied, and nothing here changes
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> GraphTeacher:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
     """Open the graph and ask it once.
 
     Raises:
         ModelError: no such file, a graph that is not from images to answers, other classes than the data's.
         MissingExtra: onnxruntime is not installed.
     """
+    require_kind_of_features(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
@@ -157,7 +165,7 @@ def build(options: Options, spec: Spec, image_size: int, features: frozenset[str
     made = GraphTeacher(path, options, spec.where, image_size)
     noise = torch.randint(256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0))
     first = made.answer(noise.to(torch.uint8))
-    if spec.classes is not None and not len(spec.classes):
+    if not spec.logits:
         made.features = tuple(features)
         made.num_features = first.flatten(1).shape[1]
         return made

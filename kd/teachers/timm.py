@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kd.models.classifier import Classifier
@@ -13,10 +14,10 @@ class Options:
     """No options beside those of every teacher."""
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> Classifier:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
     """Load the classifier.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
-    return load(spec, image_size, bool(features))
+    return load(spec, image_size, features)

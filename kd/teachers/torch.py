@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from kd.teachers._shared import (
     check_normalization,
     found_function,
     named,
+    require_kind_of_features,
     require_logits,
     require_normalization,
     to_logits,
@@ -86,12 +88,13 @@ class Embedder(Classifier):
         return self.width
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> Classifier:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
     """Build the module, load its weights, and ask it once.
 
     Raises:
         ModelError: no such function, weights that do not fit, answers that are no logits of the data's classes.
     """
+    require_kind_of_features(spec, features, "torch")
     function = found_function(spec)
     require_normalization(spec.where, options.mean)
     try:
@@ -115,7 +118,7 @@ def build(options: Options, spec: Spec, image_size: int, features: frozenset[str
     with torch.no_grad():
         noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         first = main_output(inner(noise), f"{spec.where}.model")
-    if spec.classes is not None and not len(spec.classes):
+    if not spec.logits:
         return Embedder(network, first.flatten(1).shape[1], **common)
     require_logits(spec, first, options.outputs)
     names = named(spec, first.shape[1], (), options.classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class Options:
     than the model's `id2label`."""
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> TowerTeacher:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TowerTeacher:
     """Load the model with its own normalization and input size.
 
     Raises:
@@ -35,7 +36,7 @@ def build(options: Options, spec: Spec, image_size: int, features: frozenset[str
     common: dict[str, Any] = {**shown, "architecture": architecture, "features": features}
     patch = getattr(vision, "patch_size", 0)
     patch = patch if isinstance(patch, int) else 0
-    if spec.classes is not None and not len(spec.classes):
+    if not spec.logits:
         auto = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}.get(config.model_type)
         config = vision if auto else config
         projected = config.model_type.startswith("clip")

@@ -7,7 +7,7 @@ SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Nearest(nn.Module):
         return self.scale * image_BD @ self.vectors.T.to(image_BD.dtype)  # type: ignore[operator]
 
 
-def build(options: Options, spec: Spec, image_size: int, features: frozenset[str]) -> Classifier:
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
     """Load the image tower, and make or read the classes' vectors.
 
     Raises:
@@ -77,7 +77,7 @@ def build(options: Options, spec: Spec, image_size: int, features: frozenset[str
     if config.model_type not in TOWERS:
         wrong = f"'{spec.model}' is a {config.model_type}"
         raise ModelError(f"{spec.where}.model", wrong, f"One of: {', '.join(TOWERS)}", "Choose a model with texts")
-    if features or (spec.classes is not None and not len(spec.classes)):
+    if features or not spec.logits:
         remedy = "Set teacher.kind=transformers for its features"
         raise ModelError(f"{spec.where}.kind", "is zero_shot, which answers with logits", "Losses on logits", remedy)
     shown = preprocessing(spec, hub, config)

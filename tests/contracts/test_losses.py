@@ -22,6 +22,9 @@ from kd.types import Batch, Dims, Outputs
 
 B, C = 6, 5
 STUDENT_D, TEACHER_D = 8, 12
+TOKENS = {STUDENT_D: 4, TEACHER_D: 9}
+"""Grids of 2 x 2 and 3 x 3."""
+FEATURES = {"pooled", "tokens"}
 
 every_loss = pytest.mark.parametrize("name", parts.names("losses"))
 
@@ -29,7 +32,12 @@ every_loss = pytest.mark.parametrize("name", parts.names("losses"))
 def build(name: str, num_classes: int = C) -> nn.Module:
     torch.manual_seed(0)  # initial values of learned parameters are drawn here
     module = parts.find("losses", name, "losses")
-    return module.build(module.Options(), Dims(num_classes, STUDENT_D, TEACHER_D))
+    return module.build(module.Options(), make_dims(num_classes))
+
+
+def make_dims(num_classes: int) -> Dims:
+    tokens = [(TOKENS[width], width) for width in (STUDENT_D, TEACHER_D)]
+    return Dims(num_classes, STUDENT_D, TEACHER_D, *tokens)
 
 
 def make_batch(name: str, num_classes: int = C) -> Batch:
@@ -46,7 +54,12 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
 def make_outputs(width: int, num_classes: int = C, scale: float = 3.0, seed: int = 2) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(B, num_classes, generator=generator)
-    return Outputs(logits, {"pooled": scale * torch.randn(B, width, generator=generator)})
+    shapes = {"pooled": (B, width), "tokens": (B, TOKENS[width], width)}
+    return Outputs(logits, {name: scale * torch.randn(*shape, generator=generator) for name, shape in shapes.items()})
+
+
+def constant_outputs(width: int, num_classes: int) -> Outputs:
+    return make_outputs(width, num_classes).map(torch.zeros_like)
 
 
 def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
@@ -103,7 +116,7 @@ def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
 
 @every_loss
 def test_needs_are_known_words(name):
-    assert build(name).needs <= {"teacher", "pooled", "hard_labels"}
+    assert build(name).needs <= {"teacher", "hard_labels"} | FEATURES
 
 
 @every_loss
@@ -113,8 +126,12 @@ def test_reads_only_its_declared_inputs(name):
     expected_B = loss(student, teacher, batch)
     if "teacher" not in loss.needs:
         teacher = Outputs(torch.full((B, C), math.nan))
-    if "pooled" not in loss.needs:
-        student, teacher = replace(student, features={}), replace(teacher, features={})
+    student, teacher = (
+        replace(outputs, features={name: value for name, value in outputs.features.items() if name in loss.needs})
+        for outputs in (student, teacher)
+    )
+    if loss.needs & FEATURES:
+        student, teacher = (replace(outputs, logits=torch.zeros(B, 0)) for outputs in (student, teacher))
     torch.testing.assert_close(loss(student, teacher, batch), expected_B, rtol=0, atol=0)
 
 
@@ -150,7 +167,7 @@ def test_stays_float32_under_autocast(name):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
     # A learned projector may use bf16 (8 bits of mantissa); logits may not.
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if "pooled" in loss.needs else {"rtol": 0, "atol": 0}
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if loss.needs & FEATURES else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
 
@@ -174,12 +191,12 @@ EXTREMES = {
         replace(make_outputs(TEACHER_D), logits=make_outputs(STUDENT_D, num_classes).logits),
     ),
     "untrained student": lambda num_classes, label: (
-        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, STUDENT_D)}),
+        constant_outputs(STUDENT_D, num_classes),
         make_outputs(TEACHER_D, num_classes, seed=3),
     ),
     "constant logits": lambda num_classes, label: (
-        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, STUDENT_D)}),
-        Outputs(torch.zeros(B, num_classes), {"pooled": torch.zeros(B, TEACHER_D)}),
+        constant_outputs(STUDENT_D, num_classes),
+        constant_outputs(TEACHER_D, num_classes),
     ),
 }
 
@@ -205,13 +222,22 @@ def test_gradient_reaches_the_student_only(name):
     student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    leaf = student.features["pooled"] if "pooled" in loss.needs else student.logits
-    assert leaf is not None
+    leaf = next((student.features[name] for name in loss.needs & FEATURES), student.logits)
     assert leaf.grad is not None
-    assert (leaf.grad != 0).any(dim=1).all(), "an image has no gradient"
+    assert (leaf.grad.flatten(1) != 0).any(dim=1).all(), "an image has no gradient"
     assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
     assert teacher.logits.grad is None
-    assert teacher.features["pooled"].grad is None
+    assert all(value.grad is None for value in teacher.features.values())
+
+
+@every_loss
+def test_a_loss_on_features_tells_how_far_the_models_agree(name):
+    loss, student, teacher = build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    assert hasattr(loss, "agreement") == bool(loss.needs & FEATURES)
+    if loss.needs & FEATURES:
+        agreement_B = loss.agreement(student, teacher)
+        assert agreement_B.shape == (B,)
+        assert (agreement_B.abs() <= 1 + 1e-6).all()
 
 
 @every_loss

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     facts: dict[str, object] = {}
     for name, (model, args, features, micro, dtype) in CASES.items():
         torch.manual_seed(0)
-        whole = load(Spec("teacher", model, args, CLASSES), 32, features)
+        whole = load(Spec("teacher", model, args, CLASSES), 32, ("pooled",) if features else ())
         _unsettle(whole)
         try:
             cut = LiveTeacher(whole, backend.device, dtype, micro, pipeline=backend.pipeline)

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     facts = {}
     for name, (model, args, features, micro, dtype) in CASES.items():
         torch.manual_seed(0)
-        whole = load(Spec("teacher", model, args, CLASSES), 32, features)
+        whole = load(Spec("teacher", model, args, CLASSES), 32, ("pooled",) if features else ())
         _unsettle(whole)
         given = whole if backend.rank == 0 else on_meta(whole)  # the others have no weights to begin with
         sharded = LiveTeacher(given, backend.device, dtype, micro, backend.shard)

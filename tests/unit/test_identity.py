@@ -18,7 +18,7 @@ from kd.jobs._folder import FREE
 from kd.jobs.teach import fit_key
 from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
-from kd.setup.cache import cache_identity
+from kd.setup.cache import cache_identity, codec
 from kd.setup.data import Data, keep_rules
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Recipe
@@ -55,7 +55,7 @@ def test_two_fits_that_differ_never_share_a_teacher(one, other):
 def loaded(classes=("apple", "fig"), **args):
     """Return a teacher whose weights are the same whatever the arguments."""
     sizes = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
-    model = load(Spec("teacher", "vit_tiny_patch16_224", sizes | args, classes), 16, with_features=False)
+    model = load(Spec("teacher", "vit_tiny_patch16_224", sizes | args, classes), 16)
     torch.manual_seed(0)
     for tensor in model.network.state_dict().values():
         tensor.copy_(torch.randn_like(tensor))
@@ -99,10 +99,11 @@ def identities(settings: Config) -> dict[str, Any]:
     shares = [one.weight for one in section.also]
     model = {"architecture": [[one.model, one.args] for one in teachers], "shares": shares}
     data = Data(settings.data, source, source, kept)
+    kept_records = codec(section, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
         "F": {where: fit_key(Recipe(fit), "photos") for where, fit in recipe.fits.items()},
-        "C": cache_identity(section, model, mode.numerics, data, settings.run.seed),
+        "C": cache_identity(section, model, mode.numerics, data, settings.run.seed, kept_records),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {key: value for key, value in recipe.keys.items() if not key.startswith(FREE)},
     }
@@ -204,6 +205,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.cache.path": ("", "elsewhere"),
     "teacher.cache.dtype": ("CR", "fp32"),
     "teacher.cache.topk": ("CR", "2"),
+    "teacher.cache.max_gb": ("", "5"),
     "teacher.shard": ("", "true", *ALONE),
     "teacher.pipeline": ("", "2", *ALONE),
     "teacher.fit.epochs": ("FR", "3"),

@@ -12,11 +12,11 @@ from kd import config
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.engine.run import Run
+from kd.jobs.teach import obtain_teacher
 from kd.report.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.recipe import Recipe
-from kd.setup.teacher import load_teacher
 
 
 class Made(NamedTuple):
@@ -31,7 +31,7 @@ def make(settings) -> Callable[..., Made]:
     def made(*overrides: str, folder: Path | None = None, logger: Any = None) -> Made:
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, Recipe(chosen).features)
+        teacher = obtain_teacher(Recipe(chosen), data, backend)
         store = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
         if isinstance(store, RunDir):
             store.open(config.dump(chosen))

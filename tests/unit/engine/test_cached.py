@@ -163,8 +163,6 @@ def test_only_the_kept_logits_and_the_mass_of_the_rest_are_compared():
 def test_what_cannot_be_cached(make, settings, tmp_path):
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: is 3, but data\.views is 2"):
         make("data.views=2", *keys(tmp_path, views=3))
-    with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: .*features"):
-        make("losses=[{kind: feature}]", *keys(tmp_path))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):
         job.cache(config.load(settings))
 

@@ -34,9 +34,9 @@ def images(size: int = 32, count: int = 3) -> torch.Tensor:
     return torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def family(name: str, with_features: bool) -> Classifier:
+def family(name: str, features: bool) -> Classifier:
     torch.manual_seed(0)
-    return load(Spec("student", name.split()[0], FAMILIES[name], CLASSES), 32, with_features)
+    return load(Spec("student", name.split()[0], FAMILIES[name], CLASSES), 32, ("pooled",) if features else ())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,7 +86,7 @@ def test_another_size_is_resized_like_torchvision(size):
 def test_a_vit_is_built_for_the_datas_size_and_a_cnn_resizes():
     assert family("vit_tiny_patch16_224", False).input_size == 32
     assert family("test_resnet", False).input_size == 160
-    given = load(Spec("student", "vit_tiny_patch16_224", {**TINY, "img_size": 48}, CLASSES), 32, False)
+    given = load(Spec("student", "vit_tiny_patch16_224", {**TINY, "img_size": 48}, CLASSES), 32)
     assert given.input_size == 48
     assert given(images(32)).logits.shape == (3, 5)
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def member(seed: int, size: int = 16, width: int = 24):
     torch.manual_seed(seed)
     args = {"patch_size": 8, "embed_dim": width, "depth": 1, "num_heads": 2, "img_size": size}
-    model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16, False)
+    model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16)
     torch.nn.init.normal_(model.network.head.weight, std=0.5)  # a fresh head says the same of everything
     return model.eval()
 

@@ -22,7 +22,7 @@ CLASSES = ("apple", "fig", "pear")
 
 
 def build(model=NAME, classes=CLASSES, where="teacher", args=TINY, size=16, **more):
-    return load(Spec(where, str(model), args, classes, **more), size, False)
+    return load(Spec(where, str(model), args, classes, **more), size)
 
 
 def exact(model, classes=CLASSES, **more):

@@ -21,7 +21,7 @@ VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
 
 def student(name: str, args: dict, size: int, seed: int = 0) -> Classifier:
     torch.manual_seed(seed)
-    return load(Spec("student", name, args, CLASSES), size, False).eval()
+    return load(Spec("student", name, args, CLASSES), size).eval()
 
 
 def pixels(count: int, size: int) -> np.ndarray:

@@ -26,7 +26,7 @@ ROUNDING = 2e-5
 
 def model(size: int = 16, **args) -> Classifier:
     torch.manual_seed(0)
-    return load(Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size, False)
+    return load(Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size)
 
 
 def batch(count: int = 7, size: int = 16) -> Batch:

@@ -14,9 +14,9 @@ CPU = torch.device("cpu")
 ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "drop_path_rate": 0.5, "proj_drop_rate": 0.5}
 
 
-def model(with_features: bool = False, name: str = "vit_tiny_patch16_224", args=ARGS):
+def model(features=(), name: str = "vit_tiny_patch16_224", args=ARGS):
     torch.manual_seed(0)
-    return load(Spec("teacher", name, args, CLASSES), 16, with_features)
+    return load(Spec("teacher", name, args, CLASSES), 16, features)
 
 
 def batch(count: int = 7) -> Batch:
@@ -39,7 +39,7 @@ def test_the_model_that_was_given_is_not_changed():
 
 
 def test_it_says_what_the_model_in_eval_mode_says():
-    given = model(with_features=True)
+    given = model(features=("pooled",))
     outputs = LiveTeacher(given, CPU)(batch())
     with torch.no_grad():
         expected = given.eval()(batch().image)
@@ -49,14 +49,14 @@ def test_it_says_what_the_model_in_eval_mode_says():
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 7, 100])
 def test_slices_give_what_the_whole_gives(micro_batch):
-    whole = LiveTeacher(model(True), CPU)(batch())
-    sliced = LiveTeacher(model(True), CPU, micro_batch=micro_batch)(batch())
+    whole = LiveTeacher(model(("pooled",)), CPU)(batch())
+    sliced = LiveTeacher(model(("pooled",)), CPU, micro_batch=micro_batch)(batch())
     torch.testing.assert_close(sliced.logits, whole.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6)
 
 
 def test_answers_can_be_used_under_autograd():
-    outputs = LiveTeacher(model(True), CPU)(batch())
+    outputs = LiveTeacher(model(("pooled",)), CPU)(batch())
     assert not outputs.logits.requires_grad
     assert not outputs.logits.is_inference()
     assert not outputs.features["pooled"].is_inference()

@@ -35,7 +35,7 @@ def built(settings, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
     def alone(chosen):
-        features = Recipe(chosen).features
+        features = Recipe(chosen).reads.features
         return load_teacher(chosen.teacher, ("apple", "fig", "pear"), chosen.data.image_size, features)
 
     def make(*overrides, pinned=None, model=alone):

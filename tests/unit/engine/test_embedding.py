@@ -1,0 +1,220 @@
+"""An embedding student: a teacher without classes, live and cached, one and several; neighbours and the probe."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from kd.engine.embedding import STRENGTHS, nearest, ridge
+from kd.engine.loop import train
+from kd.errors import ConfigError, Interrupted, ModelError
+from kd.models.cache import Codec, Store
+from kd.types import Outputs
+
+LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
+LOG = "run.every.log=1"
+
+
+def cached(folder, *more: str) -> list[str]:
+    return ["teacher.cache.views=2", f"teacher.cache.path={folder}", *more]
+
+
+def losses_of(made) -> list[float]:
+    return [row["loss"] for row in made.store.rows if row["kind"] == "train"]
+
+
+def taught(made) -> float:
+    """Return how many training images the teacher was asked for."""
+    return sum(row["teacher_images"] for row in made.store.rows if row["kind"] == "train")
+
+
+def weights_of(made) -> dict[str, Tensor]:
+    return made.run.distillation.state_dict()
+
+
+def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
+    made = make(LOSSES, LOG, "data.views=2", "run.epochs=3")
+    student, criterion = made.run.distillation.student, made.run.distillation.criterion
+    before = made.run.evaluator(student)
+    state = train(made.run)
+    row = [row for row in made.store.rows if row["kind"] == "val"][-1]
+    assert student.num_classes == 0
+    assert not list(student.network.get_classifier().parameters())
+    assert criterion.names == ["cosine", "tokens", "relational"]
+    assert row["agreement"] > before["agreement"] + 0.1
+    assert row["teacher_knn"] == before["teacher_knn"] > 0.6
+    assert made.run.evaluator.decides == "knn"
+    assert state.best == max(row["knn"] for row in made.store.rows if row["kind"] == "val")
+    assert "accuracy" not in made.store.rows[0]
+
+
+def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(make, tmp_path):
+    live = make(LOSSES, LOG, "data.views=2")
+    exact = make(LOSSES, LOG, *cached(tmp_path / "exact", "teacher.cache.dtype=fp32"))
+    rounded = make(LOSSES, LOG, *cached(tmp_path / "rounded"))
+    for made in (live, exact, rounded):
+        train(made.run)
+    assert losses_of(exact) == pytest.approx(losses_of(live), rel=1e-5)
+    assert losses_of(rounded) == pytest.approx(losses_of(live), rel=2**-9)
+    assert losses_of(rounded) != losses_of(live)
+    assert taught(rounded) == 64
+    again = make(LOSSES, LOG, *cached(tmp_path / "rounded"))
+    train(again.run)
+    assert losses_of(again) == losses_of(rounded)
+    assert taught(again) == 0
+
+
+def test_a_resumed_run_computes_the_same_bits(make, tmp_path):
+    keys = [LOSSES, "run.epochs=2", "run.every.checkpoint=3"]
+    whole = make(*keys, *cached(tmp_path / "a"), folder=tmp_path / "whole")
+    train(whole.run)
+    first = make(*keys, *cached(tmp_path / "b"), folder=tmp_path / "parts")
+    calls = iter(range(100))
+    object.__setattr__(first.run, "stop", lambda: next(calls) == 4)
+    with pytest.raises(Interrupted):
+        train(first.run)
+    first.store.close()
+    second = make(*keys, *cached(tmp_path / "b"), folder=tmp_path / "parts")
+    train(second.run)
+    for name, tensor in weights_of(whole).items():
+        assert torch.equal(tensor, weights_of(second)[name]), name
+
+
+def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path):
+    args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    torch.manual_seed(1)
+    network = timm.create_model("vit_tiny_patch16_224", **args, num_classes=7)  # its 7 classes play no part
+    save_file(network.state_dict(), tmp_path / "other.safetensors")
+    given = ", ".join(f"{key}: {value}" for key, value in args.items())
+    other = f"model: vit_tiny_patch16_224, args: {{{given}}}, checkpoint: {tmp_path}/other.safetensors, weight: 3"
+    keys = ("losses=[{kind: cosine}, {kind: tokens}]", f"teacher.also=[{{{other}}}]")
+    made = make(*keys, LOG, *cached(tmp_path / "cache"))
+    criterion = made.run.distillation.criterion
+    assert criterion.names == ["cosine", "cosine_2", "tokens", "tokens_2"]
+    assert criterion.weights == [0.25, 0.75, 0.25, 0.75]
+    assert [term.project.out_features for term in criterion.terms] == [48, 32, 48, 32]
+    train(made.run)
+    values = made.run.evaluator(made.run.distillation.student)
+    assert {"teacher_knn", "teacher_knn_2", "teacher_probe_2"} <= values.keys()
+    live = make(*keys, LOG, "data.views=2")
+    train(live.run)
+    assert losses_of(made) == pytest.approx(losses_of(live), rel=2**-9)
+
+
+def test_a_classifier_may_learn_from_the_features_of_a_teacher_without_classes(make):
+    made = make("losses=[{kind: ce}, {kind: cosine}]", LOG, "run.steps=2")
+    train(made.run)
+    row = made.store.rows[-1]
+    assert made.run.distillation.student.num_classes == 3
+    assert made.run.evaluator.decides == "accuracy"
+    assert "accuracy" in row
+    assert "teacher_accuracy" not in row
+
+
+def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(make, tmp_path):
+    with pytest.raises(ConfigError, match=r"^teacher\.cache\.max_gb: the cache would take .* GB .*tokens \[4, 48\]"):
+        make(LOSSES, *cached(tmp_path / "cache", "teacher.cache.max_gb=0.00001"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_records_of_another_teacher_are_refused(make, tmp_path):
+    train(make(LOSSES, *cached(tmp_path)).run)
+    codec = Codec(0, "fp16", 0, {"pooled": (48,), "tokens": (4, 48)})
+    store = Store(tmp_path, codec, 36, writable=True)
+    ids = store.whole(0, range(36)).nonzero()[0].tolist()
+    pooled, tokens = store.parts(0, ids)[0]
+    assert len(ids) == 32
+    store.write(0, ids, [pooled.numpy(), tokens.numpy() + 1], [0] * len(ids))
+    with pytest.raises(ModelError, match=r"^teacher\.cache\.path: .*value of 'tokens' differs by"):
+        make(LOSSES, *cached(tmp_path))
+
+
+def test_features_beyond_float16_are_an_error_that_names_the_key(make, tmp_path):
+    made = make(LOSSES, *cached(tmp_path))
+    live = made.run.teacher.live
+    forward = live._forward
+    live._forward = lambda image: [part.map(lambda tensor: tensor * 1e6) for part in forward(image)]
+    with pytest.raises(ModelError, match=r"^teacher\.cache\.dtype: .*'pooled'.*fp32"):
+        train(made.run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.baseline=true"], r"run\.baseline: is true, but the losses train an embedding model"),
+        (["sifter.kind=relative", "sifter.score=entropy"], r"sifter\.score: is entropy"),
+        (["teacher.pipeline=2"], r"teacher\.pipeline: passes logits"),
+    ],
+)
+def test_what_does_not_go_with_an_embedding_model(make, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        make(LOSSES, *overrides)
+
+
+def test_a_record_holds_named_arrays():
+    codec = Codec(3, "fp16", 0, {"pooled": (5,), "tokens": (2, 4), "pooled.1": (6,)})
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(7, *shape, generator=generator)  # noqa: E731
+    outputs = Outputs(draw(3), {"pooled": draw(5), "tokens": draw(2, 4), "pooled.1": draw(6)})
+    found = codec.unpack(codec.pack(outputs))
+    assert found.features.keys() == outputs.features.keys()
+    assert torch.equal(found.of(1).features["pooled"], outputs.features["pooled.1"].half())
+    assert torch.equal(found.of(0).features["tokens"], outputs.features["tokens"].half())
+    assert max(difference for difference, _ in codec.differences(codec.pack(outputs), outputs).values()) < 2e-3
+    assert codec.record.itemsize == 2 * (3 + 5 + 8 + 6) + 4
+
+
+# ---------------------------------------------------------------------------------------------- neighbours, probe
+
+
+def clusters(count: int, width: int = 8, classes: int = 3, spread: float = 0.6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
+    label = torch.arange(count) % classes
+    return F.normalize(centres[label] + spread * torch.randn(count, width, generator=generator), dim=1), label
+
+
+@pytest.mark.parametrize("count", [9, 60])
+def test_neighbours_vote_as_the_formula_says(count):
+    bank, label = clusters(count)
+    asking, _ = clusters(7)
+    expected = torch.zeros(7, 3, dtype=torch.float64)
+    for i, query in enumerate(asking.double()):
+        cosines = [(float(query @ one), int(of)) for one, of in zip(bank.double(), label, strict=True)]
+        for cosine, of in sorted(cosines, reverse=True)[:20]:
+            expected[i, of] += math.exp(cosine / 0.07)
+    torch.testing.assert_close(nearest(bank, label, asking, 3).double(), expected, rtol=1e-4, atol=0)
+
+
+def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
+    bank, label = clusters(30, spread=1.5)
+    asking, _ = clusters(7)
+    x, y = bank.double(), F.one_hot(label, 3).double()
+    scale = torch.linalg.eigvalsh((x - x.mean(0)).T @ (x - x.mean(0))).mean()
+
+    def fit(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+        """Minimize the squared error and the penalty; the intercept is free."""
+        ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+        penalty = torch.eye(x.shape[1] + 1, dtype=x.dtype) * strength * scale
+        penalty[-1, -1] = 0
+        solved = torch.linalg.solve(ones.T @ ones + penalty, ones.T @ y)
+        return solved[:-1], solved[-1]
+
+    def left_out(strength: float) -> float:
+        errors = []
+        for i in range(len(x)):
+            rest = torch.arange(len(x)) != i
+            weights, bias = fit(x[rest], y[rest], strength)
+            errors.append((x[i] @ weights + bias - y[i]).square().mean())
+        return torch.stack(errors).mean().item()
+
+    best = min(STRENGTHS, key=left_out)
+    weights, bias = fit(x, y, best)
+    assert best not in (STRENGTHS[0], STRENGTHS[-1])
+    torch.testing.assert_close(ridge(bank, label, asking, 3), asking.double() @ weights + bias, rtol=1e-6, atol=1e-8)
