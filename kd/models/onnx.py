@@ -28,6 +28,8 @@ from kd.models.classifier import Classifier
 from kd.types import Outputs
 
 OPSET = 20
+OLDEST_EXPORTER = "2.9"
+"""Oldest torch whose exporter was tried."""
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
@@ -89,9 +91,12 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
     """Write one ONNX file, including the weights.
 
     Raises:
-        MissingExtra: onnx or onnxscript is not installed.
+        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
         ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
     """
+    if torch.__version__ < OLDEST_EXPORTER:
+        wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
+        raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
     try:
@@ -190,18 +195,23 @@ def graph_files(path: Path) -> list[Path]:
     return [path, *(path.parent / name for name in sorted(beside))]
 
 
-def openvino_runner(source: Path | bytes, threads: int = 0) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32.
+def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
     Args:
         source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
         threads: number of threads; 0: OpenVINO's default.
+        bf16: compute matrix products in bfloat16 instead of float32.
 
     Raises:
         MissingExtra: openvino is not installed.
+        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
     """
     openvino = require("openvino", "--openvino", "openvino")
-    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
+    if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
+        raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
@@ -259,14 +269,15 @@ class Exported(nn.Module):
 
     classes, runs_in, reads_ids = (), "", False
 
-    def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
+    def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
         Args:
             model: in eval mode, float32, on the CPU, without features.
             size: S.
             runtime: "onnxruntime" or "openvino".
-            int8: quantize the weights of matrix products, and their inputs dynamically.
+            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
+                dynamically; "bf16" with openvino.
 
         Raises:
             MissingExtra: a package is not installed.
@@ -274,7 +285,8 @@ class Exported(nn.Module):
                 with its own error.
         """
         super().__init__()
-        self.runtime, self.graph = runtime, exported(model, size, int8)
+        self.runtime, self.bf16 = runtime, precision == "bf16"
+        self.graph = exported(model, size, precision == "int8")
         self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -287,7 +299,7 @@ class Exported(nn.Module):
 
     def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
         if self.runtime == "openvino":
-            return openvino_runner(self.graph, threads)
+            return openvino_runner(self.graph, threads, self.bf16)
         return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
 
 
