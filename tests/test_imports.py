@@ -59,10 +59,10 @@ MAY_IMPORT_OUTSIDE = {
     "openvino": ("models/onnx.py", "serve/model.py"),
     "torchao": ("models/teacher.py",),
     "ray": ("data/remote.py",),
-    "transformers": (),
+    "transformers": ("teachers/_towers.py",),
     "pickle": (),
 }
-LIMITS = {"kd/contracts.py": 320}
+LIMITS = {"kd/contracts.py": 360}
 
 
 def name_of(path: Path) -> str:

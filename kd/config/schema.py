@@ -101,6 +101,9 @@ class DataSection:
 
     kind: str = chosen("datasets", "")
     """The dataset."""
+    labels: Literal["all", "some", "none"] = "all"
+    """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
+    and the student is compared with it alone."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
     batch_size: int | str = ranged(256, low=1)
@@ -182,8 +185,10 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A further teacher; fitted like the first where it has no checkpoint."""
+    """A further teacher; of kind timm, it is fitted like the first where it has no checkpoint."""
 
+    kind: str = chosen("teachers", "timm")
+    """As `teacher.kind`."""
     model: str = ""
     """As `teacher.model`."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -192,6 +197,7 @@ class Member:
     """As `teacher.checkpoint`."""
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
+    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,9 +205,10 @@ class TeacherSection:
     """The frozen model that is distilled."""
 
     kind: str = chosen("teachers", "timm")
-    """Where the model comes from."""
+    """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
     model: str = ""
-    """A timm model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`. Empty: none."""
+    """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
+    Empty: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
     checkpoint: str = ""
@@ -234,6 +241,11 @@ class TeacherSection:
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
     options: Any = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it may be fitted on the labels where it has no checkpoint."""
+        return self.fit.epochs > 0 and self.kind == "timm"
 
     def exported(self, cpu: bool) -> str:
         """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured.

@@ -75,7 +75,7 @@ class Recipe:
         run, teachers = config.run, split_teachers(config.teacher)
         keys = flatten(configuration.to_dict(config, values=True))
         hashed = hashes(keys).items()
-        unfitted = [where for where, one in teachers.items() if one.fit.epochs and not one.checkpoint]
+        unfitted = [where for where, one in teachers.items() if one.fitted and not one.checkpoint]
         values = {
             **{section.name: getattr(config, section.name) for section in fields(config)},
             "name": run.name,
@@ -100,7 +100,8 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     found = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        found[where] = replace(section, model=one.model, args=one.args, checkpoint=one.checkpoint, also=())
+        own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "options")}
+        found[where] = replace(section, **own, also=())
     return found
 
 
