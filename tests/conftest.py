@@ -198,3 +198,18 @@ def exported(distilled, tmp_path_factory) -> Path:
 
     target = tmp_path_factory.mktemp("exported") / "export"
     return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder
+
+
+@pytest.fixture(scope="session")
+def embedded(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    from kd import config
+    from kd.jobs.export import Options, export
+    from kd.jobs.train import train
+
+    settings = base(photos, tmp_path_factory.mktemp("embedded"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
+    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+    folder = train(config.load(settings)).folder
+    export(folder, options=Options(int8=True, max_drop=0.2))
+    return folder
