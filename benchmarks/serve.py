@@ -19,16 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
-from _load import Answer, Server, closed_loop, kd_serve, open_loop, percentile, request, wait_ready
+from _hostile import Hostile
+from _load import Answer, Server, closed_loop, exchange, kd_serve, open_loop, percentile, request, wait_ready
 from PIL import Image
 
 from _record import write
 
 Rows = list[dict[str, Any]]
+RATE, HOSTILE = 3.0, 0.1
+"""Clients a second of the part `hostile`, and the share of them that is."""
 LABELS = [f"class_{i:02d}" for i in range(12)]
 TORCH = """
 import io, sys, torch, timm
@@ -251,6 +256,66 @@ def soak(folder: Path, seconds: float) -> Rows:
     return rows
 
 
+async def _mixed(url: str, message: bytes, hostile: Hostile, rate: float, seconds: float) -> dict[str, Any]:
+    """Send requests at Poisson times, every tenth client a hostile one; ask for the health once a second."""
+    start, due, tasks, pings = time.perf_counter(), 0.0, set(), []
+    health = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+    answers: list[Answer] = []
+
+    async def ask(sent: bytes) -> Answer:
+        begin, status = time.perf_counter(), 0
+        try:
+            pair = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            status = await exchange(*pair, sent)
+            pair[1].close()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        return Answer(begin - start, time.perf_counter() - begin, status)
+
+    async def good() -> None:
+        answers.append(await ask(message))
+
+    async def pinging() -> None:
+        while True:
+            pings.append(await ask(health))
+            await asyncio.sleep(1)
+
+    pinger, hostiles = asyncio.ensure_future(pinging()), 0
+    while (due := due + hostile.rng.expovariate(rate)) < seconds:
+        await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+        bad = hostile.rng.random() < HOSTILE
+        hostiles += bad
+        task = asyncio.ensure_future(hostile.client() if bad else good())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    pinger.cancel()
+    row = summary(answers, time.perf_counter() - start)
+    slowest = 1000 * max(ping.took for ping in pings)
+    failed = sum(ping.status != 200 for ping in pings)
+    return {**row, "hostile": hostiles, "pings": len(pings), "pings_failed": failed, "slowest_ping_ms": slowest}
+
+
+def hostile(folder: Path, seconds: float) -> Rows:
+    """Memory over time under few clients of which a tenth is hostile; a row a minute, at most 60."""
+    server, start, rows = kd_serve(folder), time.perf_counter(), []
+    clients = Hostile(server.url, picture())
+    message, minute = request(server.url, picture(), "image/jpeg"), min(60.0, seconds)
+    while time.perf_counter() - start < seconds:
+        row = asyncio.run(_mixed(server.url, message, clients, RATE, minute))
+        where = {"part": "hostile", "second": time.perf_counter() - start, "resident_mb": server.resident_mb()}
+        rows.append({**where, **row})
+        told("hostile", rows[-1])
+    with urllib.request.urlopen(server.url.replace("/invocations", "/metrics"), timeout=30) as page:
+        errors = [line for line in page.read().decode().splitlines() if 'status="500"' in line]
+    server.stop()
+    quarter = max(1, len(rows) // 4)
+    first, last = (statistics.median(r["resident_mb"] for r in part) for part in (rows[:quarter], rows[-quarter:]))
+    print(f"hostile: {clients.count}; answered with 500: {errors or 'none'}; exit code {server.process.returncode}")
+    print(f"hostile: {first:.1f} MB in the first quarter, {last:.1f} MB in the last, after {rows[-1]['second']:.0f} s")
+    return rows
+
+
 def litserve(folder: Path, seconds: float) -> Rows:
     """The same model, pixels and base64 JSON body in LitServe and here, in turns, at one and eight clients."""
     cores = len(os.sched_getaffinity(0))
@@ -278,14 +343,22 @@ def litserve(folder: Path, seconds: float) -> Rows:
     return rows
 
 
-PARTS = {"speed": speed, "cold": cold, "load": load, "overload": overload, "soak": soak, "litserve": litserve}
+PARTS = {
+    "speed": speed,
+    "cold": cold,
+    "load": load,
+    "overload": overload,
+    "soak": soak,
+    "hostile": hostile,
+    "litserve": litserve,
+}
 
 
 def main() -> None:
     """Measure and write one CSV a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", nargs="?", type=Path, help="an export folder")
-    parser.add_argument("--part", action="append", choices=sorted(PARTS), help="default: all but litserve")
+    parser.add_argument("--part", action="append", choices=sorted(PARTS), help="default: all but hostile and litserve")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--model", default="vit_tiny_patch16_224", help="without EXPORT")
     parser.add_argument("--size", type=int, default=224, help="without EXPORT")
@@ -293,7 +366,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.export or random_export(Path(temporary), given.model, given.size)
-        for part in given.part or [name for name in PARTS if name != "litserve"]:
+        for part in given.part or [name for name in PARTS if name not in ("hostile", "litserve")]:
             rows = PARTS[part](folder, given.seconds)
             keys = list(dict.fromkeys(key for row in rows for key in row))
             if not given.dry:

@@ -1,7 +1,8 @@
 """AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process per device.
 
-There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients. With clipping, that is
-`xm.reduce_gradients`, clip, step. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
+There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
+steps. With ZeRO, torch_xla's optimizer reduces and clips. With `spmd` one process drives all devices, and the compiler
+adds the reductions. Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -16,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.backends._launch import announce, place
+from kd.backends._launch import Place, announce, place
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
 
@@ -31,6 +33,7 @@ try:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
     import torch_xla.distributed.parallel_loader as pl
+    import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 except ImportError as error:
@@ -45,7 +48,10 @@ NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """No options; PJRT_DEVICE (NEURON, TPU, CPU) selects the device of torch_xla."""
+    """Options of the torch_xla backend. PJRT_DEVICE (NEURON, TPU, CPU) selects the device of torch_xla."""
+
+    spmd: bool = False
+    """One process drives all devices of this machine and divides each micro-batch over them (TPU; not on Neuron)."""
 
 
 class XLA:
@@ -53,7 +59,7 @@ class XLA:
 
     kind = "xla"
 
-    def __init__(self, precision: str, timeout_seconds: float) -> None:
+    def __init__(self, precision: str, timeout_seconds: float, spmd: bool) -> None:
         self.place = place()
         self.rank, self.local_rank, self.world_size = self.place.rank, self.place.local_rank, self.place.world_size
         self.local_world_size = self.place.local_world_size
@@ -62,6 +68,7 @@ class XLA:
         self.device = torch.device("cpu")
         """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
         self.fixed_mode = "fp32+unfused"
+        self.spmd, self._mesh = spmd, None
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -74,7 +81,9 @@ class XLA:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
         # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
-        if self.world_size > 1:
+        if self.spmd:
+            self._mesh = _all_devices(self.place)
+        elif self.world_size > 1:
             announce(self.place)
             importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
             dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
@@ -107,11 +116,22 @@ class XLA:
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
-                yield source.whole(tensors, number)
+                yield source.whole([self._divided(tensor) for tensor in tensors], number)
         finally:
             loader.close()
         if source.error is not None:
             raise source.error
+
+    def _divided(self, tensor: Tensor) -> Tensor:
+        """Divide the images of a tensor over the devices, with spmd."""
+        if self._mesh is not None and tensor.dim():
+            devices, images = self._mesh.size(), tensor.shape[0]
+            if images % devices:
+                wrong = f"{images} images cannot be divided over {devices} devices, as backend.spmd does"
+                remedy = "Set data.micro_batch, or backend.spmd=false"
+                raise BackendError("data.micro_batch", wrong, f"A multiple of {devices}", remedy)
+            xs.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.dim() - 1)))
+        return tensor
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
@@ -172,14 +192,10 @@ class XLA:
             optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
             optimizer.step()
             norm = optimizer.grad_norm
-        elif max_norm > 0:
-            xm.reduce_gradients(optimizer)
-            norm = nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm, foreach=False)
-            optimizer.step()
         else:
-            xm.optimizer_step(optimizer)
-            gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-            norm = nn.utils.get_total_norm(gradients, foreach=False)
+            # torch calls a closure before the update, so here after the reduction, and returns its value
+            clip = partial(nn.utils.clip_grad_norm_, _parameters(optimizer), max_norm or math.inf, foreach=False)
+            norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -231,7 +247,7 @@ class XLA:
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
         return {
             "compiles": float(_samples("CompileTime")),
-            "executions": float(_samples("ExecuteTime")),
+            "executions": float(_samples("ExecuteReplicatedTime" if self.spmd else "ExecuteTime")),
             "optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20,
         }
 
@@ -270,6 +286,17 @@ class XLA:
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
+
+
+def _all_devices(where: Place) -> Any:
+    """Switch torch_xla to SPMD and return the mesh of all devices of this machine."""
+    if where.world_size > 1:
+        wrong = f"is true, but {where.launcher} started {where.world_size} processes"
+        remedy = "Start without a launcher, or set backend.spmd=false"
+        raise BackendError("backend.spmd", wrong, "One process, which drives all devices of one machine", remedy)
+    xr.use_spmd()
+    devices = xr.global_runtime_device_count()
+    return xs.Mesh(list(range(devices)), (devices,), ("data",))
 
 
 class _Uploads:
@@ -366,4 +393,4 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
             "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
             "Run: pip install 'kd[xla]' in an environment of its own",
         )
-    return XLA(precision, timeout_seconds)
+    return XLA(precision, timeout_seconds, options.spmd)

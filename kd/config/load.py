@@ -38,7 +38,7 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here:
         MissingExtra: a package is not installed, and nothing else is wrong.
     """
     errors: list[KdError] = []
-    raw = resolve(_apply(_read(path), overrides, errors), errors, here)
+    raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         errors.extend(validate(config, here))
@@ -76,7 +76,15 @@ def dump(config: Config) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read(path: str | Path | dict[str, Any]) -> Any:
+def examples() -> dict[str, Path]:
+    """Return kd's own configurations by name: in a wheel they lie in the package, in a checkout beside it."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def read_yaml(path: str | Path | dict[str, Any]) -> Any:
+    """Return a YAML file, or its contents, as an OmegaConf node."""
     if isinstance(path, dict):
         try:
             return OmegaConf.create(path)
@@ -84,9 +92,12 @@ def _read(path: str | Path | dict[str, Any]) -> Any:
             where = str(getattr(error, "full_key", None) or "configuration")
             raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
     file = Path(path)
+    if not file.is_file() and file.name == str(path) and not file.suffix:
+        file = examples().get(file.name, file)
     if not file.is_file():
         near = did_you_mean(file.name, (p.name for p in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
-        raise ConfigError(str(path), "no such file", "A YAML file is expected", near or "Check the path")
+        allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
+        raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:
         raw = OmegaConf.load(file)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
@@ -97,14 +108,15 @@ def _read(path: str | Path | dict[str, Any]) -> Any:
     return raw
 
 
-def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
+def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
+    """Set `key=value` in an OmegaConf node and return it; add what is wrong to `errors`."""
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
             errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
             continue
         try:
-            value = OmegaConf.create([]) if override.endswith("=[]") else _dotlist_value(override)
+            value = OmegaConf.create([]) if override.endswith("=[]") else parse_value(override)
             OmegaConf.update(raw, key, value, merge=True)
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
@@ -112,7 +124,7 @@ def _apply(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
     return raw
 
 
-def _dotlist_value(override: str) -> Any:
+def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it are left."""
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + override.partition("=")[2]]), resolve=False)
     return parsed["value"]

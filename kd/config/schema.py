@@ -110,8 +110,8 @@ class DataSection:
     eval_crop: float = ranged(1.0, above=0.0, high=1.0)
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
-    """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on a single core;
-    beside an accelerator this rank's cores - 1, at most 16."""
+    """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, or none where batches
+    of the run show that to be faster; beside an accelerator this rank's cores - 1, at most 16."""
     store: Literal["none", "ram", "disk"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""

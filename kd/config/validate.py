@@ -219,7 +219,7 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
     if teacher.compile == "on":
         wrong = f"is {runtime}, but teacher.compile is on, and torch.compile is torch's"
         yield ConfigError(where, wrong, "One of the two", "Set teacher.compile=auto or teacher.runtime=torch")
-    precisions = ("auto", "fp32", "int8") if runtime == "onnxruntime" else ("auto", "fp32")
+    precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"
         remedy = "Set teacher.precision=auto, or another teacher.runtime"

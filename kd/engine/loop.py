@@ -38,6 +38,7 @@ def train(run: Run) -> State:
         plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         for micros in steps_of(run, plan, state.epoch, state.step_in_epoch):
+            state = run.threads(state)
             backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
             progress = length.progress(state, steps_in_epoch)
             lr = run.schedule.apply(run.optimizer, progress)

@@ -32,6 +32,11 @@ def never() -> bool:
     return False
 
 
+def unchanged(state: State) -> State:
+    """Return the state as it is."""
+    return state
+
+
 def no_span(name: str) -> AbstractContextManager[object]:
     """Mark nothing."""
     return _NOTHING
@@ -113,6 +118,8 @@ class Run:
     logger: Logger
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
+    threads: Callable[[State], State] = unchanged
+    """Called before each step: sets torch's threads on a CPU."""
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 

@@ -162,18 +162,23 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
     return lambda image: session.run(None, {INPUT: image})[0]
 
 
-def openvino_runner(source: Path | bytes, threads: int = 0) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C], computed in float32.
+def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
     Args:
         source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
         threads: number of threads; 0: OpenVINO's default.
+        bf16: compute matrix products in bfloat16 instead of float32.
 
     Raises:
         MissingExtra: openvino is not installed.
+        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
     """
     openvino = require("openvino", "--openvino", "openvino")
-    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
+    if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
+        raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
@@ -229,14 +234,15 @@ class Exported(nn.Module):
     one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
     """
 
-    def __init__(self, model: Classifier, size: int, runtime: str, int8: bool = False) -> None:
+    def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
         Args:
             model: in eval mode, float32, on the CPU, without features.
             size: S.
             runtime: "onnxruntime" or "openvino".
-            int8: quantize the weights of matrix products, and their inputs dynamically.
+            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
+                dynamically; "bf16" with openvino.
 
         Raises:
             MissingExtra: a package is not installed.
@@ -244,7 +250,8 @@ class Exported(nn.Module):
                 with its own error.
         """
         super().__init__()
-        self.runtime, self.graph = runtime, exported(model, size, int8)
+        self.runtime, self.bf16 = runtime, precision == "bf16"
+        self.graph = exported(model, size, precision == "int8")
         self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -257,7 +264,7 @@ class Exported(nn.Module):
 
     def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
         if self.runtime == "openvino":
-            return openvino_runner(self.graph, threads)
+            return openvino_runner(self.graph, threads, self.bf16)
         return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
 
 

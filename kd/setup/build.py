@@ -13,13 +13,15 @@ from torch import nn
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
-from kd.data.loader import evaluation_plan
+from kd.data.auto_workers import AutoWorkers
+from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
+from kd.engine.threads import SHORTEST, Threads
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
@@ -207,6 +209,8 @@ def build_run(
     evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
+    if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
+        run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
     facts = {
@@ -217,6 +221,19 @@ def build_run(
         "workers": loader.workers,
     }
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
+
+
+def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: BatchSplit, threads: int) -> Run:
+    """Let a run on a CPU compare threads and workers on its own steps, where they are left to it."""
+    if run.backend.device.type != "cpu":
+        return run
+    if getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
+        run = replace(run, threads=Threads(run.backend, threads, run.logger.info))
+    if recipe.data.workers == "auto" and loader.workers:
+        section = replace(recipe.data, workers=0)
+        other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
+        run = replace(run, loader=AutoWorkers(loader, other, run.logger.info))
+    return run
 
 
 def _evaluator(

@@ -160,7 +160,8 @@ def choose_teacher(
 def named_mode(section: TeacherSection, backend: Backend) -> str:
     """Return the mode outside torch that a configuration asks for by name; "" where torch or auto is named."""
     runtime = section.exported(cpu=backend.device.type == "cpu")
-    return str(ExecutionMode("int8" if section.precision == "int8" else "fp32", runtime)) if runtime else ""
+    precision = "fp32" if section.precision == "auto" else section.precision
+    return str(ExecutionMode(precision, runtime)) if runtime else ""
 
 
 def candidates(section: TeacherSection, best: str, model: TeacherModel, backend: Backend) -> list[str]:
@@ -168,9 +169,11 @@ def candidates(section: TeacherSection, best: str, model: TeacherModel, backend:
     if section.shard or section.pipeline or backend.fixed_mode:
         return []
     names = []
-    exact = section.precision in ("auto", "fp32") and not getattr(model, "features", ())
-    if section.runtime == "auto" and backend.device.type == "cpu" and exact:
-        names = [str(ExecutionMode("fp32", runtime)) for runtime in RUNTIMES if installed(runtime)]
+    logits_alone = not getattr(model, "features", ())
+    if section.runtime == "auto" and backend.device.type == "cpu" and logits_alone:
+        modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
+        asked = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
+        names = [str(mode) for mode in modes if installed(mode.backend) and mode.precision in asked]
     return [*names, f"{best}+compiled"] if section.compile == "auto" else names
 
 
@@ -193,8 +196,8 @@ class TeacherFactory:
     def _make(self, mode: ExecutionMode) -> LiveTeacher:
         section, backend = self.section, self.backend
         # On a GPU the quantizers' kernels take bfloat16 beside the quantized numbers.
-        wide = mode.exported or backend.device.type == "cpu"
-        dtype = DTYPES.get(mode.precision, torch.float32 if wide else torch.bfloat16)
+        other = torch.float32 if backend.device.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if mode.exported else DTYPES.get(mode.precision, other)
         place = backend.shard if section.shard else None
         stages = backend.pipeline if section.pipeline else None
         change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
@@ -206,8 +209,9 @@ class TeacherFactory:
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if mode.exported:
-        joined, int8 = isinstance(frozen, Ensemble), mode.precision == "int8"
-        graphs: Any = [Exported(one, size, mode.backend, int8) for one in (frozen.members if joined else [frozen])]
+        joined = isinstance(frozen, Ensemble)
+        members: Any = frozen.members if joined else [frozen]
+        graphs: Any = [Exported(one, size, mode.backend, mode.precision) for one in members]
         return Ensemble(graphs, frozen.shares) if joined else graphs[0]
     if mode.quantized:
         quantize(frozen, mode.precision)

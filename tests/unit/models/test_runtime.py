@@ -6,6 +6,7 @@ import copy
 import shutil
 import sys
 import tempfile
+from functools import partial
 
 import pytest
 import torch
@@ -35,9 +36,10 @@ def batch(count: int = 7, size: int = 16) -> Batch:
     return Batch.of(image, torch.zeros(count, dtype=torch.int64))
 
 
-def live(runtime: str, size: int = 16, int8: bool = False, micro_batch: int = 0, **args) -> LiveTeacher:
+def live(runtime: str, size: int = 16, precision: str = "fp32", micro_batch: int = 0, **args) -> LiveTeacher:
     given = model(size, **args)
-    return LiveTeacher(given, CPU, micro_batch=micro_batch, remake=lambda frozen: Exported(frozen, size, runtime, int8))
+    make = partial(Exported, size=size, runtime=runtime, precision=precision)
+    return LiveTeacher(given, CPU, micro_batch=micro_batch, remake=make)
 
 
 def has(runtime: str) -> str:
@@ -92,7 +94,7 @@ def test_it_has_as_many_threads_as_torch():
 
 def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    teacher = live("onnxruntime", int8=True)
+    teacher = live("onnxruntime", precision="int8")
     teacher(batch())
     assert list(tmp_path.iterdir()) == []
     assert not list(teacher.model.parameters())
@@ -113,9 +115,21 @@ class Asks(torch.nn.Module):
 
 
 def test_int8_is_near_and_smaller_and_not_the_same():
-    exact, coarse = LiveTeacher(model(), CPU)(batch()).logits, live("onnxruntime", int8=True)(batch()).logits
+    exact, coarse = LiveTeacher(model(), CPU)(batch()).logits, live("onnxruntime", precision="int8")(batch()).logits
     assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()  # 8 bits a product, two blocks deep
     assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(exported(model().eval(), 16))
+
+
+def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
+    openvino = pytest.importorskip("openvino", reason="pip install 'kd[openvino]'")
+    exact = LiveTeacher(model(), CPU)(batch()).logits
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        with pytest.raises(ModelError, match=r"^teacher\.precision: .*no bfloat16 units"):
+            live("openvino", precision="bf16")(batch())
+        return
+    coarse = live("openvino", precision="bf16")(batch()).logits
+    assert coarse.dtype == torch.float32
+    assert ROUNDING < (coarse - exact).abs().max().item() < 0.05 * exact.std().item()
 
 
 # ----------------------------------------------------------------------------------------------- torch, quantized

@@ -125,9 +125,12 @@ def sleeping(seconds: float):
 
 
 def test_a_candidate_must_win_clearly():
-    assert clear_winner({"plain": 20.0, "other": 19.5}, 0.05) == "plain"
-    assert clear_winner({"plain": 20.0, "other": 19.0, "third": 21.0}, 0.05) == "other"
-    assert clear_winner({"plain": 20.0, "other": 25.0}, 0.0) == "plain"
+    plain = [20.0, 20.0, 20.0, 60.0]
+    assert clear_winner({"plain": plain, "other": [19.5, 19.5, 19.5, 19.5]}, 0.05) == "plain"
+    assert clear_winner({"plain": plain, "other": [19.0, 19.0, 19.0, 90.0], "third": [21.0]}, 0.05) == "other"
+    assert clear_winner({"plain": plain, "other": [10.0, 10.0, 21.0, 61.0]}, 0.05) == "plain"  # only in two of four
+    assert clear_winner({"plain": [20.0], "other": [18.0], "third": [17.0]}, 0.05) == "third"
+    assert clear_winner({"plain": [20.0, 20.0], "other": [25.0, 25.0]}, 0.0) == "plain"
 
 
 def test_candidates_are_compared_where_the_run_is_long_enough(cpu):

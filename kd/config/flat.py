@@ -1,0 +1,57 @@
+"""A configuration as `key=value` texts, for a launcher that hands it to another machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kd.config.load import apply_overrides, load, parse_value, read_yaml
+from kd.errors import ConfigErrors, KdError
+
+
+def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Return the keys that a configuration sets, and no others, as {"section.key": text}.
+
+    `load({}, ["key=text", ...])` gives the same configuration. References to the environment and to other keys stay.
+    `run.name` is always among the keys.
+
+    Raises:
+        ConfigErrors: everything that is wrong with the configuration, one line each.
+    """
+    errors: list[KdError] = []
+    raw = apply_overrides(read_yaml(path), overrides, errors)
+    if errors:
+        raise ConfigErrors(errors)
+    plain: Any = OmegaConf.to_container(raw, resolve=False)
+    load(plain, here=False)
+    return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield key and text of each value. A list is one value."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{where}.{key}" if where else str(key))
+    else:
+        yield where, _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return the text behind `key=`: bare if it is read as the same value, else as JSON or YAML."""
+    candidates = [value] if isinstance(value, str) else []
+    candidates += [json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).strip()]
+    for text in candidates:
+        try:
+            read = parse_value(f"key={text}")
+        except (OmegaConfBaseException, yaml.YAMLError):
+            continue
+        if type(read) is type(value) and read == value:
+            return text
+    raise AssertionError(f"{value!r} cannot be written as text")

@@ -1,0 +1,85 @@
+"""The threads of a step follow the times of real steps; only the clock is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kd.backends.cpu import CPU
+from kd.engine import threads
+from kd.engine.threads import EVERY, FIRST, PAIRS, Threads
+from kd.types import State
+
+TRIAL = 2 * PAIRS
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(monkeypatch) -> Callable[..., tuple[list[int], State, list[str]]]:
+    """Make steps whose seconds are a function of (step, threads); return each step's threads."""
+
+    def steps(seconds: Callable[[int, int], float], count: int, most: int = 2, state: State | None = None):
+        clock = [0.0]
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: clock[0])
+        lines: list[str] = []
+        choose, used, state = Threads(CPU("fp32", 5.0, threads=1), most, lines.append), [], state or State()
+        for _ in range(count):
+            state = choose(state)
+            used.append(torch.get_num_threads())
+            clock[0] += seconds(state.step, used[-1])
+            state = State(step=state.step + 1, threads=state.threads)
+        return used, state, lines
+
+    return steps
+
+
+def test_all_cores_stay_where_they_are_not_clearly_slower(run):
+    for share in (0.95, 1.0, 1.7):
+        used, state, lines = run(lambda step, count, share=share: share if count == 1 else 1.0, 2 * EVERY)
+        assert state.threads == 2
+        assert lines == []
+        other = [step for step, count in enumerate(used) if count == 1]
+        # which steps are tried does not depend on the clock, so that bits repeat
+        assert other == [start + i for start in (FIRST, EVERY) for i in (1, 2, 5, 6)]
+
+
+def test_beside_a_busy_neighbour_half_of_the_threads_are_taken_and_given_back_later(run):
+    busy = range(1, 2 * EVERY + 50)
+    used, state, lines = run(lambda step, count: 3.0 if count == 2 and step in busy else 1.0 / count, 5 * EVERY)
+    assert set(used[FIRST + TRIAL : EVERY]) == {1}
+    assert used[-1] == state.threads == 2
+    assert sum(count == 2 for count in used[EVERY : 2 * EVERY]) == PAIRS
+    assert [line.split(",")[0] for line in lines] == ["threads: 1 instead of 2", "threads: 2 instead of 1"]
+
+
+def test_it_goes_down_in_halves_as_long_as_it_gets_faster(run):
+    used, state, _ = run(lambda step, count: abs(count - 2) + 1.0, EVERY, most=16)
+    assert state.threads == 2
+    assert set(used) == {16, 8, 4, 2, 1}
+    assert set(used[FIRST + 4 * TRIAL :]) == {2}
+
+
+def test_one_step_that_took_long_decides_nothing(run):
+    slow = FIRST + 3  # with all threads
+    _, state, _ = run(lambda step, count: 50.0 if step == slow else 1.0, EVERY)
+    assert state.threads == 2
+
+
+def test_a_resumed_run_goes_on_with_the_same_steps(run):
+    def seconds(step: int, count: int) -> float:
+        return 1.0 if count == 2 else 1.5
+
+    whole = run(seconds, EVERY + 40)[0]
+    for stop in (1, FIRST + 3, FIRST + TRIAL, 100, EVERY + 2):
+        first, state, _ = run(seconds, stop)
+        rest, _, _ = run(seconds, EVERY + 40 - stop, state=state)
+        assert first + rest == whole
+    assert run(lambda step, count: 1.0, 10, state=State(step=100, threads=1))[0] == [1] * 10
