@@ -46,7 +46,7 @@ def random_export(folder: Path) -> Path:
 
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"
-    student = load(Spec("student", name, ARGS, LABELS), SIZE, False).eval()
+    student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
     extras = folder / "extras"
     extras.mkdir()
     onnx.write_onnx(onnx.export_program(student, SIZE), extras / "model.onnx")
