@@ -103,7 +103,7 @@ def distill(
         if "teacher_mib" in facts:
             rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
             console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
-        check_before(recipe, run, teacher, console)
+        folder.record(before=check_before(recipe, run, teacher, console))
         with signals.training():
             state = engine_train(replace(run, stop=signals.requested))
         sifting = sifting_report(run, data.train, folder)
@@ -165,34 +165,37 @@ def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> None:
-    """Score teachers and student before step 1, in the way of the student's evaluations."""
+def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> dict[str, float]:
+    """Score teachers and student before step 1, in the way of the student's evaluations; empty without a teacher."""
     least = recipe.teacher.min_accuracy
     if isinstance(run.evaluator, EmbeddingEvaluator):
-        check_embedding(least, run, console)
-    elif teacher is not None and recipe.reads.teacher_logits:
-        check_teacher(least, run, console)
-        if isinstance(teacher, Ensemble) and run.evaluator.labelled:
-            names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
-            check_members(names, least, run, teacher, console)
+        return check_embedding(least, run, console)
+    if teacher is None or not recipe.reads.teacher_logits:
+        return {}
+    values = check_teacher(least, run, console)
+    if isinstance(teacher, Ensemble) and run.evaluator.labelled:
+        names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
+        check_members(names, least, run, teacher, console)
+    return values
 
 
-def check_teacher(least: float, run: Run, console: Console) -> None:
+def check_teacher(least: float, run: Run, console: Console) -> dict[str, float]:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
     if not run.evaluator.labelled:
         console.info(
             f"teacher: no labels to score it with; the student agrees with it on {percent(values['agreement'])}"
         )
-        return
+        return values
     accuracy = values["teacher_accuracy"]
     console.info(
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
     )
     _require("teacher", accuracy, least, run)
+    return values
 
 
-def check_embedding(least: float, run: Run, console: Console) -> None:
+def check_embedding(least: float, run: Run, console: Console) -> dict[str, float]:
     """Score the vectors of teachers and student before step 1; `least` is for the first teacher, where it is set.
 
     Raises:
@@ -208,6 +211,7 @@ def check_embedding(least: float, run: Run, console: Console) -> None:
             f"At least {percent(least)} (teacher.min_accuracy)",
             "Check that its weights were loaded",
         )
+    return values
 
 
 def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:

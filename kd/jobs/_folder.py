@@ -17,6 +17,7 @@ from kd import config
 from kd.artifacts import export as artifact
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
@@ -147,6 +148,13 @@ def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tupl
         "eval_crop": recipe.data.eval_crop,
     }
     return student, provenance
+
+
+def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    prefix = "model."
+    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_student(distillation.student, tensors)
 
 
 def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

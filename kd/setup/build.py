@@ -212,14 +212,8 @@ def build_run(
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
         run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
-    facts = {
-        "decides": evaluator.decides,
-        "choices": chosen.record(),
-        "measured_ms": measured,
-        "batch": str(split),
-        "workers": loader.workers,
-    }
+    facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
+    facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 

@@ -59,7 +59,8 @@ class Options:
 class GraphTeacher(nn.Module):
     """Answer with a graph. See `kd.contracts.TeacherModel`."""
 
-    runs_in, reads_ids, num_features, features = "onnxruntime", False, 0, ()
+    runs_in, reads_ids, num_features = "onnxruntime", False, 0
+    features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
         """Open the graph and check its input and outputs.
