@@ -182,6 +182,27 @@ def test_zero_shot_is_the_scaled_cosine(made, bare):
         torch.testing.assert_close(model(image).logits.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
+    """The scale is the learned one, or the one that is given; then the image tower alone is loaded."""
+    from transformers import SiglipConfig, SiglipModel, ViTImageProcessor
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = SiglipConfig(
+        text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 16},
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+    )
+    both = SiglipModel(config)
+    save_file({"vectors": torch.randn(3, 16)}, tmp_path / "vectors.safetensors")
+    both.save_pretrained(tmp_path / "both")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "both")
+    section = {"kind": "zero_shot", "vectors": str(tmp_path / "vectors.safetensors")}
+    image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        learned = load(bare, {**section, "model": str(tmp_path / "both")}).eval()(image).logits
+        named = load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0}).eval()(image).logits
+    torch.testing.assert_close(named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4)
+
+
 def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
     """A tokenizer of one word a token; two prompts are averaged as unit vectors."""
     from tokenizers import Tokenizer
@@ -237,7 +258,8 @@ def changed(section, **values):
         ("onnx", {"output": "embedding"}, r"teacher\.output: .*has the outputs logits"),
         ("onnx", {"precision": "bf16"}, r"teacher\.precision: is bf16, but teacher .* runs in onnxruntime"),
         ("onnx", {"runtime": "openvino"}, r"teacher\.runtime: is openvino, but teacher .* runs in onnxruntime"),
-        ("answers", {"shard": True}, r"teacher\.shard: is True, but teacher .* runs in a table"),
+        ("answers", {"shard": True}, r"teacher\.shard: is set, but kd does not divide a teacher of kind 'answers'"),
+        ("transformers", {"pipeline": 2}, r"teacher\.pipeline: is set, but kd does not divide .*'transformers'"),
         ("answers", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities"),
         ("answers", {"model": "none.csv"}, r"teacher\.model: 'none\.csv' cannot be read as answers"),
         ("answers", {"model": "none.txt"}, r"teacher\.model: is 'none\.txt'\. A file that ends in"),
