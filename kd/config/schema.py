@@ -57,6 +57,9 @@ class RunSection:
     """How often to log, evaluate and checkpoint."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
+    mirror: str = ""
+    """URL such as `s3://bucket/runs`, below which the run folder is kept too. New files are uploaded in the background
+    after each checkpoint, and an empty run folder is restored from there. Caches and stores are left out."""
     baseline: bool = False
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()
@@ -112,6 +115,11 @@ class DataSection:
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, or none where batches
     of the run show that to be faster; beside an accelerator this rank's cores - 1, at most 16."""
+    loader: Literal["local", "ray"] = "local"
+    """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
+    same bits. `kd-launch` starts such a cluster."""
+    deadline: float = ranged(30.0, above=0.0)
+    """With `loader: ray`, the seconds that another host has for up to 32 images before this one makes them itself."""
     store: Literal["none", "ram", "disk"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
@@ -330,6 +338,17 @@ class BackendSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PriceSection:
+    """What the machine costs; nothing that is computed depends on it."""
+
+    instance: str = ""
+    """The rented machine, such as ml.p4d.24xlarge. Its list price of one day is known where `kd-plan --instances`
+    names it. Empty: no costs are shown, unless per_hour is set."""
+    per_hour: float = ranged(0.0, low=0.0)
+    """US dollars an hour for one machine, with what it needs beside it, such as a data group. 0: the list price."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """One run, self-contained."""
 
@@ -341,3 +360,4 @@ class Config:
     sifter: SifterSection = field(default_factory=SifterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    price: PriceSection = field(default_factory=PriceSection)

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kd import parts
+from kd import instances, parts
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
@@ -15,10 +15,11 @@ from kd.config.schema import (
     DataSection,
     LossSection,
     OptimizerSection,
+    PriceSection,
     StudentSection,
     TeacherSection,
 )
-from kd.errors import ConfigError, KdError, MissingExtra
+from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.types import NOT_FEATURES, BackendFacts, Dims
 
 ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
@@ -34,12 +35,16 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     needed = needs(config.losses)
     read = reads(config.losses)
     features = bool(read.features)
+    if config.run.mirror and "://" not in config.run.mirror:
+        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
     yield from _embedding(config, read)
     yield from _data(config.data, config.teacher)
+    yield from _remote(config.data, here)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
+    yield from _price(config.price)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
@@ -100,6 +105,18 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
+def _remote(data: DataSection, here: bool) -> Iterator[KdError]:
+    """Yield what does not go with images that other hosts decode."""
+    if data.loader != "ray":
+        return
+    if data.store != "none":
+        wrong = f"is {data.store}, but with data.loader=ray other hosts decode, which do not share it"
+        yield ConfigError("data.store", wrong, "none", "Set data.store=none, or data.loader=local")
+    if here and not installed("ray"):
+        remedy = "pip install 'kd[ray]', or set data.loader=local"
+        yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
+
+
 def _losses(
     losses: Sequence[LossSection], needed: Sequence[frozenset[str]], augment: Augment, teacher: TeacherSection
 ) -> Iterator[KdError]:
@@ -148,6 +165,13 @@ def _student(student: StudentSection) -> Iterator[KdError]:
 def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
+
+
+def _price(price: PriceSection) -> Iterator[KdError]:
+    if price.instance and not price.per_hour and instances.find(price.instance) is None:
+        wrong = f"is {price.instance}, whose price kd does not know"
+        remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
+        yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:

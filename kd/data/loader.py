@@ -69,7 +69,7 @@ class LocalLoader:
         """Ids of images that could not be decoded, as far as they were asked for."""
         self._requests = _Requests()
         self._batches = DataLoader(
-            _Fetch(dataset),
+            Fetch(dataset),
             batch_size=None,
             sampler=self._requests,
             num_workers=workers,
@@ -186,11 +186,14 @@ class _Requests(Sampler[Request]):
         return len(self.now)
 
 
-class _Fetch(TorchDataset[Batch | KdError]):
+class Fetch(TorchDataset[Batch | KdError]):
+    """A dataset by micro-batches: what a worker process runs."""
+
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Batch | KdError:
+        """Return the micro-batch of a request, or the error that the dataset raised."""
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text

@@ -82,6 +82,9 @@ def distill(
         run, facts = built.run, built.facts
         facts |= {
             "world_size": backend.world_size,
+            "machines": backend.world_size // backend.local_world_size,
+            "images": len(data.train),
+            "batch_size": run.length.batch_size,
             "backend": backend.kind,
             "classes": list(data.classes),
             "data": data.fingerprint,

@@ -22,6 +22,7 @@ from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.models.load import export_files
+from kd.object_store import join
 from kd.references import written
 from kd.setup.recipe import Recipe, hashes
 from kd.setup.student import build_student
@@ -32,16 +33,21 @@ FREE = (
     "run.name",
     "run.folder",
     "run.keep",
+    "run.mirror",
     "run.trackers",
     "run.every.",
     "data.root",
+    "data.copies",
     "data.workers",
+    "data.loader",
+    "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
     "backend.timeout_seconds",
     "teacher.cache.path",
+    "price.",
     "teacher.cache.max_gb",  # it can only refuse
 )
 
@@ -49,12 +55,15 @@ FREE = (
 @contextmanager
 def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
     """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
-    folder = RunDir(recipe.path, rank, recipe.run.keep)
+    mirror = recipe.run.mirror and join(recipe.run.mirror, recipe.path.relative_to(recipe.run.folder).as_posix())
+    folder = RunDir(recipe.path, rank, recipe.run.keep, mirror)
+    folder.restore_copy()
     stored = folder.stored_config()
     differences = different_keys(Recipe(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
     folder.open(recipe.yaml, [*differences, *changed_values(stored or "", recipe)])
     try:
         yield folder
+        folder.complete_copy()
     finally:
         folder.close()
 

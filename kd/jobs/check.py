@@ -9,27 +9,37 @@ from typing import Any
 
 import torch
 
+from kd import instances
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.config.validate import Reads
 from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
-from kd.jobs.teach import merge_teachers
+from kd.jobs.plan import describe
+from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
+from kd.report.record import clock, money
 from kd.report.trackers import check as check_trackers
+from kd.setup.build import distributed
 from kd.setup.cache import codec, price
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
+from kd.setup.estimate import estimate, measure
 from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
 
 
-def check(recipe: Recipe, path: str = "given") -> str:
+def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     """Check a recipe and describe the run.
 
     Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
+
+    Args:
+        recipe: of the run.
+        path: of its configuration, to show.
+        timed: also time a few steps with random weights, decode a few images, and say how long the run takes.
 
     Raises:
         KdError: what `kd-train` would stop at.
@@ -67,9 +77,30 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
         "optimizer; activations come on top",
-        "time      not measured here: `kd-train` prints images/s and the time left from the first steps on",
+        *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
+
+
+def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
+    """Say how long the run takes and what it costs, from a few steps made here."""
+    if split is None or split.world_size > 1:
+        why = "data.batch_size is auto" if split is None else "only one process measures; kd-plan knows several"
+        return [f"time      not measured: {why}"]
+    with distributed(recipe.backend) as backend:
+        found = measure(recipe, data, split, backend, fitting=True)
+        fits = sum(not is_fitted(fit_place(fit, data.fingerprint)[1]) for fit in recipe.fits.values())
+        guess = estimate(recipe, data, split, backend, found, fits)
+    parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
+    told = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
+    lines = [
+        f"time      about {clock(guess.total)}: {parts}",
+        f"          {guess.images_per_second:.0f} images/s ({told}; another load of this machine changes it)",
+    ]
+    hourly = recipe.price.per_hour or getattr(instances.find(recipe.price.instance), "per_hour", 0.0)
+    if hourly:
+        lines.append(f"cost      about USD {money(hourly * guess.total / 3600)} at USD {hourly:g} an hour")
+    return lines
 
 
 def _length(section: RunSection, split: BatchSplit | None, num_images: int) -> list[str]:

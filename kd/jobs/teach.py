@@ -94,10 +94,7 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
     Returns:
         An export folder, named by a hash of everything that the weights depend on.
     """
-    key = fit_key(Recipe(plan), data.fingerprint)
-    name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
-    recipe = Recipe(replace(plan, run=replace(plan.run, name=name)))
-    target = recipe.path / "export"
+    recipe, target = fit_place(plan, data.fingerprint)
     with ExitStack() as stack:
         folder = open_fit(stack, recipe, target, backend)
         if folder is None:
@@ -109,6 +106,14 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
             export_run(folder, recipe, target, data.classes)
         backend.barrier()
     return target
+
+
+def fit_place(plan: Config, fingerprint: str) -> tuple[Recipe, Path]:
+    """Return the recipe of a fit with its run folder, and the export folder that it leaves."""
+    key = fit_key(Recipe(plan), fingerprint)
+    name = f"{Path(plan.student.model).name.replace(':', '_')}-{key}"
+    recipe = Recipe(replace(plan, run=replace(plan.run, name=name)))
+    return recipe, recipe.path / "export"
 
 
 def is_fitted(target: Path) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
@@ -23,11 +27,11 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    recipe = Recipe(settings)
+    started, recipe = time.monotonic(), Recipe(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend)
-        with open_run(recipe, backend.rank) as folder:
+        with open_run(recipe, backend.rank) as folder, billed(folder, started):
             teacher = obtain_teacher(recipe, data, backend)
             result = distill(recipe, data, backend, teacher, folder, recipe.name)
             if recipe.baseline is not None:
@@ -39,6 +43,19 @@ def train(settings: Config) -> Result:
             if backend.rank == 0:
                 write_text(recipe.path / "report.md", result.report)
     return result
+
+
+@contextmanager
+def billed(folder: RunDir, started: float) -> Iterator[None]:
+    """Record how long this start and all earlier ones took, from the command on, which is what a rented machine costs.
+
+    Not counted: the time of a start whose process was killed.
+    """
+    before = float(folder.manifest().get("billable_seconds", 0.0))
+    try:
+        yield
+    finally:
+        folder.record(billable_seconds=round(before + time.monotonic() - started, 3))
 
 
 def report(name: str, seed: int, result: Result) -> str:

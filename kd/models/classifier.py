@@ -252,7 +252,8 @@ def compile_forward(module: nn.Module) -> nn.Module:
     """
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 
-    limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # in older torch
+    setattr(limits, name, max(getattr(limits, name), GRAPHS))
     module.compile(dynamic=False)
     return module
 

@@ -28,6 +28,8 @@ from kd.models.classifier import Classifier
 from kd.types import Outputs
 
 OPSET = 20
+OLDEST_EXPORTER = "2.9"
+"""Oldest torch whose exporter was tried."""
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
@@ -89,9 +91,12 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
     """Write one ONNX file, including the weights.
 
     Raises:
-        MissingExtra: onnx or onnxscript is not installed.
+        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
         ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
     """
+    if torch.__version__ < OLDEST_EXPORTER:
+        wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
+        raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
     try:

@@ -229,7 +229,7 @@ def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: Bat
         return run
     if getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
         run = replace(run, threads=Threads(run.backend, threads, run.logger.info))
-    if recipe.data.workers == "auto" and loader.workers:
+    if recipe.data.loader == "local" and recipe.data.workers == "auto" and loader.workers:
         section = replace(recipe.data, workers=0)
         other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
         run = replace(run, loader=AutoWorkers(loader, other, run.logger.info))

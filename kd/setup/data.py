@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -213,8 +214,11 @@ def loaders(
     Raises:
         RunError: the batches of their workers do not fit into the shared memory.
     """
+    if section.loader == "ray":
+        return _remote(both, section, split, backend)
     count = _workers(section, backend)
-    place, common = (backend.rank, backend.world_size, count), _loading(section, backend, timeout_seconds)
+    place = (backend.rank, backend.world_size, count)
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
     train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
@@ -223,22 +227,39 @@ def loaders(
     return train, val
 
 
+def _remote(
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
+) -> tuple[LocalLoader, LocalLoader]:
+    """Build loaders of one pool of decoders, which rank 0 starts."""
+    from kd.data.remote import Pool, RemoteLoader  # 1 s of imports, and an extra
+
+    token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
+    pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []
+    backend.broadcast_([token])
+    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), section.deadline)
+    place, common = (backend.rank, backend.world_size), _loading(section, backend)
+    train = RemoteLoader(pool, 0, both[0], split.batch_size, split.accumulate, *place, **common)
+    val = RemoteLoader(pool, 1, both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    return train, val
+
+
 def evaluation_loader(
     shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
     """Build a loader of this rank's batches of an evaluation."""
     place = (backend.rank, backend.world_size, _workers(section, backend))
-    common = _loading(section, backend, timeout_seconds)
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
     return LocalLoader(shown, split.eval_batch * split.world_size, 1, *place, **common)
 
 
 def _workers(section: DataSection, backend: Backend) -> int:
+    if section.loader == "ray":
+        return 0  # a fork of a process with Ray's threads may never run
     return default_workers(backend) if section.workers == "auto" else int(section.workers)
 
 
-def _loading(section: DataSection, backend: Backend, timeout_seconds: float) -> dict[str, Any]:
-    pin = backend.device.type == "cuda"
-    return {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
+def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:
+    return {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
 
 
 # ---------------------------------------------------------------------------------------------------------- store

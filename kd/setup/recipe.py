@@ -16,6 +16,7 @@ from kd.config.schema import (
     Intervals,
     LossSection,
     OptimizerSection,
+    PriceSection,
     RunSection,
     SifterSection,
     StudentSection,
@@ -54,6 +55,7 @@ class Recipe:
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
+    price: PriceSection
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""
     yaml: str
@@ -115,6 +117,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,
+            mirror=f"{config.run.mirror.rstrip('/')}/teachers" if config.run.mirror else "",
         ),
         # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
         data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),

@@ -28,7 +28,7 @@ from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "parts")
+COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts")
 WITH_CONFIG = ("train", "teach", "cache")
 NOT_RUN = {
     "git": "needs a network",
@@ -40,6 +40,13 @@ NOT_RUN = {
     "mpirun": "needs MPI",
     "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
 }
+LAUNCHED = {
+    "KD_TRAIN_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-train",
+    "KD_SERVE_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-serve",
+    "KD_ROLE": "arn:aws:iam::123456789012:role/kd",
+    "KD_OUTPUT": "s3://bucket/kd",
+}
+"""What the reader of kd-launch has set."""
 SERVED = "localhost:8080"
 Command = Callable[..., Any]
 """The fixture `command`."""
@@ -230,6 +237,8 @@ def folder(photos: Path, distilled: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_snippets_work(page, photos, distilled, command, inside, monkeypatch):
     folder(photos, distilled)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(inside))
     if page.name == "deploy.md":  # it begins where a run has ended
         os.rename("runs/deployed", "runs/vit_food")

@@ -139,6 +139,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.every.evaluate": ("", "3"),
     "run.every.checkpoint": ("", "3"),
     "run.keep": ("", "3"),
+    "run.mirror": ("", "s3://bucket/runs"),
     "run.baseline": ("R", "true"),
     "run.trackers": ("", "[tensorboard]"),
     "data.kind": ("FR", "food_mini"),
@@ -167,12 +168,15 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.label_key [webdataset]": ("FR", "label", *SHARDS),
     "data.label_field [webdataset]": ("FR", "f", *SHARDS),
     "data.class_names [webdataset]": ("FR", "c", *SHARDS),
+    "data.copies [webdataset]": ("", "c", *SHARDS),
     "data.image_size": ("FCSR", "64"),
     "data.batch_size": ("FR", "16"),
     "data.micro_batch": ("FR", "4"),
     "data.eval_batch": ("", "4"),
     "data.eval_crop": ("FSR", "0.9"),
     "data.workers": ("", "2"),
+    "data.loader": ("", "ray", "data.store=none"),
+    "data.deadline": ("", "5"),
     "data.store": ("FCR", "none"),
     "data.store_size": ("FCSR", "300"),
     "data.views": ("R", "2"),
@@ -276,6 +280,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "price.instance": ("", "ml.p4d.24xlarge"),
+    "price.per_hour": ("", "2.5"),
 }
 
 
