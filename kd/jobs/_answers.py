@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
+from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.jobs._folder import best_student
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.setup.data import Data, evenly_spaced, open_sources, views

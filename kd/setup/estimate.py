@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kd import parts
 from kd.config.schema import LossSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Distillation
 from kd.errors import DataError
 from kd.host import cores
-from kd.models.classifier import Classifier, Ensemble, TeacherModel
+from kd.models.classifier import Classifier, Ensemble
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.data import BatchSplit, Data, default_workers, views
