@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,7 +105,8 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
             while part := file.read(2**22):
                 target.write(part)
         except BaseException:
-            target.discard()
+            with suppress(Exception):
+                target.discard()
             target.closed = True  # else it would upload what it has when it is deleted
             raise
         target.close()
@@ -125,15 +128,22 @@ def remove(url: str, where: str) -> None:
 
 
 def _open(url: str, where: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
     try:
-        from fsspec.core import url_to_fs
-
-        files, path = url_to_fs(url, use_listings_cache=False)
+        files = _store(protocol, os.getpid())
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec has never heard of
-        remedy = EXTRAS.get(url.partition(":")[0], "Install the package for fsspec that brings it")
+        remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = " ".join(str(error).split())
         raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
-    return files, path
+    return files, files._strip_protocol(url)
+
+
+@functools.lru_cache
+def _store(protocol: str, process: int) -> Any:
+    """Return the one file system for all threads of a process. fsspec would make one, with a client, for each."""
+    import fsspec
+
+    return fsspec.filesystem(protocol, use_listings_cache=False)
 
 
 @contextmanager

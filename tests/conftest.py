@@ -202,21 +202,6 @@ def exported(distilled, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def embedded(photos, teacher, tmp_path_factory) -> Path:
-    """A finished run folder of an embedding student, with its export. Do not write into it."""
-    from kd import config
-    from kd.jobs.export import Options, export
-    from kd.jobs.train import train
-
-    settings = base(photos, tmp_path_factory.mktemp("embedded"))
-    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
-    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
-    folder = train(config.load(settings)).folder
-    export(folder, options=Options(int8=True, max_drop=0.2))
-    return folder
-
-
-@pytest.fixture(scope="session")
 def _moto() -> Iterator[str]:
     from moto.server import ThreadedMotoServer
 
@@ -242,3 +227,18 @@ def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
     boto3.client("s3").create_bucket(Bucket="bucket")
     yield boto3.client
     boto3.DEFAULT_SESSION = None
+
+
+@pytest.fixture(scope="session")
+def embedded(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    from kd import config
+    from kd.jobs.export import Options, export
+    from kd.jobs.train import train
+
+    settings = base(photos, tmp_path_factory.mktemp("embedded"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
+    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+    folder = train(config.load(settings)).folder
+    export(folder, options=Options(int8=True, max_drop=0.2))
+    return folder

@@ -59,7 +59,7 @@ MAY_IMPORT_OUTSIDE = {
     "openvino": ("models/onnx.py", "serve/model.py"),
     "torchao": ("models/teacher.py",),
     "ray": ("data/remote.py",),
-    "transformers": (),
+    "transformers": ("teachers/_towers.py",),
     "pickle": (),
 }
 LIMITS = {"kd/contracts.py": 360}

@@ -115,11 +115,14 @@ class RunDir:
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind, oldest first."""
+        return [row for row in self.rows() if row["kind"] == kind]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of all kinds, oldest first."""
         file = self._metrics_file
         if not file.is_file():
             return []
-        rows = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
-        return [row for row in rows if row["kind"] == kind]
+        return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""

@@ -101,6 +101,9 @@ class DataSection:
 
     kind: str = chosen("datasets", "")
     """The dataset."""
+    labels: Literal["all", "some", "none"] = "all"
+    """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
+    and the student is compared with it alone."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
     batch_size: int | str = ranged(256, low=1)

@@ -41,6 +41,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _data(config.data, config.teacher)
     yield from _remote(config.data, here)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
+    yield from _labels(config, needed)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
@@ -152,6 +153,31 @@ def _embedding(config: Config, read: Reads) -> Iterator[KdError]:
     if getattr(config.sifter.options, "score", "") == "entropy":
         wrong = "is entropy, but the losses train an embedding model, which gives no probabilities"
         yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
+
+
+def _labels(config: Config, needed: Sequence[frozenset[str]]) -> Iterator[KdError]:
+    """Yield what needs labels that the images do not have."""
+    labels, where = config.data.labels, "data.labels"
+    if labels != "all" and getattr(config.sifter.options, "balance", False):
+        wrong = f"is {labels}, but sifter.balance keeps a share of each class"
+        yield ConfigError(where, wrong, "All images have labels", "Set sifter.balance=false")
+    if labels != "none":
+        return
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
+        if "teacher" not in wanted or "hard_labels" in wanted:
+            wrong = f"'{term.kind}' learns from labels, but data.labels is none"
+            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, hard, ...", "Drop it")
+    asked = {
+        "run.baseline": config.run.baseline,
+        "teacher.fit.epochs": config.teacher.fit.epochs > 0,
+        "teacher.min_accuracy": config.teacher.min_accuracy > 0,
+    }
+    for key, on in asked.items():
+        if on:
+            wrong = "needs labels, but data.labels is none"
+            yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
+    if not config.teacher.model:
+        yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
 
 
 def _student(student: StudentSection) -> Iterator[KdError]:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, name_labels, retried
+from kd.datasets._decode import Names, decode, fingerprint, label_images, name_labels, retried
 from kd.errors import DataError
 from kd.shards import Shard, find, members, read
 from kd.types import Decoded
@@ -130,7 +130,7 @@ class WebDataset:
         return data
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDataset:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
     """Index the shards of a split.
 
     Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
@@ -144,7 +144,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDat
     shard_of: list[int] = []
     images: list[_Image] = []
     for number, shard in enumerate(shards):
-        found = _index(shard.path, options, where)
+        found = _index(shard.path, options, where, labels)
         images.extend(found)
         shard_of.extend([number] * len(found))
     if not images:
@@ -156,16 +156,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> WebDat
         )
     names = _class_names(options.class_names) if options.class_names else []
     found_names, known = name_labels([image.label for image in images], names)
-    order, labels = assign_labels(found_names, known, classes, where, split)
-    return WebDataset(shards, np.asarray(shard_of, np.int32), images, labels, order, where)
+    order, label = label_images(found_names, [name for name in known if name], classes, where, split, labels)
+    return WebDataset(shards, np.asarray(shard_of, np.int32), images, label, order, where)
 
 
-def _index(shard: str, options: Options, where: str) -> list[_Image]:
+def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
     """Return the images of a shard in its order, each with its label as written."""
     try:
         with open(shard, "rb", buffering=0) as file:
             samples = members(file, shard, where)
-            return _pair(file, samples, shard, options, where)
+            return _pair(file, samples, shard, options, where, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
         raise DataError(
@@ -174,14 +174,22 @@ def _index(shard: str, options: Options, where: str) -> list[_Image]:
 
 
 def _pair(
-    file: BinaryIO, samples: dict[str, dict[str, tuple[int, int]]], shard: str, options: Options, where: str
+    file: BinaryIO,
+    samples: dict[str, dict[str, tuple[int, int]]],
+    shard: str,
+    options: Options,
+    where: str,
+    labels: str,
 ) -> list[_Image]:
     endings, images = _endings(options.image_keys), []
     for key, sample in samples.items():
         image = next((sample[ending] for ending in endings if ending in sample), None)
-        label = sample.get(options.label_key.lower())
+        label = sample.get(options.label_key.lower()) if labels != "none" else None
         if image is None and label is None:
             continue  # a readme or a manifest
+        if image is not None and label is None and labels != "all":
+            images.append(_Image(key, *image, ""))
+            continue
         if image is None or label is None:
             lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
             raise DataError(

@@ -173,7 +173,7 @@ def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console
     if teacher is None or not recipe.reads.teacher_logits:
         return {}
     values = check_teacher(least, run, console)
-    if isinstance(teacher, Ensemble):
+    if isinstance(teacher, Ensemble) and run.evaluator.labelled:
         names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
         check_members(names, least, run, teacher, console)
     return values
@@ -182,6 +182,11 @@ def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console
 def check_teacher(least: float, run: Run, console: Console) -> dict[str, float]:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
+    if not run.evaluator.labelled:
+        console.info(
+            f"teacher: no labels to score it with; the student agrees with it on {percent(values['agreement'])}"
+        )
+        return values
     accuracy = values["teacher_accuracy"]
     console.info(
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"

@@ -17,7 +17,7 @@ from kd.data.store import slot_bytes
 from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
-from kd.models.load import Spec, load
+from kd.models.load import Images, Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.record import clock, money
 from kd.report.trackers import check as check_trackers
@@ -50,6 +50,10 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
+    found, images = [], data.images(recipe.seed, recipe.views)
+    for where, one in recipe.teachers.items():
+        found.append(_teacher(where, one, data, images, reads))
+        data = data.with_classes(found[0][0].classes)
     classes = data.classes
     answers = classes if reads.student_logits else ()
     spec = Spec("student", recipe.student.model, recipe.student.args, answers, logits=reads.student_logits)
@@ -61,8 +65,7 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
-    if recipe.teacher.model:
-        found = [_teacher(where, one, data, reads) for where, one in recipe.teachers.items()]
+    if found:
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = sizes(len(classes), student, teacher, size)
@@ -125,12 +128,10 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(where: str, section: TeacherSection, data: Data, reads: Reads) -> tuple[TeacherModel, str]:
+def _teacher(where: str, section: TeacherSection, data: Data, images: Images, reads: Reads) -> tuple[TeacherModel, str]:
     size, logits = data.section.image_size, reads.teacher_logits
     if section.checkpoint or not section.fitted:  # its weights are what must be checked
-        model = load_teacher(
-            section, data.classes, size, reads.features, where=where, splits=data.splits, logits=logits
-        )
+        model = load_teacher(section, data.asked, size, reads.features, where=where, images=images, logits=logits)
         held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
         return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
     spec = Spec(where, section.model, section.args, data.classes, logits=logits)

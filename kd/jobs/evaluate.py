@@ -22,7 +22,7 @@ def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     best, recorded = folder.best()[1], folder.manifest()["choices"]
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        teacher = obtain_teacher(recipe, data, backend)
+        teacher, data = obtain_teacher(recipe, data, backend)
         run = build_run(recipe, data, backend, teacher, folder, Console("", quiet=True), recorded).run
         load_distillation(run.distillation, best)
         return run.evaluator(run.distillation.student)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kd.artifacts.memory import Memory
 from kd.config import Config
@@ -37,8 +38,8 @@ def compile_only(settings: Config) -> str:
     check(recipe)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        for title, run, teacher in _runs(recipe, data, backend):
-            built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
+        for title, run, teacher, named in _runs(recipe, data, backend):
+            built = build_run(run, named, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
             counted = ", ".join(f"{name} so far {count:.0f}" for name, count in counts.items())
@@ -46,24 +47,25 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None]]:
+def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None, Data]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    classes, reads, size = data.classes, recipe.reads, recipe.data.image_size
+    reads, size, images = recipe.reads, recipe.data.image_size, data.images(recipe.seed, recipe.views)
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            answers = classes if reads.teacher_logits else ()
+            answers = data.classes if reads.teacher_logits else ()
             models.append(build_student(fits[where].student, recipe.seed, answers, size, reads.features))
         else:
-            given = {"where": where, "splits": data.splits, "logits": reads.teacher_logits}
-            models.append(load_teacher(alone, classes, size, reads.features, **given))
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            models.append(load_teacher(alone, data.asked, size, reads.features, **given))
+        data = data.with_classes(models[0].classes)
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [
-        *((where, fit, None) for where, fit in fits.items()),
-        (recipe.name, recipe, teacher),
-        *((f"{recipe.name} (labels only)", alone, None) for alone in baseline),
+        *((where, fit, None, data) for where, fit in fits.items()),
+        (recipe.name, recipe, teacher, data),
+        *((f"{recipe.name} (labels only)", alone, None, data) for alone in baseline),
     ]

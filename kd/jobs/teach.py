@@ -46,20 +46,26 @@ def teach(settings: Config) -> list[Path]:
         return [fit_teacher(fit, data, backend) for fit in recipe.fits.values()]
 
 
-def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> TeacherModel | None:
-    """Load the teacher, or all of several; fit first where there is no checkpoint."""
+def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> tuple[TeacherModel | None, Data]:
+    """Load the teacher, or all of several; fit first where there is no checkpoint.
+
+    Returns:
+        The teacher, and the data with its classes, where the images have no labels.
+    """
     section = recipe.teacher
     if not section.model:
-        return None
+        return None, data
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     on_meta = section.shard and backend.rank != 0
     models, reads, size = [], recipe.reads, recipe.data.image_size
+    images = data.images(recipe.seed, recipe.views)
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
-        place = (folder, on_meta, where, data.splits, reads.teacher_logits)
-        models.append(load_teacher(alone, data.classes, size, reads.features, *place))
-    return merge_teachers(section, models)
+        place = (folder, on_meta, where, images, reads.teacher_logits)
+        models.append(load_teacher(alone, data.asked, size, reads.features, *place))
+        data = data.with_classes(models[0].classes)  # those of the others must be the same
+    return merge_teachers(section, models), data
 
 
 def merge_teachers(section: TeacherSection, models: Sequence[TeacherModel]) -> TeacherModel:

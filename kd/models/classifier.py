@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,10 +90,7 @@ class Classifier(nn.Module):
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
-        pixels = image.to(torch.float32)
-        if self.input_size and image.shape[-1] != self.input_size:
-            size = (self.input_size, self.input_size)
-            pixels = F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp_(0, 255)
+        pixels = resized(image, self.input_size)
         pixels = torch.addcmul(self.shift, pixels, self.scale)  # type: ignore[arg-type]
         return pixels.to(next(self.network.parameters()).dtype)
 
@@ -106,6 +104,33 @@ class Classifier(nn.Module):
         """Width D of the pooled features; 0 where it is not known."""
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
+
+
+def resized(image: Tensor, size: int) -> Tensor:
+    """Return uint8 images [B, 3, H, W] as float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: as they are."""
+    pixels = image.to(torch.float32)
+    if not size or tuple(image.shape[-2:]) == (size, size):
+        return pixels
+    return F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True).clamp_(0, 255)
+
+
+def main_output(said: Any, where: str) -> Tensor:
+    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if isinstance(said, Mapping):
+        said = SimpleNamespace(**said)
+    found = said[0] if isinstance(said, (tuple, list)) and said else said
+    for name in ("logits", "pooler_output"):
+        value = getattr(said, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if isinstance(found, Tensor):
+        return found
+    wrong = f"the model returns {type(said).__name__}"
+    raise ModelError(where, wrong, "A tensor, a tuple that begins with one, or an object with .logits", "Wrap it")
 
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
@@ -148,13 +173,13 @@ class LogitsModel(nn.Module):
     classes: Sequence[str] = ()
     runs_in, reads_ids, num_features = "", False, 0
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, where: str = "model") -> None:
         super().__init__()
-        self.network = network
+        self.network, self.where = network, where
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
-        return Outputs(self.network(image))
+        return Outputs(main_output(self.network(image), self.where))
 
     def identity(self) -> dict[str, Any]:
         """Return a hash of the weights."""
@@ -210,9 +235,9 @@ class Ensemble(nn.Module):
         whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runs_in else ""
         return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
-    def forward(self, image: Tensor, ids: Tensor | None = None) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W] with ids [B]; the logits are log-probabilities, float32."""
-        outputs = [member(image, ids) if member.reads_ids else member(image) for member in self.members]
+    def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; the logits are log-probabilities, float32."""
+        outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
         named = {}
         for k, one in enumerate(outputs):
             named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}

@@ -98,9 +98,11 @@ class LiveTeacher(Uncached):
         image, size = batch.image, self.micro_batch or batch.image.shape[0]
         # torch_xla does not support views in inference mode
         frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
-        asked = (image.split(size), batch.ids.split(size)) if self.reads_ids else (image.split(size),)
+        asked: Any = [image.split(size)]
+        if self.reads_ids:
+            asked += [batch.ids.split(size), itertools.repeat(batch.view)]
         with frozen, torch.autocast(image.device.type, enabled=False):
-            return [self.model(*part) for part in zip(*asked, strict=True)]
+            return [self.model(*part) for part in zip(*asked, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features, as normal tensors, which autograd can save."""

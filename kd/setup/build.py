@@ -207,9 +207,8 @@ def build_run(
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
         run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
-    facts = {"choices": chosen.record(), "measured_ms": measured, "batch": str(split), "workers": loader.workers}
-    facts["decides"] = evaluator.decides
+    facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
+    facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 
@@ -249,8 +248,10 @@ def _evaluator(
     plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
     classes = len(data.classes)
     if reads.student_logits:
-        return Evaluator(backend, loader, plan, live, teacher is not None and reads.teacher_logits, classes)
-    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
+        answers = teacher is not None and reads.teacher_logits
+        return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
+    known = data.labelled and classes > 1
+    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
     members = len(getattr(teacher, "members", [teacher]))
     return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
 
@@ -281,7 +282,7 @@ def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> D
     student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
     dims = sizes(len(classes), student, teacher, size)
     shares = getattr(teacher, "shares", (1.0,))
-    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares))
+    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kd.contracts import Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
-from kd.setup.data import Data, evenly_spaced, keep_rules, views
+from kd.setup.data import Data, evenly_spaced, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
 from kd.setup.teacher import TeacherReport
@@ -55,7 +55,7 @@ def cache_identity(
     made_from: dict[str, Any] = {
         **model,
         "precision": numerics,
-        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
+        "transform": data.transform(),
         "data": data.train.fingerprint,
         "images": len(data.train),
         "classes": list(data.classes),
@@ -67,8 +67,6 @@ def cache_identity(
         made_from["features"] = {name: list(shape) for name, shape in kept.features.items()}
     if not kept.num_classes:  # labels and their names play no part
         del made_from["classes"]
-    if data.kept is not None:  # a store changes the pixels
-        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
     return made_from
 
 

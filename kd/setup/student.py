@@ -61,7 +61,11 @@ def sizes(num_classes: int, student: Classifier, teacher: TeacherModel | None, i
 
 
 def build_criterion(
-    losses: Sequence[LossSection], dims: Sequence[Dims], seed: int, shares: Sequence[float] = (1.0,)
+    losses: Sequence[LossSection],
+    dims: Sequence[Dims],
+    seed: int,
+    shares: Sequence[float] = (1.0,),
+    labelled: float = 1.0,
 ) -> Criterion:
     """Build the loss terms; what they learn starts from the run's seed.
 
@@ -72,6 +76,7 @@ def build_criterion(
         dims: for each teacher.
         seed: of the run.
         shares: of each teacher in a term on features; their sum is 1.
+        labelled: share of the training images that have a label.
 
     Raises:
         ModelError: a term needs features that a model does not have.
@@ -86,7 +91,7 @@ def build_criterion(
             members.append(member)
             if not on_features:
                 break
-    return Criterion(terms, members)
+    return Criterion(terms, members, labelled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from torch import nn
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, Source, TeacherModel
+from kd.contracts import Backend, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, compile_forward, set_attention
-from kd.models.load import Spec
+from kd.models.load import Images, Spec
 from kd.models.onnx import Exported
 from kd.models.teacher import LiveTeacher, NoTeacher, quantize
 from kd.setup.data import Data, evenly_spaced
@@ -36,30 +36,31 @@ COMPARED = 16
 
 def load_teacher(
     section: TeacherSection,
-    classes: Sequence[str],
+    classes: Sequence[str] | None,
     image_size: int,
     features: Collection[str] = (),
     folder: str = "",
     on_meta: bool = False,
     where: str = "teacher",
-    splits: tuple[Source, Source] | None = None,
+    images: Images | None = None,
     logits: bool = True,
 ) -> TeacherModel:
     """Load one teacher with its weights; its classes must be the data's.
 
     Args:
         section: of the configuration; of several teachers, the first is loaded.
-        classes: class names in the data's order; empty where its images have no labels.
+        classes: class names in the data's order; None: it has no labels, and the teacher's are taken. Empty: no
+            classifier is needed.
         image_size: of the data, pixels.
         features: that a loss needs, by name.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
-        splits: the training and the validation images, for a teacher that answers by name.
+        images: that it is asked about, for a teacher that answers by name.
         logits: whether a loss reads them; False: it is loaded without a classifier, for its features.
     """
     kind, options, own = section.kind, section.options, not section.checkpoint
-    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, splits, logits)
+    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits)
     if folder:
         spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits)
     context: Any = {"image_size": image_size, "features": features}

@@ -39,6 +39,9 @@ NOT_RUN = {
     "torchrun": "starts several processes; tests/distributed does that",
     "mpirun": "needs MPI",
     "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
+    "PJRT_DEVICE=TPU": "needs a TPU",
+    "neuron_parallel_compile": "needs the Neuron SDK",
+    "source": "an environment of an AMI",
 }
 LAUNCHED = {
     "KD_TRAIN_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-train",
@@ -135,7 +138,9 @@ def check_not_run(argv: list[str], command: Command) -> None:
         assert given.module, argv
         assert given.training_script.startswith("kd.cli."), argv
         check_arguments(["kd-" + given.training_script.removeprefix("kd.cli."), *given.training_script_args], command)
-    elif program in ("mpirun", "PJRT_DEVICE=CPU"):
+    elif program == "neuron_parallel_compile":
+        check_not_run(rest, command)
+    elif program in ("mpirun", "PJRT_DEVICE=CPU", "PJRT_DEVICE=TPU"):
         start = next(i for i, arg in enumerate(argv) if arg.startswith("kd-"))
         check_arguments(argv[start:], command)
     elif program == "make":

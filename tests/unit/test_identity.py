@@ -278,6 +278,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.fallback [smddp]": ("FR", "gloo", *SMDDP, "backend.device=cpu"),
     "backend.device [smddp]": ("FR", "cpu", *SMDDP),
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
+    "backend.spmd [xla]": ("FR", "true", "backend.kind=xla"),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
     "price.instance": ("", "ml.p4d.24xlarge"),

@@ -104,8 +104,11 @@ def test_every_form_of_images_and_results_gives_the_same(exported, pictures, exp
     names = [name for name in expected if "\n" not in name]
     wanted = {name: expected[name] for name in names}
     listed = tmp_path / "listed.txt"
-    listed.write_text("\n".join([str(pictures / name) for name in names[:2]] + ["missing.jpg", ""]))
+    listed.write_text(
+        "\n".join([str(pictures / name) for name in names[:2]] + ["missing.jpg", "s3://bucket/missing.jpg", ""])
+    )
     rows = jsonl(run(exported, listed, tmp_path / "listed.jsonl"))
+    assert "no such file" in rows.pop("s3://bucket/missing.jpg")["error"]
     assert rows.pop("missing.jpg") == {"error": "No such file or directory"}
     assert rows == {str(pictures / name): one for name, one in list(wanted.items())[:2]}
 

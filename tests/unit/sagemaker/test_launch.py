@@ -137,6 +137,7 @@ def test_shards_and_weights_become_channels(food):
         (("data.rot=photos", "--instance", "ml.g5.xlarge"), "data.rot", "root"),
         (("--instance", "ml.g5.xlarge", "--role", "arn-of-a-role-of-mine"), "RoleArn", "arn:"),
         (("--instance", ""), "--instance", "Give it"),
+        (("--instance", "ml.g5.xlarge", "--backend", "cudda"), "backend.kind", "cuda"),
         (("--instance", "ml.g5.xlarge", "--output", "folder"), "--output", "s3://"),
         (("--instance", "ml.g5.xlarge", "--hours", "0"), "MaxRuntimeInSeconds", "min value: 1"),
     ],
