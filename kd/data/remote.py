@@ -45,12 +45,15 @@ T = TypeVar("T")
 class Decoder:
     """What a Ray actor runs: it makes parts of batches, one at a time, from datasets that it was started with."""
 
-    def __init__(self, datasets: Sequence[Dataset], folder: str) -> None:
-        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path."""
+    def __init__(self, datasets: Sequence[Any], folder: str) -> None:
+        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path.
+
+        `datasets` holds one reference to them, which rank 0 keeps: a new decoder on a new host asks for them again.
+        """
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._fetch = [Fetch(dataset) for dataset in datasets]
+        self._fetch = [Fetch(dataset) for dataset in ray.get(datasets[0])]
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
         """Return the id and the address of this host, and the versions that pixels depend on."""
@@ -154,7 +157,7 @@ class Pool:
         if self._datasets is None:
             return ray.get_actor(name)
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
-        return ray.remote(Decoder).options(name=name, **options).remote(self._datasets, os.getcwd())
+        return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
     def trusted(self) -> list[Slot]:
         """Return the decoders that answer.
