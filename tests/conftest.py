@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import tarfile
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,3 +199,46 @@ def exported(distilled, tmp_path_factory) -> Path:
 
     target = tmp_path_factory.mktemp("exported") / "export"
     return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder
+
+
+@pytest.fixture(scope="session")
+def _moto() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
+    """Point boto3 and s3fs at moto's server, which is empty but for the bucket `bucket`; returns clients."""
+    import boto3
+
+    keep = {"AWS_ENDPOINT_URL": _moto, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    for name, value in {**keep, "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    urllib.request.urlopen(urllib.request.Request(f"{_moto}/moto-api/reset", method="POST")).close()
+    boto3.setup_default_session()
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield boto3.client
+    boto3.DEFAULT_SESSION = None
+
+
+@pytest.fixture(scope="session")
+def embedded(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    from kd import config
+    from kd.jobs.export import Options, export
+    from kd.jobs.train import train
+
+    settings = base(photos, tmp_path_factory.mktemp("embedded"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
+    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+    folder = train(config.load(settings)).folder
+    export(folder, options=Options(int8=True, max_drop=0.2))
+    return folder

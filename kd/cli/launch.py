@@ -69,6 +69,8 @@ def _train(argv: Sequence[str]) -> int:
             extra=_extra(given.extra),
         )
         request = training_request(job)
+        final = request["HyperParameters"].items()
+        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with what the options have changed
         if _shown({"CreateTrainingJob": request}, given.dry_run):
             return
         from kd.sagemaker import aws

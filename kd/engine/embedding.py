@@ -77,6 +77,8 @@ class EmbeddingEvaluator:
         self.teacher, self.criterion, self.num_classes, self.members = teacher, criterion, num_classes, members
         self.decides = "agreement" if bank is None else "knn"
         """Which value says what the best checkpoint is."""
+        self.labelled = bank is not None
+        """Whether neighbours and the probe are scored."""
         self._outputs: list[Outputs] = []
         self._bytes = 0
         self._of_teacher: dict[str, Tensor] = {}

@@ -86,7 +86,7 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
         run.sifter.observe(batch.ids, scores.pop("per_image"))
-        if logits_BC.shape[1]:  # an embedding model has no answers to count
+        if logits_BC.shape[1] and run.evaluator.labelled:  # an embedding model has no answers to count
             scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)

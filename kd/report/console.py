@@ -114,6 +114,8 @@ def embedding_text(values: Mapping[str, float]) -> str:
 
 
 def _validation_text(values: Mapping[str, float]) -> str:
+    if "kl" in values and "accuracy" not in values:
+        return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
     if "accuracy" not in values:
         return f"val {embedding_text(values)}"
     text = f"val accuracy {percent(values['accuracy'])}"

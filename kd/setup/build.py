@@ -12,7 +12,7 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.auto_workers import AutoWorkers
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.views import Views
@@ -22,7 +22,6 @@ from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
@@ -184,7 +183,7 @@ def build_run(
     report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
     answering: Teacher = report.live if reads else NoTeacher()
     if teacher is not None and kept and reads:
-        answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
+        answers = len(data.classes) if recipe.reads.teacher_logits else 0
         answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)
@@ -207,20 +206,14 @@ def build_run(
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = _evaluator(recipe, session, distillation, report.live, teacher, val_loader, plan)
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
         run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
-    facts = {
-        "decides": evaluator.decides,
-        "choices": chosen.record(),
-        "measured_ms": measured,
-        "batch": str(split),
-        "workers": loader.workers,
-    }
+    facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
+    facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 
@@ -248,9 +241,10 @@ def _evaluator(
 ) -> Evaluator | EmbeddingEvaluator:
     """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
     backend, data, reads = session.backend, session.data, recipe.reads
-    classes = len(data.train.classes)
+    classes = len(data.classes)
     if reads.student_logits:
-        return Evaluator(backend, loader, plan, live, teacher is not None and reads.teacher_logits, classes)
+        answers = teacher is not None and reads.teacher_logits
+        return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
     bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
     members = len(getattr(teacher, "members", [teacher]))
     return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
@@ -278,11 +272,11 @@ def _with_threads(chosen: Choices, backend: Backend) -> Choices:
 
 def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> Distillation:
     """Build the student and what it minimizes as one module."""
-    classes, size, reads = data.train.classes, data.section.image_size, recipe.reads
+    classes, size, reads = data.classes, data.section.image_size, recipe.reads
     student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
     dims = sizes(len(classes), student, teacher, size)
     shares = getattr(teacher, "shares", (1.0,))
-    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares))
+    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
