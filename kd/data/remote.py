@@ -104,8 +104,8 @@ class Slot:
     address: str = ""
 
     def ping(self) -> None:
-        """Trust it again when it has answered; Ray repeats the ping where it starts the decoder anew."""
-        self.probe, self.probed = self.actor.ping.options(max_task_retries=-1).remote(), time.monotonic()
+        """Trust it again when it has answered."""
+        self.probe, self.probed = self.actor.ping.remote(), time.monotonic()
 
 
 class Call(NamedTuple):
@@ -182,8 +182,9 @@ class Pool:
             self.slots.remove(slot)
             log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
             return
-        except RayError:
-            slot.ping()
+        except RayError:  # it is being started again
+            if time.monotonic() - slot.probed > 1.0:
+                slot.ping()
             return
         ours = decoding_versions()
         if other := [f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs[name] != ours[name]]:
@@ -259,6 +260,7 @@ def connect() -> None:
     remedy = "Start with kd-launch, or see docs/cluster.md"
     if not address:
         raise RunError(WHERE, "is ray, but the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of what the pool takes care of
     # Ray puts its own handler in the place of ours, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:
