@@ -188,6 +188,8 @@ class Session:
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
+        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
+            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
