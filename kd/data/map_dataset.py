@@ -102,9 +102,8 @@ def check_labels(labels_B: torch.Tensor, subject: str, where: str, labels: str, 
     if labels == "none":
         return
     lowest = 0 if labels == "all" else -1
-    wrong_B = (labels_B < lowest) | ((labels_B >= num_classes) if num_classes else torch.zeros_like(labels_B).bool())
-    if wrong_B.any():
-        value = int(labels_B[wrong_B][0])
+    value = next((one for one in labels_B.tolist() if one < lowest or (num_classes and one >= num_classes)), None)
+    if value is not None:
         most = f" to {num_classes - 1}" if num_classes else " or above"
         remedy = "Pass labels='some' where -1 means that there is none" if value == -1 else "Correct the labels"
         raise DataError(where, f"{subject} has the label {value}", f"Whole numbers from {lowest}{most}", remedy)

@@ -49,7 +49,7 @@ class EmbeddingEvaluator:
     """Score an embedding student. Called as `kd.engine.evaluate.Evaluator` is.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
-    They need labels, which the student never sees.
+    They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
     """
 
     def __init__(
