@@ -88,7 +88,7 @@ class Meter:
             terms = [name for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True) if fatal]
             more = f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be" if longest > MOST_SKIPPED else ""
             raise diverged(terms, [self.places[row][0].step + 1 for row in rows], self.places[rows[0]], more)
-        means = table_SN[~skipped_S].mean(0).tolist()
+        means = table_SN[~skipped_S].double().mean(0).tolist()
         values = {} if skipped_S.all() else dict(zip(names, means, strict=True))
         return values, int(skipped_S.sum()), in_a_row
 
