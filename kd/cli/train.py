@@ -15,7 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
         "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
     )
-    made.add_argument("--check", action="store_true", help="check everything in seconds and train nothing")
+    made.add_argument(
+        "--check",
+        action="store_true",
+        help="check everything, time a few steps, say what the run takes and costs; train nothing",
+    )
     made.add_argument(
         "--compile-only",
         action="store_true",
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(check(Recipe(settings), given.config))
+            print(check(Recipe(settings), given.config, timed=True))
             return
         if given.compile_only:
             print(compile_only(settings))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
@@ -23,12 +27,12 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    recipe = Recipe(settings)
+    started, recipe = time.monotonic(), Recipe(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend)
-        with open_run(recipe, backend.rank) as folder:
-            teacher = obtain_teacher(recipe, data, backend)
+        with open_run(recipe, backend.rank) as folder, billed(folder, started):
+            teacher, data = obtain_teacher(recipe, data, backend)
             result = distill(recipe, data, backend, teacher, folder, recipe.name)
             if recipe.baseline is not None:
                 alone, title = Recipe(recipe.baseline, recipe.path / "labels_only"), f"{recipe.name} (labels only)"
@@ -41,12 +45,27 @@ def train(settings: Config) -> Result:
     return result
 
 
+@contextmanager
+def billed(folder: RunDir, started: float) -> Iterator[None]:
+    """Record how long this start and all earlier ones took, from the command on, which is what a rented machine costs.
+
+    Not counted: the time of a start whose process was killed.
+    """
+    before = float(folder.manifest().get("billable_seconds", 0.0))
+    try:
+        yield
+    finally:
+        folder.record(billable_seconds=round(before + time.monotonic() - started, 3))
+
+
 def report(name: str, seed: int, result: Result) -> str:
     """Return the table of a run as Markdown, and what to type next."""
     if not result.metrics:
         return ""
     if "accuracy" not in result.metrics:
-        return _embedding_report(name, seed, result)
+        if "kl" not in result.metrics:
+            return _embedding_report(name, seed, result)
+        return "\n".join([f"# {name}", "", table([_unlabelled(result)]), "", *_closing(seed, result)])
     rows = []
     if "teacher_accuracy" in result.metrics:
         rows.append(_row("teacher", result.metrics, result.teacher_parameters, None, "teacher_"))
@@ -61,13 +80,29 @@ def report(name: str, seed: int, result: Result) -> str:
         lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
     if result.sifting:
         lines += [result.sifting]
-    lines += [
+    return "\n".join([*lines, *_closing(seed, result)])
+
+
+def _closing(seed: int, result: Result) -> list[str]:
+    return [
         f"Best of the evaluations on the validation split; seed {seed}; run folder `{result.folder}`.",
         "",
         f"Next: `kd-export {result.folder}` writes a folder that timm loads.",
         "",
     ]
-    return "\n".join(lines)
+
+
+def _unlabelled(result: Result) -> dict[str, str]:
+    """Return the row of a student whose images have no labels: it is compared with its teacher."""
+    values = result.metrics
+    return {
+        "model": "student, distilled without labels",
+        "agreement with the teacher": percent(values["agreement"]),
+        "KL, nats": f"{values['kl']:.3f}",
+        "calibration error against it": percent(values["agreement_ece"]),
+        "parameters": f"{result.parameters / 1e6:.2f} M",
+        "training images/s": f"{result.images_per_second:.0f}",
+    }
 
 
 def _embedding_report(name: str, seed: int, result: Result) -> str:

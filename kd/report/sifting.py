@@ -6,6 +6,7 @@ Legend: N images of the training split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from PIL import Image
@@ -59,6 +60,23 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
             "",
         ]
     return "\n".join(lines)
+
+
+def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
+    """Return in one sentence what a run's sifter left out; empty where it left nothing out, or nobody knows.
+
+    Args:
+        epochs: the rows of kind "epoch", oldest first.
+        manifest: of the run; `images` and `batch_size` are those of the training split and of a step.
+    """
+    images, batch = int(manifest.get("images", 0)), int(manifest.get("batch_size", 0))
+    trained = sum(row["trained"] for row in epochs)
+    if not epochs or not images or all(row["trained"] > images - batch for row in epochs):
+        return ""
+    return (
+        f"{trained:,.0f} of {images * len(epochs):,} images were trained: "
+        f"{percent(1 - trained / (images * len(epochs)))} were left out."
+    )
 
 
 def describe_images(

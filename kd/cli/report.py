@@ -1,0 +1,76 @@
+"""`kd-report RUN... [--live | --price] [key=value ...]`: show where the time and the money of runs went."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kd.cli._common import guarded, parser
+
+LIVE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    given = _parser().parse_intermixed_args(argv)
+    paths = [Path(text) for text in given.runs if "=" not in text]
+    overrides = [text for text in given.runs if "=" in text]
+
+    def command() -> None:
+        from kd.jobs import report as job
+        from kd.report.console import table
+
+        if given.price:
+            print(table(job.prices(paths, overrides)))
+        elif given.live:
+            _serve(paths, given.port, overrides)
+        else:
+            made = job.report(paths, given.to, given.images, overrides)
+            print(made.summary)
+            print(f"wrote {made.file} ({made.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
+
+    return guarded(command)
+
+
+def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str]) -> None:
+    from kd.errors import RunError
+    from kd.jobs.report import live_page
+    from kd.report.live import LOOPBACK, server
+
+    live_page(paths, LIVE_SECONDS, overrides)  # a wrong folder is told before anything is served
+    try:
+        running = server(lambda: live_page(paths, LIVE_SECONDS, overrides), port)
+    except OSError as error:
+        raise RunError("--port", f"{port} cannot be bound ({error.strerror})", "", "Give another, or 0") from error
+    print(f"http://{LOOPBACK}:{running.server_address[1]}/ shows the run while it goes; Ctrl-C ends it", flush=True)
+    with running:
+        running.serve_forever()
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "kd-report",
+        "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
+        "the machine did, what was sifted, which classes and photographs the student loses against its teacher.",
+        "kd-report runs/vit_food runs/zscore --to compared.html",
+        with_config=False,
+    )
+    made.add_argument("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
+    made.add_argument("--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)")
+    made.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
+    made.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
+    made.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
+    made.add_argument(
+        "--images",
+        metavar="N",
+        type=int,
+        default=2000,
+        help="validation images to ask both models; 0: all (default 2000)",
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

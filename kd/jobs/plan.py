@@ -1,0 +1,179 @@
+"""`kd-plan`: hours, cost and scaling efficiency of a configuration on rented machines, before one is rented."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kd import instances
+from kd.errors import ConfigError, did_you_mean
+from kd.instances import Instance
+from kd.jobs.report import read
+from kd.report.console import percent, table
+from kd.report.plan import BUCKET_MIB, LATENCY_MS, MFU, Job, Line, StepCost, line, on, sizes
+from kd.report.record import money
+from kd.setup.build import distributed
+from kd.setup.data import Data, open_sources, split_batch
+from kd.setup.estimate import Measured, measure
+from kd.setup.recipe import Recipe
+
+
+def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
+    """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
+
+    Args:
+        recipe: what is trained.
+        place: the machine and, optionally, how many: ["p4d.24xlarge", "x4"].
+        mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
+        run: a run folder made on one or more such devices, whose step is taken instead.
+
+    Raises:
+        ConfigError: no such machine, several processes, or a batch that does not divide.
+    """
+    instance, machines = parse(place)
+    if recipe.price.per_hour:
+        instance = replace(instance, per_hour=recipe.price.per_hour)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "WORLD_SIZE", "is more than 1, but a plan measures one process", "", "Start it without torchrun"
+        )
+    if not 0 < mfu <= 1:
+        raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
+    data = open_sources(recipe.data)
+    split = split_batch(recipe.data, 1, len(data.train))
+    with distributed(recipe.backend) as backend:
+        found = measure(recipe, data, split, backend)
+    cost = step_cost(found, recipe)
+    here, told = cost, f"step      measured here: {describe(found)}"
+    if run is not None:
+        cost, told = of_run(run, cost)
+    elif instance.tflops:
+        cost = on(instance, cost, mfu)
+        told += (
+            f"\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
+            f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
+            "          (assumptions: --mfu, or --run RUN made on such devices)"
+        )
+    job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
+    lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
+    return "\n".join([_table(lines, instance), "", told, *_assumptions(lines[-1], here, instance, job)])
+
+
+def parse(place: Sequence[str]) -> tuple[Instance, int]:
+    """Return the machine and how many of `["p4d.24xlarge", "x4"]`.
+
+    Raises:
+        ConfigError: not in the table, or not a number.
+    """
+    name, *rest = place
+    instance = instances.find(name)
+    if instance is None:
+        near = did_you_mean(name, [one.removeprefix("ml.") for one in instances.TABLE]) or "See kd-plan --instances"
+        raise ConfigError("--on", f"no machine '{name}'", f"One of {', '.join(instances.TABLE)}", near)
+    text = rest[0] if rest else "x1"
+    count = re.fullmatch(r"x?([1-9][0-9]{0,3})", text)
+    if count is None or len(rest) > 1:
+        raise ConfigError("--on", f"'{' '.join(rest)}' is no number of machines", "x1 to x9999", "Such as x4")
+    return instance, int(count[1])
+
+
+def listing() -> str:
+    """Return the table of machines."""
+    rows = [
+        {
+            "machine": one.name,
+            "USD/h": f"{one.per_hour:.3f}",
+            "devices": one.devices,
+            "TFLOP/s a device": f"{one.tflops:g}" if one.tflops else "-",
+            "link, GB/s": f"{one.link_gb_s:g}" if one.link_gb_s else "-",
+            "network, Gbit/s": f"{one.network_gbit_s:g}",
+            "vCPUs": one.vcpus,
+        }
+        for one in instances.TABLE.values()
+    ]
+    return (
+        f"{table(rows)}\n\nOn-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
+    )
+
+
+def step_cost(found: Measured, recipe: Recipe) -> StepCost:
+    """Return what was measured as the input of a plan."""
+    asked = "teacher" in recipe.needs
+    kept = recipe.teacher.cache.views
+    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+    return StepCost(
+        fixed=found.fixed,
+        image=found.step + (share * found.teacher if asked else 0.0),
+        backward=max(0.0, found.step - found.score),
+        load=found.load,
+        gradient_mib=found.gradient_mib,
+        gflop=found.gflop,
+        kernels=found.kernels,
+    )
+
+
+def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
+    """Return the cost of a step as a run measured it on its devices, and a line about it.
+
+    Raises:
+        ConfigError: the run has no training rows yet.
+    """
+    run = read(path, -1)
+    if not run.images_per_second:
+        raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")
+    devices = int(run.manifest.get("world_size", 1))
+    image = 1000 * devices / run.images_per_second
+    told = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
+    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), told
+
+
+def describe(found: Measured) -> str:
+    """Return what was measured in words."""
+    parts = [f"student {found.step:.3f}"]
+    parts += [f"teacher {found.teacher:.3f}"] if found.teacher else []
+    parts += [f"loading {found.load:.3f}"] if found.load else []
+    return f"{', '.join(parts)} ms an image, {found.precision}, {found.device}"
+
+
+def _epochs(recipe: Recipe, data: Data, batch_size: int) -> float:
+    return recipe.run.images(len(data.train), batch_size) / len(data.train)
+
+
+def _table(lines: Sequence[Line], instance: Instance) -> str:
+    rows = [
+        {
+            "machines": one.machines,
+            "devices": one.devices,
+            "step, ms": f"{one.step_ms:.2f}",
+            "compute": f"{one.compute_ms:.2f}",
+            "not hidden communication": f"{one.exposed_ms:.3f}",
+            "loading": f"{one.load_ms:.2f}",
+            "efficiency": percent(one.efficiency),
+            "h an epoch": f"{one.hours_epoch:.4g}",
+            "hours": f"{one.hours:.4g}",
+            "USD": money(one.usd),
+        }
+        for one in lines
+    ]
+    return f"{instance.name}, USD {instance.per_hour:g} an hour for one\n\n{table(rows)}"
+
+
+def _assumptions(last: Line, here: StepCost, instance: Instance, job: Job) -> list[str]:
+    bound = "loading" if last.load_ms >= last.compute_ms + last.exposed_ms else "the step"
+    loading = (
+        f"{here.load:.2f} ms an image in one process" if here.load else "not measured: the images do not exist yet"
+    )
+    return [
+        f"gradient  {here.gradient_mib:.1f} MiB a step; a ring all-reduce takes {last.communication_ms:.3f} ms on "
+        f"{last.devices} devices; all but its last {BUCKET_MIB:g} MiB hide behind the backward pass",
+        f"links     {instance.link_gb_s:g} GB/s inside a machine, {instance.network_gbit_s:g} Gbit/s between machines, "
+        f"{1000 * LATENCY_MS:g} us a hop (assumptions, from product pages)",
+        f"loading   {loading}; {instance.vcpus / 2:g} cores a machine, each as fast as one here",
+        f"bound by  {bound}, on {last.devices} devices",
+        f"batch     {job.batch_size} images a step, divided over all devices; "
+        f"{job.images} images, {job.epochs:.3g} epochs",
+        "left out  fitting the teacher, evaluations, set-up, stragglers; one device costs its whole machine",
+    ]

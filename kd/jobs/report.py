@@ -1,0 +1,132 @@
+"""Run folders -> one HTML page, and a summary for terminals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kd import config
+from kd.errors import RunError
+from kd.jobs._answers import answers
+from kd.jobs._folder import opened_run
+from kd.references import redact
+from kd.report import text
+from kd.report.page import render
+from kd.report.record import RunRecord, price_rows
+from kd.setup.recipe import Recipe
+from kd.storage import write_text
+
+BASELINE = "labels_only"
+"""Folder of the baseline inside a run folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written, and what to show."""
+
+    file: Path
+    size: int
+    """Bytes of the page."""
+    summary: str
+    """Markdown."""
+
+
+def report(
+    paths: Sequence[Path], target: Path | None = None, images: int = 2000, overrides: Sequence[str] = ()
+) -> Report:
+    """Write the page of one or several runs.
+
+    Args:
+        paths: run folders.
+        target: of the page; None: report.html in the first run folder.
+        images: validation images on which the models are asked, evenly spaced; 0: all.
+        overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
+
+    Raises:
+        RunError: a folder is no run folder, or the page cannot be written.
+    """
+    runs = distinct([read(path, images, overrides) for path in paths])
+    file = target or paths[0] / "report.html"
+    page = redact(render(runs))
+    write_text(file, page, "--to")
+    return Report(file, len(page.encode()), redact(text.summary(runs)))
+
+
+def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return the table that compares the costs of runs.
+
+    Raises:
+        RunError: no run has a price.
+    """
+    runs = distinct([read(path, -1, overrides) for path in paths])
+    if not any(run.cost for run in runs):
+        remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
+        raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
+    return price_rows(runs)
+
+
+def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = ()) -> str:
+    """Return the page of runs as they stand now; the models are not asked."""
+    return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
+
+
+def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Number names that several runs have."""
+    names = [run.name for run in runs]
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [replace(run, name=f"{run.name} ({n})") if n > 1 else run for run, n in zip(runs, counts, strict=True)]
+
+
+def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
+    """Read a run folder.
+
+    Args:
+        path: the folder.
+        images: as for `report`; negative: the models are not asked.
+        overrides: as for `report`.
+
+    Raises:
+        RunError: it is no run folder.
+    """
+    folder, stored = opened_run(path)
+    recipe = Recipe(config.load(config.to_dict(stored), overrides, here=False))
+    asked = answers(folder, recipe, images) if images >= 0 and folder.best_row() else None
+    sheet = path / "sifting.jpg"
+    return RunRecord(
+        name=recipe.name,
+        keys=recipe.shown,
+        manifest=folder.manifest(),
+        train=folder.metrics("train"),
+        val=folder.metrics("val"),
+        epochs=folder.metrics("epoch"),
+        timeline={int(file.stem.rpartition("_")[2]): rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
+        monitor={file.stem.partition("_")[2]: rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
+        findings=content(path / "findings.json", []),
+        operators=content(path / "profile" / "operators.json", []),
+        answers=asked.answers if asked is not None else None,
+        sheet=sheet.read_bytes() if sheet.is_file() else b"",
+        baseline=read(path / BASELINE, -1) if (path / BASELINE / "config.yaml").is_file() else None,
+        notes=(asked.note,) if asked is not None and asked.note else (),
+    )
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; a last one that is still being written is left out."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def content(file: Path, otherwise: Any) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    if not file.is_file():
+        return otherwise
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError("run", f"'{file}' is not readable as JSON: {error}", "", "Remove the file") from error

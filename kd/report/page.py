@@ -1,0 +1,183 @@
+"""One or several runs as one HTML file that needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kd import instances
+from kd.report import sections
+from kd.report.answers import answers
+from kd.report.console import percent
+from kd.report.record import RunRecord, clock, differences, label_of, money, price_rows
+from kd.report.sections import color, esc, section, table
+from kd.report.svg import legend
+
+HERE = Path(__file__).parent
+
+
+def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
+    """Return the page.
+
+    Args:
+        runs: at least one; with several, each chart shows all of them.
+        live_seconds: how often the page asks for itself again; 0: never.
+    """
+    title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
+    body = [
+        _head(runs, title, live_seconds),
+        _tiles(runs[0]) if len(runs) == 1 else "",
+        sections.findings(runs),
+        _compared(runs),
+        sections.curves(runs),
+        sections.time(runs),
+        sections.machine(runs),
+        sections.operators(runs),
+        sections.sifting(runs),
+        answers(runs),
+        _costs(runs),
+        _configuration(runs),
+        _notes(runs),
+    ]
+    style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
+    live = f' data-live="{live_seconds:g}"' if live_seconds else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{esc(title)} · kd</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; img-src data:; connect-src 'self'\">"
+        f'<link rel="icon" href="data:,"><style>{style}</style></head><body{live}><main>{"".join(body)}</main>'
+        f"{sections.embedded(_numbers(runs))}<script>{script}</script></body></html>\n"
+    )
+
+
+def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
+    run = runs[0]
+    environment = run.manifest.get("environment", {})
+    machine = environment.get("machine", {})
+    lead = label_of(run) if len(runs) == 1 else f"{len(runs)} runs side by side"
+    chips = [
+        f"{run.keys.get('data.kind', '')}, {len(run.manifest.get('classes', ()))} classes",
+        f"step {run.steps:,}",
+        f"{run.manifest.get('backend', 'cpu')} x {run.manifest.get('world_size', 1)}",
+        f"{machine.get('processor', '')}, {machine.get('cores', '?')} cores" if machine else "",
+        f"kd {environment.get('packages', {}).get('kd', '')}" if environment else "",
+    ]
+    named = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
+    tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
+    flag = '<span class="live">live</span>' if live else ""
+    heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
+    return f'<header>{heading}{named}<div class="chips">{flag}{tags}</div></header>'
+
+
+def _tiles(run: RunRecord) -> str:
+    best, alone = run.best, run.baseline.best if run.baseline is not None else {}
+    tiles: list[tuple[str, str, str]] = []
+    if best and "accuracy" not in best:
+        name = "nearest neighbours" if "knn" in best else "agreement (cosine)"
+        name = "agrees with the teacher" if "kl" in best else name
+        tiles.append((percent(best[run.decides]), name, ""))
+    elif best:
+        beside = [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
+        beside += [f"labels only {percent(alone['accuracy'])}"] if alone else []
+        tiles.append((percent(best["accuracy"]), "validation accuracy", ", ".join(beside)))
+        if "agreement" in best:
+            tiles.append((percent(best["agreement"]), "agrees with the teacher", f"KL {best['kl']:.3f} nats"))
+        tiles.append((percent(best["ece"]), "calibration error", "15 bins"))
+    if run.train:
+        tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
+        waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
+        if waits:
+            tiles.append((percent(sum(waits) / len(waits)), "of the time waits for data", ""))
+    if run.cost:
+        tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
+    drawn = "".join(
+        f'<div class="tile"><b>{esc(value)}</b><span>{esc(name)}</span><small>{esc(small)}</small></div>'
+        for value, name, small in tiles
+    )
+    return f'<div class="tiles">{drawn}</div>' if drawn else ""
+
+
+def _compared(runs: Sequence[RunRecord]) -> str:
+    entries: list[tuple[str, RunRecord]] = []
+    for run in runs:
+        entries.append((run.name, run))
+        if run.baseline is not None:
+            entries.append((f"{run.name}, labels only", run.baseline))
+    if len(entries) < 2:
+        return ""
+    rows = []
+    for name, run in entries:
+        best = run.best
+        names = {"accuracy": "accuracy", "knn": "knn", "top5": "top-5", "ece": "calibration error"}
+        names["agreement"] = "agreement"
+        shown = {key: title for key, title in names.items() if any(key in one.best for _, one in entries)}
+        rows.append(
+            {
+                "run": name,
+                **{title: percent(best[key]) if key in best else "-" for key, title in shown.items()},
+                "steps": f"{run.steps:,}",
+                "images/s": f"{run.images_per_second:,.0f}",
+                "training": clock(run.seconds),
+            }
+        )
+    if len(runs) == 1:
+        return section(
+            "Side by side", "", sections.card("Distilled, and the same student on labels alone", table(rows))
+        )
+    changed = [
+        {"key": key, **{run.name: value for run, value in zip(runs, values, strict=True)}}
+        for key, values in differences(runs)
+    ]
+    names = [run.name for run in runs]
+    cards = [sections.card("Results", table(rows))]
+    cards.append(sections.card("What differs in the configuration", table(changed, names)))
+    return section("Side by side", "", *cards)
+
+
+def _costs(runs: Sequence[RunRecord]) -> str:
+    if not any(run.cost for run in runs):
+        return ""
+    priced = any(not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost)
+    hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
+    hint += "Cost = price an hour x billable time. Billable is the time from start to end, with set-up and evaluations."
+    return section("Costs", hint, sections.card("", table(price_rows(runs))).replace("<h3></h3>", ""))
+
+
+def _configuration(runs: Sequence[RunRecord]) -> str:
+    changed = {key for key, _ in differences(runs)} if len(runs) > 1 else set()
+    groups: dict[str, list[str]] = {}
+    for key in {key: None for run in runs for key in run.keys}:
+        values = [run.keys.get(key, "") for run in runs]
+        kind = "text changed" if key in changed else "text"
+        shown = values if key in changed or key == "run.name" else values[:1]
+        cells = "".join(f'<td class="{kind}"><code>{esc(value)}</code></td>' for value in shown)
+        groups.setdefault(key.partition(".")[0], []).append(f"<tr><td>{esc(key)}</td>{cells}</tr>")
+    details = "".join(
+        f"<details><summary>{esc(name)}</summary><div><table>{''.join(rows)}</table></div></details>"
+        for name, rows in groups.items()
+    )
+    return section("Configuration", "", details)
+
+
+def _notes(runs: Sequence[RunRecord]) -> str:
+    lines = [esc(f"{run.name}: {note}") for run in runs for note in run.notes]
+    commands = [esc(command) for run in runs if (command := run.manifest.get("environment", {}).get("command"))]
+    made = "<br>".join([*lines, *(f"<code>{command}</code>" for command in commands)])
+    return f"<footer>{made}</footer>" if made else ""
+
+
+def _numbers(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the main numbers of each run by its name."""
+    return {
+        run.name: {
+            "steps": run.steps,
+            "seconds": run.seconds,
+            "billable_seconds": run.billable,
+            "images_per_second": run.images_per_second,
+            "usd": run.cost,
+            "best": dict(run.best),
+        }
+        for run in runs
+    }

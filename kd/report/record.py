@@ -1,0 +1,221 @@
+"""What a run folder holds, as values that a report can show; nothing here is computed on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kd import instances
+
+SPANS = (
+    "data",
+    "teacher",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "sifting",
+    "wait",
+    "evaluation",
+    "checkpoint",
+    "setup",
+    "other",
+)
+"""The parts of a step's time, in the order in which they are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A validation image on which teacher and student differ."""
+
+    name: str
+    truth: str
+    teacher: str
+    teacher_share: float
+    """The teacher's probability for its answer."""
+    student: str
+    student_share: float
+    data: str
+    """A small JPEG as data URI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What student and teacher answered on validation images."""
+
+    classes: Sequence[str]
+    label: Sequence[int]
+    student: Sequence[int]
+    teacher: Sequence[int]
+    """Empty without a teacher."""
+    of: int
+    """Images of the validation split; more than answered where only a part was asked for."""
+    pictures: Sequence[Picture] = ()
+
+    def accuracy(self, answers: Sequence[int]) -> list[float]:
+        """Return the accuracy on each class; NaN for one without images."""
+        right, count = [0] * len(self.classes), [0] * len(self.classes)
+        for label, answer in zip(self.label, answers, strict=True):
+            count[label] += 1
+            right[label] += label == answer
+        return [r / c if c else float("nan") for r, c in zip(right, count, strict=True)]
+
+    def confusion(self) -> list[list[int]]:
+        """Return how often the student answered each class (column) for each label (row)."""
+        table = [[0] * len(self.classes) for _ in self.classes]
+        for label, answer in zip(self.label, self.student, strict=True):
+            table[label][answer] += 1
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run folder."""
+
+    name: str
+    keys: Mapping[str, Any]
+    """The configuration as {"section.key": value}; texts from the environment are references."""
+    manifest: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]
+    val: Sequence[Mapping[str, Any]]
+    epochs: Sequence[Mapping[str, Any]]
+    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Log windows by rank."""
+    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Samples by host and rank."""
+    findings: Sequence[Mapping[str, Any]] = ()
+    operators: Sequence[Mapping[str, Any]] = ()
+    answers: Answers | None = None
+    sheet: bytes = b""
+    """The contact sheet of a sifted run, JPEG."""
+    baseline: RunRecord | None = None
+    """The same student trained on labels alone."""
+    notes: Sequence[str] = ()
+    """Why something is missing."""
+
+    @property
+    def decides(self) -> str:
+        """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
+        return next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """The validation row with the highest score, the first of several; empty before an evaluation."""
+        return max(self.val, key=lambda row: row.get(self.decides, -1.0), default={})
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return int(self.train[-1]["step"]) if self.train else 0
+
+    @property
+    def images(self) -> int:
+        """Images trained on."""
+        return int(self.train[-1]["images"]) if self.train else 0
+
+    @property
+    def seconds(self) -> float:
+        """Training time without evaluations and checkpoints, seconds."""
+        return float(self.train[-1]["seconds"]) if self.train else 0.0
+
+    @property
+    def billable(self) -> float:
+        """Seconds from start to end of all starts of the run, as a rented machine is paid; training time if unknown."""
+        return float(self.manifest.get("billable_seconds", self.seconds))
+
+    @property
+    def images_per_second(self) -> float:
+        """Over all of the training."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    @property
+    def machines(self) -> int:
+        """Machines of the run."""
+        return int(self.manifest.get("machines", 1))
+
+    @property
+    def per_hour(self) -> float:
+        """US dollars an hour for all machines; 0: no price is known."""
+        own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
+        known = instances.find(str(self.keys.get("price.instance", "")))
+        return self.machines * (own or (known.per_hour if known else 0.0))
+
+    @property
+    def cost(self) -> float:
+        """US dollars for the billable time."""
+        return self.per_hour * self.billable / 3600
+
+    @property
+    def epochs_done(self) -> float:
+        """Passes over the data: completed ones where they are counted."""
+        return float(len(self.epochs)) or float(self.train[-1]["epoch"] if self.train else 0)
+
+
+def label_of(run: RunRecord) -> str:
+    """Return what a run is: the student, and what it learned from."""
+    student = short_model(str(run.keys.get("student.model", "")))
+    teacher = short_model(str(run.keys.get("teacher.model", "") or ""))
+    return f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
+
+
+def short_model(name: str) -> str:
+    """Return a model's name without folders."""
+    return name.rstrip("/").rpartition("/")[2] or name
+
+
+def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Return the keys whose values are not the same in all runs, with the values; the name is left out."""
+    keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
+    rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
+
+
+def time_parts(run: RunRecord) -> dict[str, float]:
+    """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
+    rows = run.timeline.get(0, ())
+    names = [name for name in SPANS if any(name in row["ms"] for row in rows)]
+    return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
+
+
+def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """Return a table of runs: throughput, billable time, cost, saving against the first with a price.
+
+    The arithmetic is that of SageMaker's comparisons: cost = price an hour x billable seconds / 3600, and
+    saving = 1 - cost / cost of the first run.
+    """
+    first = next((run for run in runs if run.cost), None)
+    rows = []
+    for run in runs:
+        saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
+        score = 100 * float(run.best.get(run.decides, 0.0))
+        epochs = run.epochs_done
+        rows.append(
+            {
+                "run": run.name,
+                "images/s": f"{run.images_per_second:.0f}",
+                "billable": clock(run.billable),
+                "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
+                "USD": money(run.cost) if run.cost else "-",
+                "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
+                "USD a point": money(run.cost / score) if run.cost and score else "-",
+                "score": f"{run.decides} {score:.1f} %" if score else "-",
+                "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
+            }
+        )
+    return rows
+
+
+def money(dollars: float) -> str:
+    """Return dollars with enough digits to compare: 12.34, 0.00123."""
+    return f"{dollars:,.2f}" if dollars >= 1 else f"{dollars:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as text: 42 s, 4 min 42 s, 3 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

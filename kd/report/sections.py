@@ -1,0 +1,288 @@
+"""The sections of a report, each a function from runs to HTML; empty text where the runs hold nothing for it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kd.report.console import percent
+from kd.report.record import SPANS, RunRecord, clock, time_parts
+from kd.report.sifting import saving_text
+from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
+
+COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
+COLUMNS = 240
+"""Columns of a heat map at most."""
+
+
+def color(number: int) -> str:
+    """Return the colour of a run."""
+    return COLORS[number % len(COLORS)]
+
+
+def section(title: str, hint: str, *content: str) -> str:
+    """Return a titled section; empty where there is no content."""
+    body = "".join(content)
+    anchor = title.lower().replace(" ", "-")
+    told = f'<p class="hint">{esc(hint)}</p>' if hint else ""
+    return f'<section id="{anchor}"><h2>{esc(title)}</h2>{told}{body}</section>' if body else ""
+
+
+def card(title: str, *content: str) -> str:
+    """Return a card; empty where there is no content."""
+    body = "".join(content)
+    return f'<div class="card"><h3>{esc(title)}</h3>{body}</div>' if body else ""
+
+
+def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
+    """Return rows as a table; the columns in `text` are aligned to the left."""
+    if not rows:
+        return ""
+    heads = "".join(f"<th{_left(name, text)}>{esc(name)}</th>" for name in rows[0])
+    lines = "".join(
+        "<tr>" + "".join(f"<td{_left(name, text)}>{esc(value)}</td>" for name, value in row.items()) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _left(name: str, text: Sequence[str]) -> str:
+    return ' class="text"' if name in text else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ findings
+
+
+def findings(runs: Sequence[RunRecord]) -> str:
+    """Say first what the rules found."""
+    if not any("findings" in run.manifest or run.findings or run.timeline for run in runs):
+        return ""
+    found = []
+    for run in runs:
+        who = f"{run.name}: " if len(runs) > 1 else ""
+        for one in run.findings:
+            change = f"<code>{esc(one['key'])}={esc(one['value'])}</code>" if one.get("key") else ""
+            found.append(
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {esc(one["evidence"])} '
+                f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
+                f"<p>{esc(one['advice'])} {change}</p></div>"
+            )
+    if not found:
+        found = [
+            '<div class="finding none"><b>Nothing found.</b> No rule saw a bottleneck in the recorded windows.</div>'
+        ]
+    return section("Findings", "", *found)
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def curves(runs: Sequence[RunRecord]) -> str:
+    """Draw loss, accuracy and agreement over the steps."""
+    loss, accuracy, agreement = [], [], []
+    neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
+    for i, run in enumerate(runs):
+        loss.append(_line(run.name, color(i), run.train, "loss"))
+        accuracy.append(_line(run.name, color(i), run.val, "accuracy"))
+        if run.baseline is not None:
+            accuracy.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, "accuracy"))
+        agreement.append(_line(run.name, color(i), run.val, "agreement"))
+    rows = [run.val[-1] for run in runs if run.val and "teacher_accuracy" in run.val[-1]]
+    teachers = {round(float(row["teacher_accuracy"]), 3) for row in rows}
+    ends = [x for one in accuracy for x in one.x]
+    for value in sorted(teachers)[:2] if ends else ():
+        accuracy.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
+    cards = [
+        _chart("Training loss", loss, ""),
+        _chart("Validation accuracy", accuracy, "%"),
+        _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
+        _chart("Agreement with the teacher", agreement, "%"),
+    ]
+    return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
+
+
+def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
+    kept = [row for row in rows if key in row]
+    return Series(name, color, [float(row["step"]) for row in kept], [float(row[key]) for row in kept])
+
+
+def _chart(title: str, series: Sequence[Series], unit: str) -> str:
+    drawn = [one for one in series if one.x]
+    if not drawn:
+        return ""
+    if all(len(one.x) == 1 or one.dashed for one in drawn):  # evaluated once: there is no curve
+        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in drawn], unit))
+    named = legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
+    return card(title, lines(drawn, 350, 220, "step", unit), named)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+def time(runs: Sequence[RunRecord]) -> str:
+    """Show where the time of a step went: in all, and window by window."""
+    cards = []
+    for run in runs:
+        parts = time_parts(run)
+        if parts:
+            cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
+    hint = "Wall-clock time of rank 0 by what the loop was doing. In the chart, each bar is one log window."
+    return section("Where the time went", hint, *cards) or _speed(runs)
+
+
+def _speed(runs: Sequence[RunRecord]) -> str:
+    """Draw images a second where a run has no timeline."""
+    drawn = [_line(run.name, color(i), run.train, "images_per_second") for i, run in enumerate(runs)]
+    drawn = [one for one in drawn if one.x]
+    if not drawn:
+        return ""
+    chart = lines(drawn, 1060, 220, "step", "", zero=True) + (
+        legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
+    )
+    return section("Speed", "This run recorded no timeline.", card("Images a second", chart))
+
+
+def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
+    total = sum(parts.values()) or 1.0
+    drawn = {name: parts[name] for name in SPANS if parts.get(name)}
+    bar, named = "", []
+    for name, ms in drawn.items():
+        share = 100 * ms / total
+        bar += f'<i style="width:{share:.2f}%;background:var(--{name})" title="{name} {share:.1f} %"></i>'
+        named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", f"--{name}"))
+    wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
+    told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
+    return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'
+
+
+def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
+    before = [row for row in run.timeline[0] if row["steps"] and row["kind"] != "steady"]
+    rows = [row for row in run.timeline[0] if row["kind"] == "steady"]
+    if not rows:
+        return ""
+    rows = rows if len(rows) <= 80 else [rows[i * (len(rows) - 1) // 79] for i in range(80)]
+    inside = [name for name in SPANS if parts.get(name) and name not in ("evaluation", "checkpoint", "setup")]
+    steps = [float(row["step"]) for row in rows]
+    layers = [
+        Series(name, f"--{name}", steps, [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows])
+        for name in inside
+    ]
+    slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
+    told = [f"{row['kind']} {number(row['wall_ms'] / row['steps'], 'ms')} a step" for row in before]
+    told += [f"slowest step {slow[0]:.0f}, {number(slow[1], 'ms')}"] if slow else []
+    text = "; ".join(told)
+    chart = stack(layers, 1060, 240, "last step of the window", "ms")
+    return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def machine(runs: Sequence[RunRecord]) -> str:
+    """Show what the cores, the memory and the GPUs did."""
+    cards = []
+    for run in runs:
+        for name, rows in run.monitor.items():
+            if len(rows) > 1:
+                title = f"{run.name}, {name}" if len(runs) > 1 else name
+                cards.append(_host(title, _sampled(rows)))
+    hint = "Samples of the machine while the run went. Strong colour: a busy core. Pale column: a machine that waits."
+    return section("The machine", hint, *cards)
+
+
+def _sampled(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    count = len(rows)
+    return rows if count <= COLUMNS else [rows[i * (count - 1) // (COLUMNS - 1)] for i in range(COLUMNS)]
+
+
+def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
+    cores = list(zip(*[row["cpu"] for row in rows], strict=True))
+    shares = [[value / 100 for value in core] for core in cores]
+    mean = sum(map(sum, shares)) / (len(shares) * len(times))
+    text = f'<p class="hint">Mean load of {len(cores)} cores: {percent(mean)}.</p>'
+    names = [f"core {i}" for i in range(len(cores))]
+    load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
+    small = [
+        card("Memory, MiB", _over(times, {"machine": "memory_mib", "this run": "process_mib"}, rows, "MiB")),
+        card("Disk and network, MiB/s", _over(times, MOVED, rows, "MiB/s")),
+        *_gpus(times, rows),
+    ]
+    return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
+
+
+CLOCK = "seconds since the first sample"
+MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "network_mib_s"}
+
+
+def _over(times: Sequence[float], keys: Mapping[str, str], rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+    series = [
+        Series(name, color(i), times, [float(row.get(key) or 0.0) for row in rows])
+        for i, (name, key) in enumerate(keys.items())
+        if any(key in row for row in rows)
+    ]
+    if not series:
+        return ""
+    return lines(series, 515, 200, CLOCK, unit, zero=True) + legend([(one.name, one.color) for one in series])
+
+
+def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    count = len(rows[0].get("gpu") or ())
+    if not count:
+        return []
+    found = []
+    for title, key, unit, scale in (("GPU load", "utilization", "%", 100), ("GPU power, W", "power_w", "W", 1)):
+        series = [
+            Series(f"GPU {i}", color(i), times, [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows])
+            for i in range(count)
+        ]
+        named = legend([(one.name, one.color) for one in series]) if count > 1 else ""
+        found.append(card(title, lines(series, 515, 200, CLOCK, unit, True), named))
+    return found
+
+
+def operators(runs: Sequence[RunRecord]) -> str:
+    """Show the operators that took the most time; of two runs, before and after."""
+    profiled = [run for run in runs if run.operators][:2]
+    if not profiled:
+        return ""
+    times = [{str(row["name"]): float(_operator_ms(row)) for row in run.operators} for run in profiled]
+    names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
+    rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
+    named = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
+    hint = "Own time of the operators in the profiled steps. profile/trace.json.gz opens in Perfetto."
+    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named))
+
+
+def _operator_ms(row: Mapping[str, Any]) -> float:
+    return row.get("device_ms") or row.get("cpu_ms") or row.get("ms") or 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------- sifting
+
+
+def sifting(runs: Sequence[RunRecord]) -> str:
+    """Show what a sifter kept, and the images it kept and left out most."""
+    cards = []
+    for i, run in enumerate(runs):
+        told = saving_text(run.epochs, run.manifest)
+        if not told:
+            continue
+        kept = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
+        series = Series("kept", color(i), [float(epoch) for epoch in range(len(kept))], kept)
+        title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
+        cards.append(card(title, lines([series], 1060, 180, "epoch", "%", True), f'<p class="hint">{esc(told)}</p>'))
+        if run.sheet:
+            data = base64.b64encode(run.sheet).decode()
+            image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'
+            told = "Above: never left out, highest loss (often label errors). Below: left out most."
+            cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{told}</p>'))
+    return section("Sifting", "", *cards)
+
+
+def embedded(values: Mapping[str, Any]) -> str:
+    """Return values as JSON inside the page, for programs that read it."""
+    text = json.dumps(values).replace("</", "<\\/")
+    return f'<script type="application/json" id="numbers">{text}</script>'

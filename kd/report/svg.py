@@ -1,0 +1,239 @@
+"""Charts as SVG text: lines, stacked bars, bars, a heat map. Colours are CSS variables, so that a page sets them.
+
+Each chart carries its numbers in `data-chart`; the page's script shows them where the pointer is.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
+"""Room around the plot, pixels."""
+POINTS = 400
+"""Points of a line at most; more are thinned evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line or one layer of a stack."""
+
+    name: str
+    color: str
+    """A CSS variable, such as `--c1`."""
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The plot area of a chart, and how numbers become places in it."""
+
+    width: int
+    height: int
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        """Return the horizontal place of a value, pixels."""
+        span = (self.high_x - self.low_x) or 1.0
+        return LEFT + (value - self.low_x) / span * (self.width - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        """Return the vertical place of a value, pixels."""
+        span = (self.high_y - self.low_y) or 1.0
+        return self.height - BOTTOM - (value - self.low_y) / span * (self.height - TOP - BOTTOM)
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return round numbers from `low` to `high`, about `count` of them, steps of 1, 2 or 5."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float, unit: str = "") -> str:
+    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %."""
+    if unit == "%":
+        return f"{100 * value:.3g} %"
+    if value and abs(value) < 0.01:
+        text = f"{value:.1e}"
+    elif abs(value) >= 1000:
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: str = "", zero: bool = False) -> str:
+    """Draw lines over a common x axis.
+
+    Args:
+        series: at least one with at least one point.
+        width: pixels.
+        height: pixels.
+        x_name: of the horizontal axis, with its unit.
+        unit: of the values; "%" takes shares.
+        zero: the vertical axis begins at 0.
+    """
+    series = [thinned(one) for one in series if len(one.x)]
+    values = [value for one in series for value in one.y]
+    low, high = (0.0 if zero else min(values)), max(values)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    places = [place for one in series for place in one.x]
+    low_y = 0.0 if zero else low - margin
+    frame = Frame(width, height, min(places), max(places), low_y, high + margin)
+    parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
+    for one in series:
+        points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
+        style = f'class="line{" dashed" if one.dashed else ""}" style="stroke:var({one.color})"'
+        parts.append(f'<polyline {style} points="{points}"/>')
+        if len(one.x) == 1 and not one.dashed:
+            parts.append(
+                f'<circle cx="{frame.x(one.x[0]):.1f}" cy="{frame.y(one.y[0]):.1f}" r="3.5" '
+                f'style="fill:var({one.color})"/>'
+            )
+    return _svg(frame, parts, _numbers(series, frame, unit, x_name))
+
+
+def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: str) -> str:
+    """Draw layers above each other as bars, one bar for each x; all series have the same x."""
+    xs = series[0].x
+    tops = [0.0] * len(xs)
+    highest = max(map(sum, zip(*(one.y for one in series), strict=True)))
+    frame = Frame(width, height, -0.5, len(xs) - 0.5, 0.0, 1.06 * highest)
+    gap = min(4.0, 0.2 * (frame.x(1) - frame.x(0)))
+    parts = _grid(frame, unit)
+    for one in series:
+        for i, value in enumerate(one.y):
+            top, bottom = frame.y(tops[i] + value), frame.y(tops[i])
+            if value > 0:
+                left, right = frame.x(i - 0.5) + gap / 2, frame.x(i + 0.5) - gap / 2
+                parts.append(
+                    f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
+                    f'style="fill:var({one.color})"/>'
+                )
+            tops[i] += value
+    shown = range(0, len(xs), max(1, -(-len(xs) // 10)))
+    parts += [_text(frame.x(i), height - BOTTOM + 16, f"{xs[i]:g}", "middle") for i in shown]
+    parts.append(_text(width - RIGHT, height - 2, x_name, "end", "axis"))
+    places = [Series(one.name, one.color, range(len(xs)), one.y) for one in series]
+    return _svg(frame, parts, _numbers(places, frame, unit, x_name, [f"{x:g}" for x in xs]))
+
+
+def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, names: Sequence[str], x_name: str) -> str:
+    """Draw shares, 0 to 1, one row a name and one column a time, as an image that the page's accent colours."""
+    columns = len(times)
+    cell = max(4, min(18, 260 // max(1, len(rows))))
+    height = cell * len(rows) + TOP + BOTTOM
+    frame = Frame(width, height, min(times), max(times), 0.0, float(len(rows)))
+    picture = Image.new("LA", (columns, len(rows)))
+    picture.putdata([(255, round(255 * min(1.0, max(0.0, share)))) for row in rows for share in row])
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    size = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{cell * len(rows)}"'
+    mask = f"m{abs(hash((columns, data))) % 10**9}"
+    parts = [
+        f'<mask id="{mask}"><image {size} preserveAspectRatio="none" style="image-rendering:pixelated" '
+        f'href="data:image/png;base64,{data}"/></mask>',
+        f'<rect {size} class="cold"/><rect {size} class="hot" mask="url(#{mask})"/>',
+    ]
+    step = max(1, -(-14 // cell), len(names) // 16)
+    parts += [
+        _text(LEFT - 6, TOP + cell * i + cell / 2 + 4, name, "end") for i, name in enumerate(names) if i % step == 0
+    ]
+    parts += _x_axis(frame, x_name)
+    kept = [Series(name, "--accent", times, row) for name, row in zip(names, rows, strict=True)]
+    return _svg(frame, parts, _numbers(kept, frame, "%", x_name) if len(rows) <= 16 else "")
+
+
+def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> str:
+    """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width."""
+    most = max((value for _, values in rows for value, _ in values), default=0.0) or 1.0
+    drawn_rows = []
+    for name, values in rows:
+        drawn = "".join(
+            f'<span class="bar"><i style="width:{100 * value / most:.1f}%;background:var({color})"></i>'
+            f"<b>{number(value, unit)}</b></span>"
+            for value, color in values
+        )
+        told = f'<span class="name" title="{esc(name)}">{esc(name)}</span>'
+        drawn_rows.append(f'<div class="row">{told}<span>{drawn}</span></div>')
+    return f'<div class="bars">{"".join(drawn_rows)}</div>'
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return names with their colours."""
+    items = "".join(f'<span><i style="background:var({color})"></i>{esc(name)}</span>' for name, color in entries)
+    return f'<div class="legend">{items}</div>'
+
+
+def esc(text: object) -> str:
+    """Escape text for HTML."""
+    return html.escape(str(text), quote=True)
+
+
+def thinned(one: Series) -> Series:
+    """Keep at most `POINTS` points of a line, evenly, the last one always."""
+    count = len(one.x)
+    if count <= POINTS:
+        return one
+    kept = [i * (count - 1) // (POINTS - 1) for i in range(POINTS)]
+    return Series(one.name, one.color, [one.x[i] for i in kept], [one.y[i] for i in kept], one.dashed)
+
+
+def _grid(frame: Frame, unit: str) -> list[str]:
+    parts = []
+    for value in ticks(frame.low_y, frame.high_y):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 6, y + 4, number(value, unit if unit == "%" else ""), "end"))
+    return parts
+
+
+def _x_axis(frame: Frame, name: str) -> list[str]:
+    marks = ticks(frame.low_x, frame.high_x, 5)
+    parts = [_text(frame.x(value), frame.height - BOTTOM + 16, number(value), "middle") for value in marks]
+    return [*parts, _text(frame.width - RIGHT, frame.height - 2, name, "end", "axis")]
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{esc(text)}</text>'
+
+
+def _numbers(
+    series: Sequence[Series], frame: Frame, unit: str, x_name: str, labels: Sequence[str] | None = None
+) -> str:
+    content = {
+        "plot": [LEFT, frame.width - RIGHT, TOP, frame.height - BOTTOM],
+        "range": [frame.low_x, frame.high_x],
+        "unit": unit,
+        "x": x_name,
+        "labels": labels,
+        "series": [
+            {"name": one.name, "color": one.color, "x": list(one.x), "y": [round(float(y), 6) for y in one.y]}
+            for one in series
+        ],
+    }
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _svg(frame: Frame, parts: Sequence[str], numbers: str) -> str:
+    data = f' data-chart="{esc(numbers)}"' if numbers else ""
+    box = f'viewBox="0 0 {frame.width} {frame.height}" style="max-width:{frame.width}px"'
+    return f'<svg class="chart" role="img" {box}{data}>{"".join(parts)}</svg>'

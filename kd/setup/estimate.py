@@ -1,0 +1,240 @@
+"""What a run will take, from a few measured steps: no weights are loaded and nothing is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from kd import parts
+from kd.config.schema import LossSection
+from kd.contracts import Backend, Teacher, TeacherModel
+from kd.engine.criterion import Distillation
+from kd.errors import DataError
+from kd.host import cores
+from kd.models.classifier import Classifier, Ensemble
+from kd.models.load import Spec, load
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.setup.data import BatchSplit, Data, default_workers, views
+from kd.setup.gate import loading_ms
+from kd.setup.recipe import Recipe
+from kd.setup.student import build_criterion, build_student, sizes
+from kd.setup.teacher import load_teacher
+from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
+from kd.types import Dims
+
+BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
+"""For timing the steps in turns, after one of each; a small step that takes longer is not repeated with more images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds an image on this device, and what else a plan needs."""
+
+    fixed: float
+    """Of the student's step, whatever its size; milliseconds."""
+    step: float
+    """Student's forward, backward and optimizer."""
+    score: float
+    """Student's forward."""
+    teacher: float
+    """Teacher's forward; 0 without a teacher."""
+    fit: float
+    """A training step of the teacher; 0 where it is not fitted."""
+    load: float
+    """Loading in one process; 0 where the images do not exist yet."""
+    gradient_mib: float
+    gflop: float
+    """Arithmetic of the student's step and the teacher's forward."""
+    kernels: int
+    """Operators of both."""
+    device: str
+    precision: str
+
+
+def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False) -> Measured:
+    """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
+
+    Args:
+        recipe: what is trained.
+        data: both splits; images that do not exist are not made.
+        split: of the batch.
+        backend: set up, one process.
+        fitting: also time a training step of the teacher.
+    """
+    teacher, data = _teacher(recipe, data)
+    classes, size = data.classes, recipe.data.image_size
+    section = replace(recipe.student, init="scratch", checkpoint="")
+    answers = classes if recipe.reads.student_logits else ()
+    student = build_student(section, recipe.seed, answers, size, recipe.reads.features)
+    dims, shares = sizes(len(classes), student, teacher, size), getattr(teacher, "shares", (1.0,))
+    criterion = build_criterion(recipe.losses, dims, recipe.seed, shares)
+    distillation = Distillation(student, criterion).to(backend.device)
+    dtype = backend.autocast_dtype or torch.float32
+    live: Teacher = LiveTeacher(teacher, backend.device, dtype) if teacher is not None else NoTeacher()
+    count = trial_images(split.micro_batch, backend)
+    few = max(1, count // 4)
+    with ExitStack() as stack:
+        small = stack.enter_context(Trial(distillation, live, backend, size, few))
+        gflop, kernels = _arithmetic(small, teacher is not None)
+        if milliseconds(small.step, backend) > SLOW_MS:
+            count = few
+        whole = stack.enter_context(Trial(distillation, live, backend, size, count))
+        work: dict[str, Work] = {
+            "few": partial(small.step, _adamw(distillation)),
+            "step": partial(whole.step, _adamw(distillation)),
+            "score": whole.score,
+        }
+        if teacher is not None:
+            work["teacher"] = whole.ask
+        if fitting and recipe.fits and isinstance(teacher, Classifier):
+            fitted = _fitting(teacher, classes, recipe.seed, backend)
+            training = stack.enter_context(Trial(fitted, NoTeacher(), backend, size, count))
+            work["fit"] = partial(training.step, _adamw(fitted))
+        table = fastest(work, backend, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
+    fixed, image = line_through(few, table["few"], count, table["step"])
+    return Measured(
+        fixed=fixed,
+        step=image,
+        score=table["score"] / count,
+        teacher=table.get("teacher", 0.0) / count,
+        fit=table.get("fit", 0.0) / count,
+        load=_load_ms(data, recipe.seed),
+        gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
+        gflop=gflop / few,
+        kernels=kernels,
+        device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
+        precision=str(dtype).removeprefix("torch."),
+    )
+
+
+def line_through(few: int, few_ms: float, count: int, count_ms: float) -> tuple[float, float]:
+    """Return (fixed, per image) of the line through two measured sizes; a fixed part below 0 counts as none."""
+    if count == few:
+        return 0.0, count_ms / count
+    image = (count_ms - few_ms) / (count - few)
+    fixed = count_ms - count * image
+    return (fixed, image) if image > 0 and fixed > 0 else (0.0, count_ms / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long a run takes on this device."""
+
+    seconds: dict[str, float]
+    """By part of the run."""
+    images_per_second: float
+    """Of the distillation."""
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of all parts."""
+        return sum(self.seconds.values())
+
+
+def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, found: Measured, fits: int) -> Estimate:
+    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations.
+
+    Args:
+        recipe: what is trained.
+        data: both splits.
+        split: of the batch.
+        backend: of the process.
+        found: what was measured.
+        fits: teachers that are still to be fitted.
+    """
+    workers = default_workers(backend) if recipe.data.workers == "auto" else int(recipe.data.workers)
+    images = recipe.run.images(len(data.train), split.batch_size)
+    kept = recipe.teacher.cache.views
+    asked = min(1.0, kept * len(data.train) / images) if kept else 1.0
+    fixed = found.fixed / split.micro_batch
+
+    def seconds(count: float, compute: float) -> float:
+        return count * _with_loading(compute, found.load, workers, backend) / 1000
+
+    distilling = seconds(images, fixed + found.step + (asked * found.teacher if "teacher" in recipe.needs else 0.0))
+    parts = {"fitting the teacher": 0.0, "distillation": distilling}
+    for plan in list(recipe.fits.values())[:fits]:
+        per_fit = plan.run.images(len(data.train), split.batch_size)
+        parts["fitting the teacher"] += seconds(per_fit, found.fit)
+    if recipe.baseline is not None:
+        parts["labels only"] = seconds(images, fixed + found.step)
+    runs = 2 if recipe.baseline is not None else 1
+    times = runs * _evaluations(recipe, images, split.batch_size, len(data.train)) + 1  # one before step 1
+    parts["evaluations"] = seconds(times * len(data.val), found.score) + len(data.val) * found.teacher / 1000
+    return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
+
+
+def _evaluations(recipe: Recipe, images: int, batch_size: int, num_images: int) -> float:
+    every = recipe.run.every.evaluate
+    return max(1.0, images / batch_size / every if every else images / num_images)
+
+
+def _with_loading(compute: float, load: float, workers: int, backend: Backend) -> float:
+    """Return the milliseconds of an image with its loading, which shares a CPU with the step, or goes on beside it."""
+    if backend.device.type == "cpu":
+        return compute + (load / cores() if workers else load)
+    return max(compute, load / workers) if workers else compute + load
+
+
+def _teacher(recipe: Recipe, data: Data) -> tuple[TeacherModel | None, Data]:
+    """Build the teachers, those of timm with random weights; return the data with their classes."""
+    models: list[TeacherModel] = []
+    size, reads, images = recipe.data.image_size, recipe.reads, data.images(recipe.seed, recipe.views)
+    for where, one in recipe.teachers.items():
+        if one.kind == "timm" and data.asked is not None:
+            named = data.classes if reads.teacher_logits else ()
+            models.append(load(Spec(where, one.model, one.args, named), size, reads.features))
+        else:
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            models.append(load_teacher(one, data.asked, size, reads.features, **given))
+        data = data.with_classes(models[0].classes)
+    weights = [1.0, *(member.weight for member in recipe.teacher.also)]
+    return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights), data
+
+
+def _fitting(teacher: Classifier, classes: Sequence[str], seed: int, backend: Backend) -> Distillation:
+    """Return the teacher as a student of the labels."""
+    ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))
+    criterion = build_criterion([ce], [Dims(len(classes), 0, 0)], seed)
+    return Distillation(copy.deepcopy(teacher), criterion).to(backend.device)
+
+
+def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+
+class _Kernels(TorchDispatchMode):
+    """Count operators; views are no kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, int]:
+    """Return GFLOP (matrix products and convolutions, a multiply-add is two) and operators of one step."""
+    trial.step()  # asks the teacher, whose outputs are kept
+    with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
+        if with_teacher:
+            trial.ask()
+        trial.step()
+    return counter.get_total_flops() / 1e9, kernels.count
+
+
+def _load_ms(data: Data, seed: int) -> float:
+    try:
+        return loading_ms(views(data, seed)[0])
+    except DataError:  # not rendered or unpacked yet
+        return 0.0
