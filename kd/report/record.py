@@ -85,7 +85,10 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by host and rank."""
     findings: Sequence[Mapping[str, Any]] = ()
-    operators: Sequence[Mapping[str, Any]] = ()
+    operators: Mapping[str, Any] = field(default_factory=dict)
+    """Of the profiled steps: `by` (which time decides), `total_ms`, `operators`."""
+    memory: Sequence[Sequence[float]] = ()
+    """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
     sheet: bytes = b""
     """The contact sheet of a sifted run, JPEG."""

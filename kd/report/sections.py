@@ -245,19 +245,24 @@ def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str
 
 def operators(runs: Sequence[RunRecord]) -> str:
     """Show the operators that took the most time; of two runs, before and after."""
-    profiled = [run for run in runs if run.operators][:2]
+    profiled = [run for run in runs if run.operators.get("operators")][:2]
     if not profiled:
         return ""
-    times = [{str(row["name"]): float(_operator_ms(row)) for row in run.operators} for run in profiled]
+    times = [
+        {str(row["name"]): float(row[run.operators["by"]]) for row in run.operators["operators"]} for run in profiled
+    ]
     names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
     rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
     named = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
-    hint = "Own time of the operators in the profiled steps. profile/trace.json.gz opens in Perfetto."
-    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named))
-
-
-def _operator_ms(row: Mapping[str, Any]) -> float:
-    return row.get("device_ms") or row.get("cpu_ms") or row.get("ms") or 0.0
+    whole = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
+    hint = f"Own time of each operator in the profiled steps ({whole} in all). profile/trace.json.gz opens in Perfetto."
+    memory = [
+        Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])
+        for i, run in enumerate(profiled)
+    ]
+    drawn = [one for one in memory if one.x]
+    held = card("Allocated memory, MiB", lines(drawn, 1060, 180, "ms", "MiB", True), named) if drawn else ""
+    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
 
 
 # ------------------------------------------------------------------------------------------------------------- sifting

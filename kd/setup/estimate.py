@@ -185,13 +185,9 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
 
 def _teacher(recipe: Recipe, classes: Sequence[str]) -> TeacherModel | None:
     """Build the teachers with random weights."""
-    named, size, features = (
-        classes if recipe.reads.teacher_logits else (),
-        recipe.data.image_size,
-        recipe.reads.features,
-    )
+    named = classes if recipe.reads.teacher_logits else ()
     specs = [Spec(where, one.model, one.args, named) for where, one in recipe.teachers.items()]
-    models = [load(spec, size, features) for spec in specs]
+    models = [load(spec, recipe.data.image_size, recipe.reads.features) for spec in specs]
     weights = [1.0, *(member.weight for member in recipe.teacher.also)]
     return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights)
 
