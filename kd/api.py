@@ -24,9 +24,11 @@ from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
 from kd.jobs._distill import Result
+from kd.jobs._observe import clock_of, where_the_time_went
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
+from kd.monitor.timeline import Timeline
 from kd.parts import build as build_part
 from kd.report.console import Console
 from kd.setup.build import assemble, distributed, run_length
@@ -62,7 +64,7 @@ class Distilled:
     metrics: dict[str, float]
     """The last validation row."""
     rows: list[dict[str, Any]]
-    """Every row of metrics, oldest first."""
+    """Every row of metrics, oldest first; training rows say where the time went."""
     state: State
 
 
@@ -115,7 +117,10 @@ def distill(
         settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))
     with distributed(settings.backend) as world, Console("distill", quiet=not progress or world.rank != 0) as console:
         run, sink = _run(settings, teacher, student, train, val, losses, sifter, world, workers, console)
-        state = engine_train(run)
+        with Timeline(clock_of(settings.backend.kind, world.device), communication=world.communication_ms) as timeline:
+            state = engine_train(replace(run, span=timeline.span, window=timeline.window))
+        for line in where_the_time_went("distill", timeline):
+            console.info(line)
         if run.average is not None:
             run.average.apply()
     rows = [row for row in sink.rows if row["kind"] == "val"]

@@ -110,7 +110,9 @@ def _transform(argv: Sequence[str]) -> int:
     )
     _hosting_options(made, "images")
     made.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
-    made.add_argument("--at-once", metavar="N", type=_whole, default=8, help="requests at once per instance (default 8)")
+    made.add_argument(
+        "--at-once", metavar="N", type=_whole, default=8, help="requests at once per instance (default 8)"
+    )
     given = made.parse_args(argv)
 
     def command() -> None:
@@ -136,7 +138,9 @@ def _transform(argv: Sequence[str]) -> int:
 def _common(made: argparse.ArgumentParser, variable: str, file: str) -> None:
     made.add_argument("--image", metavar="URI", help=f"image in ECR, built from {file} (default: ${variable})")
     made.add_argument("--role", metavar="ARN", help=f"role that SageMaker takes (default: ${ROLE})")
-    made.add_argument("--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})")
+    made.add_argument(
+        "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
+    )
     made.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
     made.add_argument("--dry-run", action="store_true", help="check the requests, print them and send nothing")
 

@@ -308,6 +308,15 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSection:
+    """torch.profiler for a few steps."""
+
+    steps: tuple[int, ...] = ()
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
+    the memory. They are slower. Empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSection:
     """The machine."""
 
@@ -344,3 +353,4 @@ class Config:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
     price: PriceSection = field(default_factory=PriceSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)

@@ -35,7 +35,8 @@ def train(run: Run) -> State:
         state = conclude(run, state, stop, evaluating=True, checkpointing=True)
     meter = Meter(run, state)
     while not length.finished(state):
-        plan = run.sifter.plan(state.epoch, length.share(state))
+        with run.span("sifting"):
+            plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         for micros in steps_of(run, plan, state.epoch, state.step_in_epoch):
             state = run.threads(state)
@@ -64,7 +65,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batc
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation), start)
+    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))
@@ -85,7 +86,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
                 logits_BC, scores = run.module(batch, teacher)
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
-        run.sifter.observe(batch.ids, scores.pop("per_image"))
+        with run.span("sifting"):
+            run.sifter.observe(batch.ids, scores.pop("per_image"))
         if logits_BC.shape[1]:  # an embedding model has no answers to count
             scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():

@@ -40,6 +40,7 @@ FREE = (
     "teacher.shard",
     "teacher.pipeline",
     "backend.timeout_seconds",
+    "profile.",
     "teacher.cache.path",
     "price.",
     "teacher.cache.max_gb",  # it can only refuse

@@ -24,6 +24,7 @@ from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
 from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.cache import open_cache
@@ -181,19 +182,23 @@ def build_run(
     visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
     asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
     reads = "teacher" in recipe.needs
-    report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
+    with region("choose teacher"):
+        report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
     answering: Teacher = report.live if reads else NoTeacher()
     if teacher is not None and kept and reads:
         answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
-        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
+        with region("open cache"):
+            answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
     student = (session, distillation, recipe.student, recipe.backend.precision)
-    mode = choose_student(*student, report.live, visits, chosen.student)
-    apply_mode(mode.mode, distillation, backend)
+    with region("choose student"):
+        mode = choose_student(*student, report.live, visits, chosen.student)
+        apply_mode(mode.mode, distillation, backend)
     for name, summary in (("teacher", report.summary), ("student", mode.summary)):
         logger.info(f"{name}: {summary}" if summary else "")
     search = ""
     if searching:
-        found = choose_batch(session, distillation, report.live, recipe.optimizer)
+        with region("choose batch size"):
+            found = choose_batch(session, distillation, report.live, recipe.optimizer)
         chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
         split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
@@ -203,7 +208,8 @@ def build_run(
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
     gated = (session, distillation, recipe.sifter, context, loader, answering, share)
-    sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
+    with region("choose sifter"):
+        sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
@@ -219,6 +225,7 @@ def build_run(
         "choices": chosen.record(),
         "measured_ms": measured,
         "batch": str(split),
+        "batch_size": split.batch_size,
         "workers": loader.workers,
     }
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))

@@ -17,6 +17,7 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    ProfileSection,
     RunSection,
     SifterSection,
     StudentSection,
@@ -56,6 +57,7 @@ class Recipe:
     optimizer: OptimizerSection
     backend: BackendSection
     price: PriceSection
+    profile: ProfileSection
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""
     yaml: str

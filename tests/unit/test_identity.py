@@ -277,6 +277,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.timeout_seconds": ("", "5"),
     "price.instance": ("", "ml.p4d.24xlarge"),
     "price.per_hour": ("", "2.5"),
+    "profile.steps": ("", "[3, 5]"),
 }
 
 
