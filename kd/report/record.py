@@ -100,7 +100,8 @@ class RunRecord:
     @property
     def decides(self) -> str:
         """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
-        return next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+        known = next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+        return str(self.manifest.get("decides", known))
 
     @property
     def best(self) -> Mapping[str, Any]:
