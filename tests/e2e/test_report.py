@@ -14,7 +14,7 @@ from kd.jobs.report import live_page
 from kd.report.live import server
 
 CHARTS = """
-Object.fromEntries([...document.querySelectorAll(".card")].filter(card => card.querySelector("svg[data-chart]")).map(card =>
+Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>
   [card.querySelector("h3").textContent, JSON.parse(card.querySelector("svg[data-chart]").dataset.chart)]))
 """
 
@@ -79,10 +79,10 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
 
 def middle(page: chromium.Page) -> dict[str, float]:
     """Return the middle of the first chart, scrolled into view."""
-    script = (
-        "const b = document.querySelector('svg[data-chart]'); b.scrollIntoView(); const r = b.getBoundingClientRect();"
-    )
-    return page.run(f"(() => {{ {script} return {{x: r.x + r.width / 2, y: r.y + r.height / 2}}; }})()")
+    chart = "document.querySelector('svg[data-chart]')"
+    page.run(f"{chart}.scrollIntoView()")
+    box = page.run(f"(box => [box.x, box.y, box.width, box.height])({chart}.getBoundingClientRect())")
+    return {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
 
 
 def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
