@@ -19,6 +19,7 @@ SPANS = (
     "wait",
     "evaluation",
     "checkpoint",
+    "profile",
     "setup",
     "other",
 )
@@ -178,7 +179,8 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 def time_parts(run: RunRecord) -> dict[str, float]:
     """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
     rows = run.timeline.get(0, ())
-    names = [name for name in SPANS if any(name in row["ms"] for row in rows)]
+    found = {name for row in rows for name in row["ms"]}
+    names = [*(name for name in SPANS if name in found), *sorted(found - set(SPANS))]
     return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
 
 

@@ -89,5 +89,5 @@ def _findings(run: RunRecord) -> list[str]:
     lines = []
     for one in run.findings:
         advice = f"{one['advice']} `{one['key']}={one['value']}`" if one.get("key") else one["advice"]
-        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']} {advice}")
+        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence'].rstrip('.')}. {advice}")
     return [*lines, ""] if lines else []
