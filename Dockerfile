@@ -10,6 +10,7 @@ RUN pip install --no-cache-dir "numpy>=2" "pillow>=11" "onnxruntime>=1.20" "star
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY kd /src/kd
+COPY configs /src/configs
 # Without its dependencies: training needs torch and timm, answering does not.
 RUN pip install --no-cache-dir --no-deps /src && rm -rf /src
 

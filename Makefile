@@ -1,15 +1,22 @@
 # make run       set up and run the main job: a ViT teacher distilled into a small ViT, on this machine, in minutes
 # make test      set up and run the tests, then lint and types
 # make test-xla  the same engine on real torch_xla (CPU), in an environment of its own (7 GB)
+# make test-floor  the core with the oldest packages that pyproject.toml allows, in an environment of its own (6 GB)
+# make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
 VENV := .venv
 XLA := .venv-xla
+FLOOR := .venv-floor
+FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contracts/test_losses.py tests/reference \
+	tests/unit/engine tests/unit/optim tests/unit/sifters tests/unit/artifacts/test_checkpoint.py \
+	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
+	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/e2e/test_commands.py
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-xla soak bench lint clean
+.PHONY: run test test-xla test-floor gpu soak bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -25,6 +32,14 @@ lint: $(VENV)/.dev
 
 test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
+
+test-floor: $(FLOOR)/.floor
+	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile $(FLOOR_TESTS)
+
+# With the packages that are there: PYTHON's where there is no $(VENV). OUT: folder of the CSV. TIMM: a checkout of timm.
+gpu:
+	PYTHONPATH=. $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)) benchmarks/gpu.py \
+		$(if $(TINY),--tiny) $(if $(TIMM),--timm $(TIMM)) $(if $(OUT),--out $(OUT))
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python tools/soak.py
@@ -59,5 +74,12 @@ $(XLA)/.xla: pyproject.toml
 	$(XLA)/bin/python $(PIP) --editable '.[xla]' pytest pytest-timeout
 	@touch $@
 
+$(FLOOR)/.floor: pyproject.toml
+	@echo "installing torch 2.4.1 and the oldest of the other packages into $(FLOOR) (two to four minutes)"
+	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	sed -n '/^dependencies/,/^]/s/^ *"\([a-z]*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml > $(FLOOR)/oldest.txt
+	$(FLOOR)/bin/python $(PIP) --requirement $(FLOOR)/oldest.txt --editable . pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(XLA) runs data .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(XLA) $(FLOOR) runs data .pytest_cache .ruff_cache

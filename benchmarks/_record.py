@@ -25,15 +25,29 @@ def hardware() -> str:
     return f"{processor()}-{os.cpu_count()}cores".lower().replace(" ", "-")
 
 
-def write(theme: str, command: str, rows: list[dict[str, Any]]) -> Path:
-    """Write `theme_hardware_date.csv`: command, commit, hardware, versions and date as comments, then the rows."""
+def commit() -> str:
+    """Return the commit of this copy: the variable COMMIT where it was brought without its history."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+        dirty = subprocess.run(["git", "status", "--porcelain", "kd"], capture_output=True, text=True, cwd=HERE)
+    except OSError:
+        return "unknown"
+    changed = " (with uncommitted changes)" if dirty.stdout.strip() else ""
+    return (head.stdout.strip() or "unknown") + changed
+
+
+def write(theme: str, command: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
+    """Write `theme_hardware_date.csv`: command, commit, hardware, versions and date as comments, then the rows.
+
+    `folder`: by default the one that the variable OUT names, else this one.
+    """
     date = datetime.date.today().isoformat()
-    path = HERE / f"{theme}_{hardware()}_{date}.csv"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout
-    dirty = subprocess.run(["git", "status", "--porcelain", "kd"], capture_output=True, text=True, cwd=HERE).stdout
+    path = (folder or Path(os.environ.get("OUT") or HERE)) / f"{theme}_{hardware()}_{date}.csv"
     facts = {
         "command": command,
-        "commit": commit.strip() + (" (with uncommitted changes)" if dirty.strip() else ""),
+        "commit": commit(),
         "hardware": hardware(),
         "versions": f"torch {torch.__version__}, timm {timm.__version__}, python {platform.python_version()}",
         "date": date,

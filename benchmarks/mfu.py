@@ -1,6 +1,6 @@
 """How much of the machine a distillation step uses: its arithmetic against the measured rate of matrix products.
 
-Run: python benchmarks/mfu.py [--teacher vit_base_patch16_224] [--batch 16] [--rounds 5] [--precision bf16]
+Run: python benchmarks/mfu.py [--teacher vit_base_patch16_224] [--batch 16] [--rounds 5] [--precision bf16] [--compile]
 
 On ready tensors, on the GPU where there is one, else on the CPU; kernels in turns. The arithmetic (two for a multiply
 and an add) is counted by torch's FlopCounterMode in unfused attention and is the same for each kernel. The rate is the
@@ -14,7 +14,8 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from _record import write
 from kd.engine.criterion import Criterion, Distillation
 from kd.losses.kl import KL
-from kd.models.classifier import set_attention
+from kd.models.classifier import compile_forward, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
 from kd.types import Batch, Outputs
@@ -37,10 +38,10 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matrix_rate(device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()) -> float:
     """Return the arithmetic a second of square matrix products, the best of three sizes, each the median of five."""
     rates = []
-    for size in (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 4096):
+    for size in sizes or ((4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 4096)):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         times = []
         for _ in range(6):
@@ -56,17 +57,19 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 class Step:
     """Teacher and student of one attention kernel."""
 
-    def __init__(self, given: argparse.Namespace, fused: bool, device: torch.device) -> None:
+    def __init__(self, given: argparse.Namespace, kernel: str, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device, self.dtype = device, DTYPES[given.precision]
-        big = load(Spec("teacher", given.teacher, {}, CLASSES), 224)
-        small = load(Spec("student", given.student, {}, CLASSES), 224)
+        big = load(Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size)
+        small = load(Spec("student", given.student, given.student_args, CLASSES), given.size)
         self.teacher = LiveTeacher(big, device, self.dtype)
         self.module = Distillation(copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))])).to(device)
         for model in (self.teacher.model, self.module):
-            set_attention(model, fused)
+            set_attention(model, kernel.startswith("fused"))
+            if kernel.endswith("compiled"):
+                compile_forward(model)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
-        image = torch.randint(256, (given.batch, 3, 224, 224), dtype=torch.uint8, device=device)
+        image = torch.randint(256, (given.batch, 3, given.size, given.size), dtype=torch.uint8, device=device)
         self.batch = Batch.of(image, torch.zeros(given.batch, dtype=torch.int64, device=device))
         self.target = self.teacher(self.batch)
 
@@ -99,20 +102,12 @@ def counted(work: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def main() -> None:
-    """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", default="vit_base_patch16_224")
-    parser.add_argument("--student", default="vit_tiny_patch16_224")
-    parser.add_argument("--batch", type=int, default=0, help="0: 256 on a GPU, 16 on a CPU")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
-    given = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given.batch = given.batch or (256 if device.type == "cuda" else 16)
-    steps = {kernel: Step(given, kernel == "fused", device) for kernel in ("unfused", "fused")}
+def measure(given: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row for each kernel, piece of work and round; print the medians."""
+    kernels = ["unfused", "fused", *(["fused+compiled"] if given.compile else [])]
+    steps = {kernel: Step(given, kernel, device) for kernel in kernels}
     flops = {name: counted(work) for name, work in steps["unfused"].works().items()}
-    rate = matrix_rate(device, DTYPES[given.precision])
+    rate = matrix_rate(device, DTYPES[given.precision], given.sizes)
     times: dict[tuple[str, str], list[float]] = {}
     for turn in range(given.rounds + 1):
         for kernel, step in steps.items():
@@ -129,9 +124,36 @@ def main() -> None:
         seconds = statistics.median(samples)
         used = flops[name] / seconds / rate
         print(f"{kernel:8s} {name:8s} {given.batch / seconds:9.1f} images/s, {100 * used:5.1f} % of the matrix rate")
-        fixed = {"kernel": kernel, "work": name, "gflop": round(flops[name] / 1e9, 2), "gflops": round(rate / 1e9, 1)}
+        fixed = {
+            "kernel": kernel,
+            "work": name,
+            "gflop": float(f"{flops[name] / 1e9:.5g}"),
+            "gflops": round(rate / 1e9, 1),
+        }
         rows += [{**fixed, "round": i, "ms": round(1000 * sample, 2)} for i, sample in enumerate(samples)]
-    write("mfu", " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]), rows)
+    return rows
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return what the command takes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", default="vit_base_patch16_224")
+    parser.add_argument("--student", default="vit_tiny_patch16_224")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=0, help="0: 256 on a GPU, 16 on a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--compile", action="store_true", help="the fused kernels compiled too")
+    parser.set_defaults(teacher_args={}, student_args={}, sizes=())
+    return parser
+
+
+def main() -> None:
+    """Measure and write the CSV."""
+    given = arguments().parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    given.batch = given.batch or (256 if device.type == "cuda" else 16)
+    write("mfu", " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]), measure(given, device))
 
 
 if __name__ == "__main__":

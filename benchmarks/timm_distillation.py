@@ -4,8 +4,8 @@ Run: python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER [--round
 
 `--timm`: a checkout of pytorch-image-models (its train.py; `--kd-model-name` is not in the package). `--data`: a folder
 with train/<class>/*.jpg. Whole training loops in processes of their own, decoding included; the first steps are left
-out. Teachers have random weights: their arithmetic is what is timed. Precision: bf16 where the processor has units for
-it, else float32, the same for both.
+out. Teachers have random weights: their arithmetic is what is timed. On the GPU where there is one. Precision: bf16
+where the device has units for it, else float32, the same for both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from _record import write
@@ -35,8 +36,15 @@ RUNTIMES = {
 TEACHERS = {"S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 
 
+def device() -> str:
+    """Return where both train."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def bf16_pays() -> bool:
-    """Return whether the processor has bfloat16 units."""
+    """Return whether the device has bfloat16 units."""
+    if device() == "cuda":
+        return True
     info = Path("/proc/cpuinfo")
     return info.is_file() and bool(re.search(r"avx512_bf16|amx_bf16", info.read_text()))
 
@@ -68,9 +76,20 @@ def teacher_folder(name: str, num_classes: int, work: Path) -> Path:
 def run_timm(given: argparse.Namespace, teacher: Path, num_classes: int, data: Path, work: Path) -> list[float]:
     """Train with timm; return the images/s of its log windows."""
     argv = [sys.executable, str(Path(given.timm) / "train.py"), "--data-dir", str(data), "--train-split", "train"]
-    argv += ["--val-split", "val", "--model", STUDENT, "--num-classes", str(num_classes), "--device", "cpu"]
+    argv += ["--val-split", "val", "--model", STUDENT, "--num-classes", str(num_classes), "--device", device()]
     argv += ["--kd-model-name", f"local-dir:{teacher}", "--kd-temperature", "2", "--distill-loss-weight", "1"]
-    argv += ["--task-loss-weight", "0", "-b", str(given.batch), "--workers", "1", "--epochs", "1", "--opt", "adamw"]
+    argv += [
+        "--task-loss-weight",
+        "0",
+        "-b",
+        str(given.batch),
+        "--workers",
+        str(given.workers),
+        "--epochs",
+        "1",
+        "--opt",
+        "adamw",
+    ]
     argv += ["--lr", "1e-3", "--warmup-epochs", "0", "--log-interval", "2", "--output", str(work / "timm")]
     argv += ["--amp", "--amp-dtype", "bfloat16"] if bf16_pays() else []
     environment = {**os.environ, "PYTHONPATH": given.timm}
@@ -89,12 +108,18 @@ def configuration(given: argparse.Namespace, teacher: Path, data: Path, work: Pa
     precision = "bf16" if bf16_pays() else "fp32"  # as timm's, and no probe of what is hopeless
     return {
         "run": {"folder": str(work / "runs"), "steps": given.steps, "every": {"log": 2, "evaluate": 10**6}},
-        "data": {"kind": "imagefolder", "root": str(data), "batch_size": given.batch, "eval_batch": 8},
+        "data": {
+            "kind": "imagefolder",
+            "root": str(data),
+            "batch_size": given.batch,
+            "eval_batch": 8,
+            "workers": given.workers,
+        },
         "teacher": {"model": str(teacher), "min_accuracy": 0, "precision": precision},
         "student": {"model": STUDENT},
         "losses": [{"kind": "kl", "temperature": 2.0}],
         "optimizer": {"lr": 1e-3},
-        "backend": {"kind": "cpu", "precision": precision},
+        "backend": {"kind": device(), "precision": precision},
     }
 
 
@@ -120,6 +145,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=6, help="first steps that do not count")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--teachers", default="SB")
+    parser.add_argument("--workers", type=int, default=1, help="processes that decode, the same for both")
     given = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kd_timm_"))
     data, num_classes = subset(Path(given.data), work, given.batch * given.steps + 64, 28)

@@ -22,21 +22,23 @@ from kd.types import Batch, Costs, Decoded, Outputs, Plan, Sample, State
 
 @runtime_checkable
 class Source(Protocol):
-    """Images with labels: `datasets/NAME.py: build(options, split, classes) -> Source`.
+    """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
+
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all".
 
     `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
     split gets the training classes and must use their order, even where it lacks some of them.
     """
 
     classes: Sequence[str]
-    """Class names; the position is the label."""
+    """Class names; the position is the label. Empty without labels."""
     fingerprint: str
     """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
 
     def __len__(self) -> int: ...
 
     def label(self, id: int) -> int:
-        """Return the label of one image without decoding it."""
+        """Return the label of one image without decoding it; -1: it has none."""
         ...
 
     def name(self, id: int) -> str:
@@ -146,6 +148,43 @@ class Sifter(Protocol):
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
+class TeacherModel(Protocol):
+    """A frozen model: `teachers/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
+
+    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
+    `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
+    """
+
+    runs_in: str
+    """"": torch, where precision, kernel and compiler may be chosen. Else what runs it as it is: "onnxruntime", ..."""
+    reads_ids: bool
+    """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation()` is that for
+    ids of the validation split."""
+
+    @property
+    def network(self) -> nn.Module:
+        """What is cast to `teacher.precision`; normalization stays float32."""
+        ...
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names, in the order of the logits; empty: it has no classes, only features."""
+        ...
+
+    @property
+    def num_features(self) -> int:
+        """Width of the pooled features; 0 where it is not known, or there are none."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
+        ...
+
+    def __call__(self, image: Tensor) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W], as the data delivers them."""
+        ...
+
+
 class Teacher(Protocol):
     """Outputs for a batch, live or cached, of one model or several. Not trained, not checkpointed, outside DDP."""
 
@@ -250,7 +289,11 @@ class Backend(Protocol):
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device."""
+        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
+
+        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
+        does not wait to find out.
+        """
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -266,7 +309,7 @@ class Backend(Protocol):
         ...
 
     def communication_ms(self) -> float:
-        """Return how long backward waited for other ranks' gradients, mean of a step since the last call; 0: unknown."""
+        """Return how long backward waited for other ranks, milliseconds, mean of a step since the last call; 0: unknown."""
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""

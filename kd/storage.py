@@ -101,8 +101,9 @@ def remove_folder(path: Path, where: str = "run.folder") -> None:
     _delete(left, where)
 
 
-def write_text(path: Path, text: str, where: str = "run.folder") -> None:
-    """Write a text file atomically.
+@contextmanager
+def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
+    """Yield the path of a draft that becomes `path` if the block ends well, and is removed if it does not.
 
     Raises:
         RunError: the disk is full or not writable.
@@ -110,15 +111,25 @@ def write_text(path: Path, text: str, where: str = "run.folder") -> None:
     draft = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield draft
         flush(draft)
         os.replace(draft, path)
         flush(path.parent)
     except OSError as error:
+        raise disk_error(error, path, where) from error
+    finally:
         with suppress(OSError):
             draft.unlink()
-        raise disk_error(error, path, where) from error
+
+
+def write_text(path: Path, text: str, where: str = "run.folder") -> None:
+    """Write a text file atomically.
+
+    Raises:
+        RunError: the disk is full or not writable.
+    """
+    with atomic_file(path, where) as draft, draft.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_json(path: Path, content: Any, where: str = "run.folder") -> None:

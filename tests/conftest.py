@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import os
+import subprocess
 import tarfile
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import yaml
-from pieces import tiny
-from PIL import Image
+from pieces import merged, paint, tiny
 
 import kd  # before torch: it tells OpenMP how to wait
 
 assert kd.__version__
-CLASSES = ("apple", "fig", "pear")
 SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 """Where real photographs lie, if they do."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -39,17 +37,6 @@ def alone(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> None:
-    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns them within seconds."""
-    generator = np.random.default_rng(seed)
-    for channel, (name, count) in enumerate(zip(CLASSES, per_class, strict=True)):
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = generator.integers(0, 120, (size + number % 3, size, 3), np.uint8)
-            pixels[..., channel] += 100
-            Image.fromarray(pixels).save(folder / name / f"{number:02d}.jpg", quality=90)
-
-
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
     """A folder of 36 training and 13 validation images of three classes. Do not write into it."""
@@ -57,6 +44,18 @@ def photos(tmp_path_factory) -> Path:
     paint(root / "train", (12, 12, 12), seed=1)
     paint(root / "val", (4, 4, 5), seed=2)
     return root
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB; needs root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:
@@ -132,15 +131,6 @@ def written(settings, tmp_path) -> Callable[..., str]:
     return write
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `old` with `new` laid over it, section by section; `args` belong to one model and are replaced."""
-    result = copy.deepcopy(old)
-    for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
-        result[key] = merged(result[key], value) if both else value
-    return result
-
-
 @pytest.fixture
 def command(capfd) -> Callable[..., Answer]:
     """Run a command's `main` in this process: `command("train", path, "run.epochs=1")`."""
@@ -198,3 +188,46 @@ def exported(distilled, tmp_path_factory) -> Path:
 
     target = tmp_path_factory.mktemp("exported") / "export"
     return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder
+
+
+@pytest.fixture(scope="session")
+def _moto() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
+    """Point boto3 and s3fs at moto's server, which is empty but for the bucket `bucket`; returns clients."""
+    import boto3
+
+    keep = {"AWS_ENDPOINT_URL": _moto, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    for name, value in {**keep, "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    urllib.request.urlopen(urllib.request.Request(f"{_moto}/moto-api/reset", method="POST")).close()
+    boto3.setup_default_session()
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield boto3.client
+    boto3.DEFAULT_SESSION = None
+
+
+@pytest.fixture(scope="session")
+def embedded(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    from kd import config
+    from kd.jobs.export import Options, export
+    from kd.jobs.train import train
+
+    settings = base(photos, tmp_path_factory.mktemp("embedded"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
+    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+    folder = train(config.load(settings)).folder
+    export(folder, options=Options(int8=True, max_drop=0.2))
+    return folder

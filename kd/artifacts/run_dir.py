@@ -14,6 +14,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from kd.artifacts import checkpoint
+from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
 from kd.storage import disk_error, flush, lock, log, recover, remove_folder, write_json, write_text
 from kd.types import State
@@ -22,10 +23,24 @@ from kd.types import State
 class RunDir:
     """The folder of one run. See `kd.contracts.RunStore`."""
 
-    def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "") -> None:
+        """Name a run folder. Nothing is read or written yet.
+
+        Args:
+            path: the folder.
+            rank: of this process.
+            keep: how many of the newest checkpoints to keep.
+            mirror: URL of its copy; empty: none.
+        """
         self.path, self.rank, self.keep = path, rank, keep
+        self._mirror = Mirror(path, mirror) if mirror and rank == 0 else None
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
+
+    def restore_copy(self) -> None:
+        """Restore the folder from its copy, if there is one and the folder holds no run; before `open`."""
+        if self._mirror is not None:
+            self._mirror.open()
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
         """Make the folder or enter it again; rank 0 then holds it against other processes.
@@ -104,11 +119,14 @@ class RunDir:
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind, oldest first."""
+        return [row for row in self.rows() if row["kind"] == kind]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of all kinds, oldest first."""
         file = self._metrics_file
         if not file.is_file():
             return []
-        rows = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
-        return [row for row in rows if row["kind"] == kind]
+        return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
@@ -122,10 +140,12 @@ class RunDir:
             keep = self._best()
         except RunError as error:  # which one is the best is not known, so none is removed
             log.warning(str(error))
-            return
-        for folder in self._folders()[: -self.keep]:
-            if folder != keep:
-                remove_folder(folder)
+        else:
+            for folder in self._folders()[: -self.keep]:
+                if folder != keep:
+                    remove_folder(folder)
+        if self._mirror is not None:
+            self._mirror.push()
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest checkpoint; metrics written after it belong to steps that will be made again.
@@ -164,8 +184,19 @@ class RunDir:
         step = checkpoint.head(folder)[0].step if folder else -1
         return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
 
+    def complete_copy(self) -> None:
+        """Wait until the copy is complete.
+
+        Raises:
+            RunError: it is not.
+        """
+        if self._mirror is not None:
+            self._mirror.finish()
+
     def close(self) -> None:
-        """Let other processes enter."""
+        """Wait for what is being copied, and let other processes enter."""
+        if self._mirror is not None:
+            self._mirror.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

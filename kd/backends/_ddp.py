@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _fsdp, _shards
+from kd.backends import _shards
+from kd.backends._guard import guard_fused, hold
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
 from kd.host import free_mib
@@ -111,6 +112,10 @@ class DDPBackend:
 
     def check_divided(self, stages: int) -> None:
         """Require one rank per stage; to shard (0 stages), at least two ranks."""
+        key, value, least = ("teacher.pipeline", stages, _PIPELINE) if stages else ("teacher.shard", "true", _FSDP2)
+        if torch.__version__ < least:  # compared as versions
+            allowed, remedy = f"torch {least} or newer", f"Set {key}={0 if stages else 'false'}"
+            raise BackendError(key, f"is {value}, but this is torch {torch.__version__}", allowed, remedy)
         if stages:
             _check_pipeline(stages, self.world_size)
         elif self.world_size == 1:
@@ -123,13 +128,15 @@ class DDPBackend:
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Shard a frozen module over the ranks with FSDP2, in the default process group."""
+        from kd.backends._fsdp import shard  # older torch lacks what it imports
+
         self.check_divided(0)
-        self._teacher = _fsdp.shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
+        self._teacher = shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
         """Split a frozen module into one pipeline stage per rank."""
-        from kd.backends._pipeline import Pipelined  # torch before 2.13 may lack what it imports
+        from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
 
         self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
@@ -157,12 +164,17 @@ class DDPBackend:
         return self._optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, step and set gradients to None. DDP has already reduced them."""
+        """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if max_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        optimizer.step()
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        if inner.defaults.get("fused"):
+            guard_fused(inner, norm)
+            optimizer.step()
+        else:
+            settle = hold(inner)
+            optimizer.step()
+            settle(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -184,7 +196,11 @@ class DDPBackend:
         entries = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
         held = {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
-        return held if self._teacher is None else {**held, "teacher_mib": _fsdp.mib(self._teacher)}
+        if self._teacher is not None:
+            from kd.backends._fsdp import mib
+
+            held["teacher_mib"] = mib(self._teacher)
+        return held
 
     def communication_ms(self) -> float:
         """Return the mean wait of the backward pass for gradients, of the steps that DDP has timed since the last call.
@@ -250,6 +266,9 @@ class DDPBackend:
             dist.destroy_process_group()
 
 
+_FSDP2, _PIPELINE = "2.9", "2.13"
+"""Oldest torch of each. Older ones were not tried with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
+
 # Buffers are constants, or statistics of a rank's own images. torch renamed the argument.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
@@ -265,11 +284,7 @@ _PEER_ENDED = (
 
 
 def _check_pipeline(stages: int, world_size: int) -> None:
-    """Require one rank per stage, and torch 2.13: the pipelines of 2.9 abort in a forward-only run over gloo."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 13):
-        wrong = f"is {stages}, but this is torch {torch.__version__}"
-        raise BackendError("teacher.pipeline", wrong, "torch 2.13 or newer", "Set teacher.pipeline=0")
+    """Require one rank per stage."""
     if stages != world_size or stages < 2:
         wrong = f"is {stages}, but the number of processes is {world_size}"
         remedy = "Start as many processes as stages, or set teacher.pipeline=0"

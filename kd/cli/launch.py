@@ -44,8 +44,11 @@ def _train(argv: Sequence[str]) -> int:
     made.add_argument("--volume", metavar="GIB", type=_whole, default=100, help="disk of each instance (default 100)")
     made.add_argument("--extra", metavar="FILE", type=Path, help="JSON laid over the request: VpcConfig, Tags, ...")
     made.add_argument("--follow", action=argparse.BooleanOptionalAction, default=True, help="print the job's log")
+    made.add_argument("--local", metavar="GROUPS", type=_groups, help="try the job on this machine: dnn=1,data=2")
     _common(made, "KD_TRAIN_IMAGE", "Dockerfile.train")
     given = made.parse_intermixed_args(argv)
+    if given.local:
+        return _here(given)
 
     def command() -> None:
         from kd import config
@@ -66,6 +69,8 @@ def _train(argv: Sequence[str]) -> int:
             extra=_extra(given.extra),
         )
         request = training_request(job)
+        final = request["HyperParameters"].items()
+        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with what the options have changed
         if _shown({"CreateTrainingJob": request}, given.dry_run):
             return
         from kd.sagemaker import aws
@@ -73,6 +78,23 @@ def _train(argv: Sequence[str]) -> int:
         aws.train(request, given.follow)
 
     return guarded(command)
+
+
+def _here(given: argparse.Namespace) -> int:
+    """Run the job's hosts on this machine, and return the exit code of its training."""
+    codes: list[int] = []
+
+    def command() -> None:
+        from kd import config
+        from kd.sagemaker.local import launch
+
+        argv = [given.config, *given.overrides]
+        if any(name.startswith("data") for name in given.local):
+            argv.append("data.loader=ray")
+        config.load(given.config, argv[1:])
+        codes.append(launch(given.local, argv))
+
+    return guarded(command) or codes[0]
 
 
 def _deploy(argv: Sequence[str]) -> int:
@@ -207,6 +229,13 @@ def _extra(path: Path | None) -> dict[str, Any]:
 def _unique(name: str) -> str:
     """Return a name that SageMaker accepts and that no other job has."""
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _groups(text: str) -> dict[str, int]:
+    groups = dict(re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text))
+    if not groups or ",".join(f"{name}={count}" for name, count in groups.items()) != text:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of groups such as dnn=1,data=2")
+    return {name: int(count) for name, count in groups.items()}
 
 
 def _whole(text: str) -> int:

@@ -57,6 +57,9 @@ class RunSection:
     """How often to log, evaluate and checkpoint."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
+    mirror: str = ""
+    """URL such as `s3://bucket/runs`, below which the run folder is kept too. New files are uploaded in the background
+    after each checkpoint, and an empty run folder is restored from there. Caches and stores are left out."""
     baseline: bool = False
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()
@@ -98,6 +101,9 @@ class DataSection:
 
     kind: str = chosen("datasets", "")
     """The dataset."""
+    labels: Literal["all", "some", "none"] = "all"
+    """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
+    and the student is compared with it alone."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
     batch_size: int | str = ranged(256, low=1)
@@ -112,6 +118,11 @@ class DataSection:
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, or none where batches
     of the run show that to be faster; beside an accelerator this rank's cores - 1, at most 16."""
+    loader: Literal["local", "ray"] = "local"
+    """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
+    same bits. `kd-launch` starts such a cluster."""
+    deadline: float = ranged(30.0, above=0.0)
+    """With `loader: ray`, the seconds that another host has for up to 32 images before this one makes them itself."""
     store: Literal["none", "ram", "disk"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
@@ -174,8 +185,10 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A further teacher; fitted like the first where it has no checkpoint."""
+    """A further teacher; of kind timm, it is fitted like the first where it has no checkpoint."""
 
+    kind: str = chosen("teachers", "timm")
+    """As `teacher.kind`."""
     model: str = ""
     """As `teacher.model`."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -184,6 +197,7 @@ class Member:
     """As `teacher.checkpoint`."""
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
+    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +205,10 @@ class TeacherSection:
     """The frozen model that is distilled."""
 
     kind: str = chosen("teachers", "timm")
-    """Where the model comes from."""
+    """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
     model: str = ""
-    """A timm model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`. Empty: none."""
+    """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
+    Empty: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
     checkpoint: str = ""
@@ -226,6 +241,11 @@ class TeacherSection:
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
     options: Any = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it may be fitted on the labels where it has no checkpoint."""
+        return self.fit.epochs > 0 and self.kind == "timm"
 
     def exported(self, cpu: bool) -> str:
         """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured.
@@ -301,6 +321,9 @@ class OptimizerSection:
     """SGD's momentum (Nesterov)."""
     clip: float = ranged(1.0, low=0.0)
     """Largest gradient norm. 0: do not clip."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
+    it, count it in the rows, and end the run after more than 10 such steps in a row."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema: float = ranged(0.0, low=0.0, high=0.99999)

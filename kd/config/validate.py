@@ -36,9 +36,13 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     needed = needs(config.losses)
     read = reads(config.losses)
     features = bool(read.features)
+    if config.run.mirror and "://" not in config.run.mirror:
+        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
     yield from _embedding(config, read)
     yield from _data(config.data, config.teacher)
+    yield from _remote(config.data, here)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
+    yield from _labels(config, needed)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     yield from _divided(config.teacher)
@@ -104,6 +108,18 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
+def _remote(data: DataSection, here: bool) -> Iterator[KdError]:
+    """Yield what does not go with images that other hosts decode."""
+    if data.loader != "ray":
+        return
+    if data.store != "none":
+        wrong = f"is {data.store}, but with data.loader=ray other hosts decode, which do not share it"
+        yield ConfigError("data.store", wrong, "none", "Set data.store=none, or data.loader=local")
+    if here and not installed("ray"):
+        remedy = "pip install 'kd[ray]', or set data.loader=local"
+        yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
+
+
 def _losses(
     losses: Sequence[LossSection], needed: Sequence[frozenset[str]], augment: Augment, teacher: TeacherSection
 ) -> Iterator[KdError]:
@@ -141,6 +157,31 @@ def _embedding(config: Config, read: Reads) -> Iterator[KdError]:
         yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
 
 
+def _labels(config: Config, needed: Sequence[frozenset[str]]) -> Iterator[KdError]:
+    """Yield what needs labels that the images do not have."""
+    labels, where = config.data.labels, "data.labels"
+    if labels != "all" and getattr(config.sifter.options, "balance", False):
+        wrong = f"is {labels}, but sifter.balance keeps a share of each class"
+        yield ConfigError(where, wrong, "All images have labels", "Set sifter.balance=false")
+    if labels != "none":
+        return
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
+        if "teacher" not in wanted or "hard_labels" in wanted:
+            wrong = f"'{term.kind}' learns from labels, but data.labels is none"
+            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, hard, ...", "Drop it")
+    asked = {
+        "run.baseline": config.run.baseline,
+        "teacher.fit.epochs": config.teacher.fit.epochs > 0,
+        "teacher.min_accuracy": config.teacher.min_accuracy > 0,
+    }
+    for key, on in asked.items():
+        if on:
+            wrong = "needs labels, but data.labels is none"
+            yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
+    if not config.teacher.model:
+        yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
+
+
 def _student(student: StudentSection) -> Iterator[KdError]:
     if not student.model:
         yield ConfigError("student.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
@@ -173,9 +214,13 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    seen = [(teacher.model, teacher.args, teacher.checkpoint)]
+    if teacher.fit.epochs and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
+        wrong = f"is {teacher.fit.epochs}, but kd does not fit a teacher of kind '{teacher.kind}'"
+        yield ConfigError("teacher.fit.epochs", wrong, "Models of timm are fitted", "Set teacher.fit.epochs=0")
+    seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
     for i, member in enumerate(teacher.also):
-        key, where = (member.model, member.args, member.checkpoint), f"teacher.also[{i}]"
+        where = f"teacher.also[{i}]"
+        key = (member.kind, member.model, member.args, member.checkpoint, member.options)
         if not member.model:
             yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
         elif key in seen:
@@ -190,6 +235,10 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
     if not (teacher.shard or teacher.pipeline):
         return
+    key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
+    if teacher.kind not in kinds:
+        wrong = f"is set, but kd does not divide a teacher of kind '{teacher.kind}'"
+        yield ConfigError(f"teacher.{key}", wrong, f"Models of {' and '.join(kinds)}", f"Leave teacher.{key} out")
     named = {"runtime": teacher.runtime in RUNTIMES, "precision": teacher.precision in QUANTIZED}
     for key, on in {**named, "compile": teacher.compile == "on"}.items():
         if on:

@@ -135,13 +135,13 @@ def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], li
     """Turn labels as written into class names.
 
     Args:
-        raw: the label of each image: an integer in digits, which is a position in `names`, or a class name.
+        raw: the label of each image: an integer in digits, which is a position in `names`, or a class name; "": none.
         names: the class names in order; empty where only the labels tell: integers are then their own names.
 
     Returns:
         The class name of each image, and all classes in order.
     """
-    distinct = set(raw)
+    distinct = set(raw) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
     if names:
         inside = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
@@ -194,6 +194,37 @@ def assign_labels(
     return order, np.fromiter((position[name] for name in found), np.int32, len(found))
 
 
+def label_images(
+    found: Sequence[str], known: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the class order and the label of each image, int32 [N]; -1: it has none.
+
+    Args:
+        found: as `assign_labels` takes it; "": the image has no label.
+        known: likewise.
+        classes: likewise.
+        where: config path for messages.
+        split: "train" or "val".
+        labels: `data.labels`: "all", "some" or "none".
+
+    Raises:
+        DataError: no images, only one class, a class that training does not know.
+    """
+    if not found:
+        raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
+    if labels == "all":
+        return assign_labels(found, known, classes, where, split)
+    label = np.full(len(found), -1, np.int32)
+    if labels == "none":
+        return (), label
+    has = np.array([bool(name) for name in found])
+    if not has.any():
+        remedy = "Label some, or set data.labels=none"
+        raise DataError(where, f"the split '{split}' has no labelled image", "data.labels=some", remedy)
+    order, label[has] = assign_labels([name for name in found if name], known, classes, where, split)
+    return order, label
+
+
 def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
     """Choose the validation images: bool [N], about `fraction` of each class.
 
@@ -204,7 +235,7 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
     held = np.zeros(len(labels), bool)
-    stops = np.cumsum(np.bincount(labels))
+    stops = np.cumsum(np.bincount(labels + 1))  # images without a label, -1, are held out like a class
     for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
         count = int(stop - start)
         if count > 1:

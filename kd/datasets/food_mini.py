@@ -59,24 +59,26 @@ class FoodMini:
     The listing follows from the options alone; the files are painted by `prepare`.
     """
 
-    def __init__(self, options: Options, split: str) -> None:
-        self.options, self.split = options, split
-        self.classes = tuple(PAINTERS)
+    def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
+        self.options, self.split, self.hidden = options, split, hidden
+        self.dishes = tuple(PAINTERS)
+        self.classes = () if hidden else self.dishes
         self.folder = Path(options.root) / folder_name(options)
         self._pictures = pictures(options, split)
-        self.fingerprint = hashlib.sha256(f"{folder_name(options)}/{split}".encode()).hexdigest()
+        title = f"{folder_name(options)}/{split}" + ("/unlabelled" if hidden else "")
+        self.fingerprint = hashlib.sha256(title.encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._pictures)
 
     def label(self, id: int) -> int:
-        """Return the label."""
-        return self._pictures[id][0]
+        """Return the label; -1 where labels are withheld."""
+        return -1 if self.hidden else self._pictures[id][0]
 
     def name(self, id: int) -> str:
         """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
         label, dish, index = self._pictures[id]
-        return f"{self.folder.name}/{self.split}/{self.classes[label]}/{dish}_{index:04d}.jpg"
+        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{dish}_{index:04d}.jpg"
 
     def prepare(self) -> None:
         """Paint both splits where they are not painted yet."""
@@ -164,6 +166,12 @@ def _move(draft: Path, folder: Path) -> None:
             raise
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None) -> FoodMini:
-    """Build one split; `classes` is not needed, both splits have all dishes."""
-    return FoodMini(options, split)
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:
+    """Build one split; `classes` is not needed, both splits have all dishes.
+
+    Raises:
+        DataError: some labels are asked for; each picture has one.
+    """
+    if labels == "some":
+        raise DataError("data.labels", "is some, but food_mini labels every picture", "all or none", "Choose one")
+    return FoodMini(options, split, hidden=labels == "none")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import assign_labels, decode, fingerprint, hold_out, name_labels, refuse, retried
+from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, refuse, retried
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import Decoded
 
@@ -99,8 +99,8 @@ class HuggingFace:
         return cell.get("bytes"), cell.get("path")
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None) -> HuggingFace:
-    """Load a split.
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
+    """Load a split; without labels it needs no column of them.
 
     Raises:
         MissingExtra: the package `datasets` is not installed.
@@ -120,18 +120,21 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> Huggin
         )
     table = splits[wanted]
     image_key = _image_key(hub, table.features, options.image_key)
-    label_key = _label_key(hub, table.features, options.label_key)
-    raw = [_written(value, row, label_key) for row, value in enumerate(table.with_format(None)[label_key])]
-    found, known = name_labels(raw, getattr(table.features[label_key], "names", ()))
-    order, labels = assign_labels(found, known, classes, WHERE, split)
-    rows = np.arange(len(raw))
+    found, known = [""] * len(table), []
+    if labels != "none":
+        label_key = _label_key(hub, table.features, options.label_key)
+        written = enumerate(table.with_format(None)[label_key])
+        raw = [_written(value, row, label_key, labels == "some") for row, value in written]
+        found, known = name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, label = label_images(found, [name for name in known if name], classes, WHERE, split, labels)
+    rows = np.arange(len(found))
     if shared:
-        held = hold_out((str(row).encode() for row in rows), labels, options.val_fraction)
+        held = hold_out((str(row).encode() for row in rows), label, options.val_fraction)
         rows = np.flatnonzero(held == (split == "val"))
         if not len(rows):
             raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
-    return HuggingFace(table, rows, labels[rows], order, wanted, image_key)
+    return HuggingFace(table, rows, label[rows], order, wanted, image_key)
 
 
 def _sizes(table: Any, image_key: str) -> np.ndarray:
@@ -217,8 +220,10 @@ def _only(option: str, fits: list[str], features: Any, what: str) -> str:
     raise DataError(f"data.{option}", wrong, f"Columns: {', '.join(features)}", f"Set data.{option}")
 
 
-def _written(value: Any, row: int, key: str) -> str:
+def _written(value: Any, row: int, key: str, some: bool) -> str:
     if value is None or value == "" or value == -1:  # -1: the hub's mark of an unlabelled row
+        if some:
+            return ""
         raise DataError(
             "data.label_key", f"row {row} has no label in the column '{key}' ({value!r})", "", "Choose a labelled split"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kd.datasets._decode import Names, assign_labels, decode, fingerprint, hold_out, retried
+from kd.datasets._decode import Names, decode, fingerprint, hold_out, label_images, retried
 from kd.errors import DataError, did_you_mean
 from kd.types import Decoded
 
@@ -39,6 +39,8 @@ class Options:
     """Text file of the training images: a path in `root` a line, ending optional. Absolute, or relative to `root`."""
     val_list: str = ""
     """Text file of the validation images, like `train_list`."""
+    unlabelled: str = "unlabelled"
+    """With `labels: some`, the folder beside the classes' whose images have no label."""
 
     def __post_init__(self) -> None:
         if not self.root:
@@ -93,8 +95,8 @@ class ImageFolder:
         return os.path.join(self._root, self._names[id])
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None) -> ImageFolder:
-    """List the images of a split.
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+    """List the images of a split; without labels they may lie in any folders.
 
     Raises:
         DataError: no such folder or list, no images, only one class, a class that training does not know.
@@ -114,14 +116,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None) -> ImageF
         files = _scan(root, folder)
     names = sorted(files)  # by bytes: the same on every machine, whatever its locale
     found = [_text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
-    _check_found(names, found, os.path.join(root, os.fsdecode(folder)), split)
-    order, labels = assign_labels(found, sorted(set(found)), classes, WHERE, split)
+    _check_found(names, found if labels != "none" else [], os.path.join(root, os.fsdecode(folder)), split)
+    if labels == "some":
+        found = ["" if f"{name}/".startswith(f"{options.unlabelled}/") else name for name in found]
+    order, label = label_images(found, sorted({*found} - {""}), classes, WHERE, split, labels)
     if options.val_fraction:
-        keep = hold_out(names, labels, options.val_fraction) == (split == "val")
+        keep = hold_out(names, label, options.val_fraction) == (split == "val")
         if not keep.any():
             raise DataError(WHERE, "no class has two images, so that none is left for validation", "", "Add images")
-        names, labels = [names[id] for id in np.flatnonzero(keep)], labels[keep]
-    return ImageFolder(root, names, [files[name] for name in names], labels, order)
+        names, label = [names[id] for id in np.flatnonzero(keep)], label[keep]
+    return ImageFolder(root, names, [files[name] for name in names], label, order)
 
 
 def _scan(root: str, folder: bytes) -> dict[bytes, int]:

@@ -21,14 +21,19 @@ class Criterion(nn.Module):
     Usable alone in any PyTorch loop: `criterion(student, teacher, batch)["loss"].mean().backward()`.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float, nn.Module]], members: Sequence[int] = ()) -> None:
+    def __init__(
+        self, terms: Sequence[tuple[str, float, nn.Module]], members: Sequence[int] = (), labelled: float = 1.0
+    ) -> None:
         """Combine terms.
 
         Args:
             terms: name, weight and module of each.
             members: for each, of which of several teachers it reads the features; empty: there is one teacher.
+            labelled: share of the training images that have a label. Below 1, a term on labels is 0 for the others
+                and 1 / `labelled` times as large for these, so that its mean over an epoch is the mean over them.
         """
         super().__init__()
+        self.labelled = labelled
         self.names = _distinct([name for name, _, _ in terms])
         self.weights = [weight for _, weight, _ in terms]
         self.terms = nn.ModuleList([term for _, _, term in terms])
@@ -43,13 +48,24 @@ class Criterion(nn.Module):
             remember; and `loss` [B]: the same times `batch.weight`, which is what is minimized.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
+            known = self._known(batch)
             scores = {
-                name: term(student, teacher.of(member), batch)
+                name: term(student, teacher.of(member), known)
                 for name, term, member in zip(self.names, self.terms, self.members, strict=True)
             }
+            if known is not batch:
+                factor_B = ((batch.label >= 0) & (batch.partner_label >= 0)) / self.labelled
+                for name, term in zip(self.names, self.terms, strict=True):
+                    scores[name] = scores[name] * factor_B if reads_labels(term) else scores[name]
             weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
+
+    def _known(self, batch: Batch) -> Batch:
+        """Return a batch whose labels are all classes: class 0 stands for no label."""
+        if self.labelled == 1:
+            return batch
+        return replace(batch, label=batch.label.clamp_min(0), partner_label=batch.partner_label.clamp_min(0))
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
         """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
@@ -58,6 +74,11 @@ class Criterion(nn.Module):
         with torch.autocast(student.logits.device.type, enabled=False):
             found = [weight * term.agreement(student, teacher.of(member)) for weight, term, member in chosen]
             return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
+
+
+def reads_labels(term: Any) -> bool:
+    """Return whether a loss reads labels: one that needs no teacher, or says so."""
+    return "teacher" not in term.needs or "hard_labels" in term.needs
 
 
 class Distillation(nn.Module):

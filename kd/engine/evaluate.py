@@ -27,8 +27,27 @@ class Evaluator:
     """Which value says what the best checkpoint is; the larger the better."""
 
     def __init__(
-        self, backend: Backend, loader: Loader, plan: Plan, teacher: Teacher, has_teacher: bool, num_classes: int
+        self,
+        backend: Backend,
+        loader: Loader,
+        plan: Plan,
+        teacher: Teacher,
+        has_teacher: bool,
+        num_classes: int,
+        labelled: bool = True,
     ) -> None:
+        """Prepare evaluations; nothing is computed yet.
+
+        Args:
+            backend: where they run.
+            loader: of the validation images.
+            plan: all of them.
+            teacher: answers for them.
+            has_teacher: False: labels alone.
+            num_classes: C.
+            labelled: whether validation images have labels.
+        """
+        self.labelled, self.decides = labelled, "accuracy" if labelled else "agreement"
         self.backend, self.loader, self.plan = backend, loader, plan
         self.teacher, self.has_teacher, self.num_classes = teacher, has_teacher, num_classes
         self._teacher_logits: list[Tensor] = []
@@ -46,9 +65,11 @@ class Evaluator:
 
         Returns:
             For the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
-            arXiv:1706.04599); with a teacher also `teacher_accuracy`, `teacher_top5`, `teacher_nll`, `teacher_ece`,
-            `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Padding has weight 0. Empty if the
-            evaluation was given up.
+            arXiv:1706.04599), over the images with a label;
+            with a teacher also `teacher_accuracy`, `teacher_top5`, `teacher_nll`, `teacher_ece`,
+            `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Without labels, these two and
+            `agreement_ece`: the student's calibration error where the teacher's answer counts as right. Padding has
+            weight 0. Empty if the evaluation was given up.
 
         Raises:
             DataError: no image has a weight, because none could be decoded.
@@ -65,15 +86,18 @@ class Evaluator:
                 return {}
             with self.backend.autocast():
                 student_BC = student(batch.image).logits.float()
-            scores = score(student_BC, batch.label, batch.weight)
+            weight_B = batch.weight * (batch.label >= 0)
+            scores = score(student_BC, batch.label, weight_B) if self.labelled else {}
             if self.has_teacher:
                 teacher_BC = self._teacher_says(i, batch)
                 if keep:
                     self._teacher_logits.append(teacher_BC)
-                of_teacher = score(teacher_BC, batch.label, batch.weight)
+                of_teacher = score(teacher_BC, batch.label, weight_B) if self.labelled else {}
                 scores.update({f"teacher_{name}": value for name, value in of_teacher.items()})
+                if not self.labelled:
+                    scores["agreement_bins"] = score(student_BC, teacher_BC.argmax(-1), batch.weight)["bins"]
                 scores.update(compare(student_BC, teacher_BC, batch.weight))
-            scores["images"] = batch.weight.sum().double()
+            scores["images"], scores["labelled"] = batch.weight.sum().double(), weight_B.sum().double()
             rows.append(scores)  # not summed as they come: on XLA the first batch would be another graph
             self.backend.end_step()
         student.train(was_training)
@@ -92,17 +116,21 @@ class Evaluator:
         total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
-        images = by_name.pop("images")
+        images, labelled = by_name.pop("images"), by_name.pop("labelled")
         if images == 0:
             wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
             raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        if self.labelled and labelled == 0:
+            wrong = "no image of the validation split that could be decoded has a label"
+            raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")
         values = {}
         for name, value in by_name.items():
+            count = images if name in ("kl", "agreement", "agreement_bins") else labelled
             if name.endswith("bins"):
                 confidence_K, correct_K = value.view(2, NUM_BINS)
-                values[name.removesuffix("bins") + "ece"] = ((confidence_K - correct_K).abs().sum() / images).item()
+                values[name.removesuffix("bins") + "ece"] = ((confidence_K - correct_K).abs().sum() / count).item()
             else:
-                values[name] = (value / images).item()
+                values[name] = (value / count).item()
         return values
 
 
@@ -117,7 +145,7 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
     bins = torch.zeros(2, NUM_BINS, dtype=torch.float64, device=logits_BC.device)
     bins[0].index_add_(0, bin_B, weight_B * confidence_B)
     bins[1].index_add_(0, bin_B, weight_B * correct_B)
-    nll_B = -log_prob_BC.gather(1, label_B[:, None])[:, 0].double()
+    nll_B = -log_prob_BC.gather(1, label_B.clamp_min(0)[:, None])[:, 0].double()  # -1: no label, and weight 0
     return {
         "accuracy": (weight_B * correct_B).sum(),
         "top5": (weight_B * hits_B5.any(-1)).sum(),

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
+from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.jobs._folder import best_student
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.setup.data import Data, evenly_spaced, open_sources, views
@@ -75,30 +75,37 @@ def _kept(folder: RunDir) -> dict[str, Any] | None:
 
 
 def _ask(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, Any]:
-    """Run both models over validation images as evaluation shows them, in float32."""
-    classes = data.train.classes
+    """Run both models over validation images as evaluation shows them, in float32.
+
+    Raises:
+        RunError: the images have no labels.
+    """
+    if not data.labelled:
+        raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
+    classes = data.classes
     student, provenance = best_student(folder, recipe, classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {"student": student.to(device).eval()}
     teacher = _teacher(recipe, data)
     if teacher is not None:
-        models["teacher"] = LiveTeacher(teacher, device)  # type: ignore[assignment]
+        models["teacher"] = LiveTeacher(teacher, device).validation()  # type: ignore[assignment]
     shown = views(data, recipe.seed)[1]
     asked = evenly_spaced(len(data.val), images or len(data.val))
     found: dict[str, Any] = {"step": provenance["step"], "of": len(data.val), "ids": [], "label": []}
     found |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
     for start in range(0, len(asked), BATCH):
         samples = [(id, shown.load(id, 0)) for id in asked[start : start + BATCH]]
-        samples = [(id, sample) for id, sample in samples if sample.readable]
+        samples = [(id, sample) for id, sample in samples if sample.readable and sample.label >= 0]
         if not samples:
             continue
         pixels = torch.stack([sample.pixels for _, sample in samples]).to(device)
         labels = torch.tensor([sample.label for _, sample in samples])
+        ids = torch.tensor([id for id, _ in samples], device=device)
         found["ids"] += [id for id, _ in samples]
         found["label"] += labels.tolist()
         for name, model in models.items():
             with torch.no_grad():
-                batch: Any = pixels if name == "student" else Batch.of(pixels, labels.to(device))
+                batch: Any = pixels if name == "student" else Batch.of(pixels, labels.to(device), ids)
                 best = model(batch).logits.float().softmax(-1).max(-1)
             found[name] += best.indices.tolist()
             found[f"{name}_share"] += [round(share, 4) for share in best.values.tolist()]
@@ -121,14 +128,15 @@ def _teacher(recipe: Recipe, data: Data) -> TeacherModel | None:
             if not is_fitted(target):
                 raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
             place = str(target)
-        size, classes = recipe.data.image_size, data.train.classes
-        models.append(load_teacher(alone, classes, size, recipe.reads.features, place, where=where))
+        given: Any = {"where": where, "images": data.images(recipe.seed, recipe.views)}
+        size, features = recipe.data.image_size, recipe.reads.features
+        models.append(load_teacher(alone, data.asked, size, features, place, **given))
     return merge_teachers(recipe.teacher, models)
 
 
 def _answers(kept: Mapping[str, Any], data: Data) -> Answers:
     return Answers(
-        classes=tuple(data.train.classes),
+        classes=tuple(data.classes),
         label=kept["label"],
         student=kept["student"],
         teacher=kept.get("teacher", []),
@@ -143,7 +151,7 @@ def _pictures(kept: Mapping[str, Any], data: Data) -> list[Picture]:
         return []
     differ = [i for i, answer in enumerate(kept["student"]) if answer != kept["teacher"][i]]
     differ.sort(key=lambda i: (kept["teacher"][i] != kept["label"][i], -kept["teacher_share"][i]))
-    classes, show = data.train.classes, data.evaluate()
+    classes, show = data.classes, data.evaluate()
     found: list[Picture] = []
 
     def named(who: str, i: int) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kd.artifacts.run_dir import RunDir
-from kd.contracts import Backend, Source
+from kd.contracts import Backend, Source, TeacherModel
 from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
@@ -23,7 +23,7 @@ from kd.host import environment
 from kd.jobs._folder import require_same
 from kd.jobs._observe import Observer
 from kd.jobs.signals import signals
-from kd.models.classifier import Ensemble, TeacherModel, digest
+from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.report.console import Console, embedding_text, percent
 from kd.report.sifting import describe, describe_images, extremes, sheet
@@ -86,7 +86,7 @@ def distill(
             run = observer.watch(built.run, built.facts["choices"])
             record(built.facts, data, backend, teacher, folder, known, console, title)
             with run.span("evaluation"):
-                check_teachers(recipe, run, teacher, console)
+                folder.record(before=check_before(recipe, run, teacher, console))
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
@@ -127,12 +127,12 @@ def record(
         "machines": backend.world_size // backend.local_world_size,
         "images": len(data.train),
         "backend": backend.kind,
-        "classes": list(data.train.classes),
+        "classes": list(data.classes),
         "data": data.fingerprint,
         "environment": environment(),
     }
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
-        facts["teacher"] = digest(teacher.network) if teacher is not None else None
+        facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     require_same("data", known, facts)
     require_same("teacher", known, facts)
     if known.get("choices"):
@@ -144,18 +144,6 @@ def record(
     if "teacher_mib" in facts:
         rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
-
-
-def check_teachers(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> None:
-    """Score the teacher, and each of several, before step 1."""
-    answers = recipe.reads.teacher_logits
-    if isinstance(run.evaluator, EmbeddingEvaluator):
-        check_embedding(recipe.teacher.min_accuracy, run, console)
-    elif teacher is not None and answers:
-        check_teacher(recipe.teacher.min_accuracy, run, console)
-    if isinstance(teacher, Ensemble) and isinstance(run.evaluator, Evaluator) and answers:
-        names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
-        check_members(names, recipe.teacher.min_accuracy, run, teacher, console)
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
@@ -200,17 +188,37 @@ def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def check_teacher(least: float, run: Run, console: Console) -> None:
+def check_before(recipe: Recipe, run: Run, teacher: TeacherModel | None, console: Console) -> dict[str, float]:
+    """Score teachers and student before step 1, in the way of the student's evaluations; empty without a teacher."""
+    least = recipe.teacher.min_accuracy
+    if isinstance(run.evaluator, EmbeddingEvaluator):
+        return check_embedding(least, run, console)
+    if teacher is None or not recipe.reads.teacher_logits:
+        return {}
+    values = check_teacher(least, run, console)
+    if isinstance(teacher, Ensemble) and run.evaluator.labelled:
+        names = [recipe.teacher.model, *(member.model for member in recipe.teacher.also)]
+        check_members(names, least, run, teacher, console)
+    return values
+
+
+def check_teacher(least: float, run: Run, console: Console) -> dict[str, float]:
     """Score the teacher before step 1: a wrong one must not be found out after a day."""
     values = run.evaluator(run.distillation.student)
+    if not run.evaluator.labelled:
+        console.info(
+            f"teacher: no labels to score it with; the student agrees with it on {percent(values['agreement'])}"
+        )
+        return values
     accuracy = values["teacher_accuracy"]
     console.info(
         f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
     )
     _require("teacher", accuracy, least, run)
+    return values
 
 
-def check_embedding(least: float, run: Run, console: Console) -> None:
+def check_embedding(least: float, run: Run, console: Console) -> dict[str, float]:
     """Score the vectors of teachers and student before step 1; `least` is for the first teacher, where it is set.
 
     Raises:
@@ -226,6 +234,7 @@ def check_embedding(least: float, run: Run, console: Console) -> None:
             f"At least {percent(least)} (teacher.min_accuracy)",
             "Check that its weights were loaded",
         )
+    return values
 
 
 def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:
@@ -233,7 +242,7 @@ def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensembl
     whole = run.evaluator
     for i, (name, member) in enumerate(zip(names, teacher.members, strict=True)):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        live = LiveTeacher(member, run.backend.device)  # type: ignore[arg-type]
+        live = LiveTeacher(member, run.backend.device).validation()  # type: ignore[arg-type]
         one = Evaluator(run.backend, whole.loader, whole.plan, live, True, whole.num_classes)
         accuracy = one(run.distillation.student)["teacher_accuracy"]
         console.info(f"{where}: '{name}' alone {percent(accuracy)}")

@@ -17,10 +17,12 @@ from kd import config
 from kd.artifacts import export as artifact
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.models.load import export_files
+from kd.object_store import join
 from kd.references import written
 from kd.setup.recipe import Recipe, hashes
 from kd.setup.student import build_student
@@ -31,14 +33,19 @@ FREE = (
     "run.name",
     "run.folder",
     "run.keep",
+    "run.mirror",
     "run.trackers",
     "run.every.",
     "data.root",
+    "data.copies",
     "data.workers",
+    "data.loader",
+    "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
+    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
     "backend.timeout_seconds",
     "profile.",
     "teacher.cache.path",
@@ -50,12 +57,15 @@ FREE = (
 @contextmanager
 def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
     """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
-    folder = RunDir(recipe.path, rank, recipe.run.keep)
+    mirror = recipe.run.mirror and join(recipe.run.mirror, recipe.path.relative_to(recipe.run.folder).as_posix())
+    folder = RunDir(recipe.path, rank, recipe.run.keep, mirror)
+    folder.restore_copy()
     stored = folder.stored_config()
     differences = different_keys(Recipe(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
     folder.open(recipe.yaml, [*differences, *changed_values(stored or "", recipe)])
     try:
         yield folder
+        folder.complete_copy()
     finally:
         folder.close()
 
@@ -140,6 +150,13 @@ def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tupl
         "eval_crop": recipe.data.eval_crop,
     }
     return student, provenance
+
+
+def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    prefix = "model."
+    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_student(distillation.student, tensors)
 
 
 def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ def write(
     runners = _write(folder, student, recipe.data.image_size, options)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        if list(data.val.classes) != list(classes) or (data_hash and data.fingerprint != data_hash):
+        if (data.classes and list(data.classes) != list(classes)) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)

@@ -106,6 +106,7 @@ def compare(
     for pixels, labels in images:
         first = pixels[:1] if not len(first) else first
         reference = answer(pixels)
+        labels = np.where(labels < 0, reference.argmax(1), labels)  # without a label PyTorch is right
         eager.add(reference, reference, labels)
         for name, run in runners.items():
             rows[name].add(run(pixels), reference, labels)

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from kd.config import Config
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
+from kd.jobs._table import complete, export_answers, require_path
 from kd.jobs.teach import obtain_teacher
 from kd.models.cache import CachedTeacher, Store
+from kd.models.load import Images
+from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
@@ -48,20 +51,24 @@ class Cached:
 @dataclass(frozen=True, slots=True)
 class _Parts:
     backend: Backend
-    live: Teacher
+    live: LiveTeacher | NoTeacher
     cache: CachedTeacher
     loader: LocalLoader
+    val_loader: LocalLoader
+    images: Images
+    classes: Sequence[str]
     batch_size: int
     tolerance: float
     """Of a stored value, as a share of the largest."""
 
 
-def cache(settings: Config, verify: bool = False) -> Cached:
+def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     """Fill the cache of a configuration, all views; what is whole already is not computed again.
 
     Args:
         settings: `teacher.cache.views` at least 1.
         verify: instead of filling, compute a sample of the records again and compare.
+        export: also write all answers into this .safetensors file, by the images' names.
 
     Raises:
         ConfigError: no teacher, or no views to cache.
@@ -72,7 +79,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe = Recipe(settings)
+    recipe, target = Recipe(settings), require_path(export) if export else None
     with distributed(recipe.backend) as backend:
         parts = _parts(recipe, backend)
         if not verify:
@@ -81,6 +88,10 @@ def cache(settings: Config, verify: bool = False) -> Cached:
         difference = _verify(parts, count) if verify else _fill(parts, count)
         store = parts.cache.store
         missing = sum(len(store.missing(view)) for view in range(count))
+        if target is not None:
+            complete(parts.images.train, missing)
+            live, loader = parts.live.validation(), parts.val_loader
+            export_answers(target, store, live, backend, loader, parts.images, parts.classes, count)
         done = Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
@@ -97,7 +108,7 @@ def cache(settings: Config, verify: bool = False) -> Cached:
 def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     section, seed = recipe.data, recipe.seed
     data = open_data(section, recipe.run.folder, backend)
-    teacher = obtain_teacher(recipe, data, backend)
+    teacher, data = obtain_teacher(recipe, data, backend)
     assert teacher is not None
     size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
     split = split_batch(section, backend.world_size, len(data.train), size)
@@ -106,11 +117,13 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     report = choose_teacher(session, recipe.teacher, teacher, asked, "")
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
-    answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
+    answers = len(data.classes) if recipe.reads.teacher_logits else 0
     stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
-    loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)[0]
+    loader, val_loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)
+    images, classes = data.images(seed, recipe.views), data.classes if answers else ()
     allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)
-    return _Parts(backend, report.live, stored, loader, split.batch_size, allowed)
+    both = (loader, val_loader, images, classes)
+    return _Parts(backend, report.live, stored, *both, split.batch_size, allowed)
 
 
 def _fill(parts: _Parts, views: int) -> float:

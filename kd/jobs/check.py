@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kd import instances
 from kd.config.schema import OptimizerSection, RunSection, TeacherSection
+from kd.config.validate import Reads
+from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
-from kd.models.load import Spec, load
+from kd.models.load import Images, Spec, load
 from kd.models.teacher import count_parameters
 from kd.report.record import clock, money
 from kd.report.trackers import check as check_trackers
@@ -47,9 +50,14 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     data = open_sources(section)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, world_size, len(data.train))
-    classes = data.train.classes
+    found, images = [], data.images(recipe.seed, recipe.views)
+    for where, one in recipe.teachers.items():
+        found.append(_teacher(where, one, data, images, reads))
+        data = data.with_classes(found[0][0].classes)
+    classes = data.classes
     answers = classes if reads.student_logits else ()
-    student = _on_meta(Spec("student", recipe.student.model, recipe.student.args, answers), size, reads.features)
+    spec = Spec("student", recipe.student.model, recipe.student.args, answers, logits=reads.student_logits)
+    student = _on_meta(spec, size, reads.features)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -57,9 +65,7 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
-    if recipe.teacher.model:
-        named = classes if reads.teacher_logits else ()
-        found = [_teacher(where, one, named, size, reads.features) for where, one in recipe.teachers.items()]
+    if found:
         lines += [line for _, line in found]
         teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
     dims = sizes(len(classes), student, teacher, size)
@@ -122,13 +128,14 @@ def _store(data: Data) -> list[str]:
     return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(
-    where: str, section: TeacherSection, classes: Sequence[str], size: int, features: Collection[str]
-) -> tuple[Classifier, str]:
-    if section.checkpoint or not section.fit.epochs:  # its weights are what must be checked
-        model = load_teacher(section, classes, size, features, where=where)
-        return model, f"teacher   {section.model}: {_millions(model)}, weights and classes fit the data"
-    model = _on_meta(Spec(where, section.model, section.args, classes), size, features)
+def _teacher(where: str, section: TeacherSection, data: Data, images: Images, reads: Reads) -> tuple[TeacherModel, str]:
+    size, logits = data.section.image_size, reads.teacher_logits
+    if section.checkpoint or not section.fitted:  # its weights are what must be checked
+        model = load_teacher(section, data.asked, size, reads.features, where=where, images=images, logits=logits)
+        held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
+        return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
+    spec = Spec(where, section.model, section.args, data.classes, logits=logits)
+    model = _on_meta(spec, size, reads.features)
     return model, f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
 
 
@@ -137,7 +144,7 @@ def _on_meta(spec: Spec, size: int, features: Collection[str]) -> Classifier:
         return load(replace(spec, pretrained=False), size, features)
 
 
-def _millions(model: Classifier) -> str:
+def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd import config
-from kd.jobs._folder import load_student, opened_run
+from kd.jobs._folder import load_distillation, opened_run
 from kd.jobs.teach import obtain_teacher
 from kd.report.console import Console
 from kd.setup.build import build_run, distributed
@@ -22,7 +22,7 @@ def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
     best, recorded = folder.best()[1], folder.manifest()["choices"]
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        teacher = obtain_teacher(recipe, data, backend)
+        teacher, data = obtain_teacher(recipe, data, backend)
         run = build_run(recipe, data, backend, teacher, folder, Console("", quiet=True), recorded).run
-        load_student(run.distillation.student, best)
+        load_distillation(run.distillation, best)
         return run.evaluator(run.distillation.student)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kd.artifacts.memory import Memory
 from kd.config import Config
 from kd.config.schema import Cache
-from kd.contracts import Backend
+from kd.contracts import Backend, TeacherModel
 from kd.engine.precompile import precompile
 from kd.jobs.check import check
 from kd.jobs.teach import merge_teachers
-from kd.models.classifier import TeacherModel
 from kd.report.console import Console
 from kd.setup.build import build_run, distributed
 from kd.setup.data import Data, open_data
@@ -38,8 +38,8 @@ def compile_only(settings: Config) -> str:
     check(recipe)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
-        for title, run, teacher in _runs(recipe, data, backend):
-            built = build_run(run, data, backend, teacher, Memory(), Console(title, quiet=True))
+        for title, run, teacher, named in _runs(recipe, data, backend):
+            built = build_run(run, named, backend, teacher, Memory(), Console(title, quiet=True))
             steps = precompile(built.run)
             counts = {k: v for k, v in backend.counters().items() if k in ("compiles", "executions")}
             counted = ", ".join(f"{name} so far {count:.0f}" for name, count in counts.items())
@@ -47,23 +47,25 @@ def compile_only(settings: Config) -> str:
     return "\n".join([*lines, "nothing was kept: no run folder, no checkpoint"])
 
 
-def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None]]:
+def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recipe, TeacherModel | None, Data]]:
     """List what `kd-train` would train: the teacher, the student, the student on labels alone."""
     section, models = recipe.teacher, []
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)
-    reads, size = recipe.reads, recipe.data.image_size
-    classes = data.train.classes if reads.teacher_logits else ()
+    reads, size, images = recipe.reads, recipe.data.image_size, data.images(recipe.seed, recipe.views)
     fits = {where: Recipe(fit) for where, fit in recipe.fits.items()}
     for where, alone in recipe.teachers.items():
         if where in fits:
-            models.append(build_student(fits[where].student, recipe.seed, classes, size, reads.features))
+            answers = data.classes if reads.teacher_logits else ()
+            models.append(build_student(fits[where].student, recipe.seed, answers, size, reads.features))
         else:
-            models.append(load_teacher(alone, classes, size, reads.features, where=where))
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            models.append(load_teacher(alone, data.asked, size, reads.features, **given))
+        data = data.with_classes(models[0].classes)
     teacher = merge_teachers(section, models) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [
-        *((where, fit, None) for where, fit in fits.items()),
-        (recipe.name, recipe, teacher),
-        *((f"{recipe.name} (labels only)", alone, None) for alone in baseline),
+        *((where, fit, None, data) for where, fit in fits.items()),
+        (recipe.name, recipe, teacher, data),
+        *((f"{recipe.name} (labels only)", alone, None, data) for alone in baseline),
     ]

@@ -16,11 +16,11 @@ import torch
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.config.schema import TeacherSection
-from kd.contracts import Backend
+from kd.contracts import Backend, TeacherModel
 from kd.errors import ConfigError, FolderInUse, RunError
 from kd.jobs._distill import distill
 from kd.jobs._folder import FREE, export_run, open_run
-from kd.models.classifier import Classifier, Ensemble, TeacherModel
+from kd.models.classifier import Ensemble
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe
@@ -46,23 +46,29 @@ def teach(settings: Config) -> list[Path]:
         return [fit_teacher(fit, data, backend) for fit in recipe.fits.values()]
 
 
-def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> TeacherModel | None:
-    """Load the teacher, or all of several; fit first where there is no checkpoint."""
+def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> tuple[TeacherModel | None, Data]:
+    """Load the teacher, or all of several; fit first where there is no checkpoint.
+
+    Returns:
+        The teacher, and the data with its classes, where the images have no labels.
+    """
     section = recipe.teacher
     if not section.model:
-        return None
+        return None, data
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     on_meta = section.shard and backend.rank != 0
     models, reads, size = [], recipe.reads, recipe.data.image_size
-    classes = data.train.classes if reads.teacher_logits else ()
+    images = data.images(recipe.seed, recipe.views)
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
-        models.append(load_teacher(alone, classes, size, reads.features, folder, on_meta, where))
-    return merge_teachers(section, models)
+        place = (folder, on_meta, where, images, reads.teacher_logits)
+        models.append(load_teacher(alone, data.asked, size, reads.features, *place))
+        data = data.with_classes(models[0].classes)  # those of the others must be the same
+    return merge_teachers(section, models), data
 
 
-def merge_teachers(section: TeacherSection, models: Sequence[Classifier]) -> TeacherModel:
+def merge_teachers(section: TeacherSection, models: Sequence[TeacherModel]) -> TeacherModel:
     """Return the one teacher, or several as one."""
     weights = [1.0, *(member.weight for member in section.also)]
     return models[0] if len(models) == 1 else Ensemble(models, weights)
@@ -103,7 +109,7 @@ def fit_teacher(plan: Config, data: Data, backend: Backend) -> Path:
             return target
         distill(recipe, data, backend, None, folder, "teacher")
         if backend.rank == 0:
-            export_run(folder, recipe, target, data.train.classes)
+            export_run(folder, recipe, target, data.classes)
         backend.barrier()
     return target
 

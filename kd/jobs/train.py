@@ -34,7 +34,7 @@ def train(settings: Config) -> Result:
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend)
         with open_run(recipe, backend.rank) as folder, billed(folder, started):
-            teacher = obtain_teacher(recipe, data, backend)
+            teacher, data = obtain_teacher(recipe, data, backend)
             result = distill(recipe, data, backend, teacher, folder, recipe.name)
             if recipe.baseline is not None:
                 alone, title = Recipe(recipe.baseline, recipe.path / "labels_only"), f"{recipe.name} (labels only)"
@@ -66,7 +66,9 @@ def report(name: str, seed: int, result: Result) -> str:
     if not result.metrics:
         return ""
     if "accuracy" not in result.metrics:
-        return _embedding_report(name, seed, result)
+        if "kl" not in result.metrics:
+            return _embedding_report(name, seed, result)
+        return "\n".join([f"# {name}", "", table([_unlabelled(result)]), "", *_closing(seed, result)])
     rows = []
     if "teacher_accuracy" in result.metrics:
         rows.append(_row("teacher", result.metrics, result.teacher_parameters, None, "teacher_"))
@@ -81,14 +83,30 @@ def report(name: str, seed: int, result: Result) -> str:
         lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
     if result.sifting:
         lines += [result.sifting]
-    lines += [
+    return "\n".join([*lines, *_closing(seed, result)])
+
+
+def _closing(seed: int, result: Result) -> list[str]:
+    return [
         f"Best of the evaluations on the validation split; seed {seed}; run folder `{result.folder}`.",
         "",
         f"Next: `kd-export {result.folder}` writes a folder that timm loads; `kd-report {result.folder}` a page about "
         "the run.",
         "",
     ]
-    return "\n".join(lines)
+
+
+def _unlabelled(result: Result) -> dict[str, str]:
+    """Return the row of a student whose images have no labels: it is compared with its teacher."""
+    values = result.metrics
+    return {
+        "model": "student, distilled without labels",
+        "agreement with the teacher": percent(values["agreement"]),
+        "KL, nats": f"{values['kl']:.3f}",
+        "calibration error against it": percent(values["agreement_ece"]),
+        "parameters": f"{result.parameters / 1e6:.2f} M",
+        "training images/s": f"{result.images_per_second:.0f}",
+    }
 
 
 def _embedding_report(name: str, seed: int, result: Result) -> str:

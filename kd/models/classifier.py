@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ class Classifier(nn.Module):
     """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
     All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, where
-    its input size differs from the data's, resizes on the device (bicubic, antialiased).
+    its input size differs from the data's, resizes on the device (bicubic, antialiased). A teacher may be one: see
+    `kd.contracts.TeacherModel`.
     """
+
+    runs_in, reads_ids = "", False
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Classifier(nn.Module):
         std: Sequence[float] = (0.229, 0.224, 0.225),
         features: Collection[str] = (),
         architecture: Any = None,
+        classes: Sequence[str] = (),
     ) -> None:
         """Wrap `network`.
 
@@ -46,10 +51,11 @@ class Classifier(nn.Module):
             std: standard deviation per channel.
             features: also return these, as `Outputs.features` names them; needs a timm network.
             architecture: arguments of the network as JSON values; weights alone do not determine the number of heads.
+            classes: C names, where they are known.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
-        self.features, self.architecture = tuple(sorted(features)), architecture
+        self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
         self.register_buffer("scale", scale, persistent=False)
@@ -84,10 +90,7 @@ class Classifier(nn.Module):
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
-        pixels = image.to(torch.float32)
-        if self.input_size and image.shape[-1] != self.input_size:
-            size = (self.input_size, self.input_size)
-            pixels = F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp_(0, 255)
+        pixels = resized(image, self.input_size)
         pixels = torch.addcmul(self.shift, pixels, self.scale)  # type: ignore[arg-type]
         return pixels.to(next(self.network.parameters()).dtype)
 
@@ -101,6 +104,33 @@ class Classifier(nn.Module):
         """Width D of the pooled features; 0 where it is not known."""
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
+
+
+def resized(image: Tensor, size: int) -> Tensor:
+    """Return uint8 images [B, 3, H, W] as float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: as they are."""
+    pixels = image.to(torch.float32)
+    if not size or tuple(image.shape[-2:]) == (size, size):
+        return pixels
+    return F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True).clamp_(0, 255)
+
+
+def main_output(said: Any, where: str) -> Tensor:
+    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if isinstance(said, Mapping):
+        said = SimpleNamespace(**said)
+    found = said[0] if isinstance(said, (tuple, list)) and said else said
+    for name in ("logits", "pooler_output"):
+        value = getattr(said, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if isinstance(found, Tensor):
+        return found
+    wrong = f"the model returns {type(said).__name__}"
+    raise ModelError(where, wrong, "A tensor, a tuple that begins with one, or an object with .logits", "Wrap it")
 
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
@@ -122,16 +152,17 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def feature_shapes(model: nn.Module, image_size: int) -> dict[str, tuple[int, ...]]:
+def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's features by name, without B: those that it computes for a black image."""
     if not getattr(model, "features", ()):
         return {}
-    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    tensor = next(chain(model.parameters(), model.buffers()), None)
     image = torch.zeros(
         1, 3, image_size, image_size, dtype=torch.uint8, device=None if tensor is None else tensor.device
     )
     training = model.training
-    outputs = model.eval()(image)
+    asked = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)
+    outputs = model.eval()(*asked)
     model.train(training)
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
 
@@ -139,13 +170,20 @@ def feature_shapes(model: nn.Module, image_size: int) -> dict[str, tuple[int, ..
 class LogitsModel(nn.Module):
     """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 
-    def __init__(self, network: nn.Module) -> None:
+    classes: Sequence[str] = ()
+    runs_in, reads_ids, num_features = "", False, 0
+
+    def __init__(self, network: nn.Module, where: str = "model") -> None:
         super().__init__()
-        self.network = network
+        self.network, self.where = network, where
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
-        return Outputs(self.network(image))
+        return Outputs(main_output(self.network(image), self.where))
+
+    def identity(self) -> dict[str, Any]:
+        """Return a hash of the weights."""
+        return {"teacher": digest(self.network)}
 
 
 class Ensemble(nn.Module):
@@ -157,16 +195,26 @@ class Ensemble(nn.Module):
     in the outputs under their own names (see `Outputs.of`).
     """
 
-    def __init__(self, members: Sequence[Classifier | LogitsModel], weights: Sequence[float]) -> None:
-        """Combine K classifiers of the same classes.
+    num_features = 0
+
+    def __init__(self, members: Sequence[Any], weights: Sequence[float]) -> None:
+        """Combine K teachers of the same classes.
 
         Args:
-            members: the classifiers.
+            members: each a `kd.contracts.TeacherModel` or a LogitsModel.
             weights: K numbers > 0; only their ratios matter.
         """
         super().__init__()
         self.members = nn.ModuleList(members)
         self.shares = [weight / sum(weights) for weight in weights]
+        self.classes = members[0].classes
+        self.runs_in = " and ".join(sorted({member.runs_in for member in members} - {""}))
+        self.reads_ids = any(member.reads_ids for member in members)
+
+    def validation(self) -> Ensemble:
+        """Return the same, asked with the ids of validation images."""
+        members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
+        return Ensemble(members, self.shares)
 
     num_features = 0
 
@@ -183,12 +231,13 @@ class Ensemble(nn.Module):
     def identity(self) -> dict[str, Any]:
         """Return all that determines the outputs, as JSON values: the identity and the share of each member."""
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
-        joined = {name: [member[name] for member in members] for name in members[0]}
-        return {**joined, "teacher": digest(self.network), "shares": self.shares}
+        joined = {name: [member.get(name) for member in members] for name in dict.fromkeys(chain(*members))}
+        whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runs_in else ""
+        return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
-    def forward(self, image: Tensor) -> Outputs:
-        """Classify uint8 images [B, 3, H, W]; the logits are log-probabilities, float32."""
-        outputs = [member(image) for member in self.members]
+    def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; the logits are log-probabilities, float32."""
+        outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
         named = {}
         for k, one in enumerate(outputs):
             named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}
@@ -197,10 +246,6 @@ class Ensemble(nn.Module):
         shares_K = torch.tensor(self.shares, device=image.device).log()
         stacked_KBC = torch.stack([one.logits.float().log_softmax(-1) for one in outputs]) + shares_K[:, None, None]
         return Outputs(stacked_KBC.logsumexp(0), named)
-
-
-TeacherModel = Classifier | Ensemble
-"""The models that a run can distill."""
 
 
 def digest(network: nn.Module) -> str:
@@ -232,12 +277,13 @@ def compile_forward(module: nn.Module) -> nn.Module:
     """
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 
-    limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # in older torch
+    setattr(limits, name, max(getattr(limits, name), GRAPHS))
     module.compile(dynamic=False)
     return module
 
 
-def count_attention(module: nn.Module) -> int:
+def count_attention(module: Any) -> int:
     """Return the number of attention layers that support both kernels."""
     return len(_attention_layers(module))
 

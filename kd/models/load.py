@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images that a teacher is asked about."""
+
+    train: Source
+    val: Source
+    seed: int
+    """Of the run; the views depend on it."""
+    views: int
+    """How many views a training image has; 0: a fresh one every epoch."""
+    transform: dict[str, Any]
+    """What a training image goes through, as JSON values."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return all that the pixels of the views depend on beside the files, as JSON values."""
+        return {"views": self.views, "seed": self.seed, "transform": self.transform}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +45,19 @@ class Spec:
     """Config path of the section, `student` or `teacher`, for messages."""
     model: str
     args: dict[str, Any]
-    classes: Sequence[str]
-    """Empty: without a classifier; one that the weights bring is left out."""
+    classes: Sequence[str] | None
+    """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
+    needed, and no classifier."""
     checkpoint: str = ""
     """A .safetensors file or a folder."""
     pretrained: bool = False
     """Load the weights that come with the name, the folder or the hub id."""
     exact_head: bool = False
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
+    images: Images | None = None
+    """For a teacher that answers by an image's name."""
+    logits: bool = True
+    """False: it is built without a classifier, for its features; one that the weights bring is left out."""
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -46,25 +71,31 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     Raises:
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
+    if not spec.logits:
+        spec = replace(spec, classes=(), exact_head=False)
     source = _source(spec)
-    weights = _weights(spec)
+    weights = read_tensors(spec)
     pretrained = spec.pretrained and weights is None
+    own = _own_classes(spec, source, weights) if spec.classes is None else None
     if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
         _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
-    network = _create(spec, source, pretrained, image_size)
-    if spec.exact_head and spec.classes and pretrained:
+    count = len(spec.classes or own or ())
+    network = _create(spec, source, pretrained, image_size, count)
+    classes = spec.classes if spec.classes is not None else own or _numbered(network)
+    if spec.exact_head and pretrained and spec.classes:
         _check_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
     config = _data_config(network)
     return Classifier(
         network,
-        num_classes=len(spec.classes),
+        num_classes=len(classes),
         input_size=config["input_size"][-1],
         mean=config["mean"],
         std=config["std"],
         features=features,
         architecture=_architecture(spec, source),
+        classes=classes,
     )
 
 
@@ -112,19 +143,53 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
 
 
-def _create(spec: Spec, source: str, pretrained: bool, image_size: int) -> nn.Module:
+def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
+    """Return the names of a model's own classes, from its folder or its checkpoint; None: timm knows their number.
+
+    Raises:
+        ModelError: it has no classes.
+    """
+    import timm
+
+    tensors, names = weights or ({}, None)
+    folder = Path(source.removeprefix("local-dir:"))
+    names = names or (folder_classes(folder) if source.startswith("local-dir:") else None)
+    if names:
+        return names
+    config = None if source.startswith("local-dir:") or ":" in source else timm.get_pretrained_cfg(source)
+    heads = [f"{getattr(config, 'classifier', None) or 'head'}.weight", "head.weight", "fc.weight", "classifier.weight"]
+    count = next((tensors[name].shape[0] for name in heads if name in tensors), 0)
+    if not count and spec.pretrained and not tensors:
+        return None  # timm builds the head that belongs to the weights
+    if not count:
+        wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
+        allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
+        raise ModelError(
+            f"{spec.where}.checkpoint", wrong, allowed, "Choose such a teacher, or take losses on features"
+        )
+    return [f"class_{label}" for label in range(count)]
+
+
+def _numbered(network: nn.Module) -> list[str]:
+    """Return names for the classes of a network that timm built with its own head."""
+    config = getattr(network, "pretrained_cfg", None) or {}
+    count = int(getattr(network, "num_classes", 0))
+    return list(config.get("label_names") or [f"class_{label}" for label in range(count)])
+
+
+def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> nn.Module:
     import timm
 
     args = dict(spec.args)
+    if count or spec.classes is not None:
+        args["num_classes"] = count
     if source.startswith("local-dir:") and not pretrained:
         args.setdefault("pretrained", False)
     errors = []
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     for sized in ({"img_size": image_size}, {}) if "img_size" not in args and not _is_stored(source) else ({},):
         try:
-            return timm.create_model(
-                source, **{"pretrained": pretrained, **args, **sized, "num_classes": len(spec.classes)}
-            )
+            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
         except TypeError as error:
             errors.append(error)
         # KeyError, AttributeError: of a config.json without what timm expects in it
@@ -148,7 +213,7 @@ def _creation_error(spec: Spec, error: Exception) -> ModelError:
     )
 
 
-def _weights(spec: Spec) -> tuple[dict[str, Tensor], list[str] | None] | None:
+def read_tensors(spec: Spec) -> Any:
     """Read the checkpoint: tensors by name and the class names written beside them, where there are any."""
     if not spec.checkpoint:
         return None
@@ -187,11 +252,12 @@ def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
 def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse weights of another class list; timm would put a random head in their place and go on."""
     config = getattr(network, "pretrained_cfg", None) or {}
-    _check_count(f"{spec.where}.model", config.get("num_classes"), spec.classes)
+    classes = spec.classes or ()
+    _check_count(f"{spec.where}.model", config.get("num_classes"), classes)
     folder = Path(spec.model.removeprefix("local-dir:"))
     names = config.get("label_names") or (folder_classes(folder) if folder.is_dir() else None)
     if names:
-        check_classes(f"{spec.where}.model", list(names), spec.classes)
+        check_classes(f"{spec.where}.model", list(names), classes)
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
@@ -223,16 +289,17 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 
 
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
-    where = f"{spec.where}.checkpoint"
+    where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
-    if not spec.classes:
+    if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
+    tensors = _at_this_size(tensors, own, network)
     head = next((name for name in _head_names(network) if name in tensors), None)
-    if head is not None and spec.exact_head:
-        _check_count(where, tensors[head].shape[0], spec.classes)
-    if names is not None and spec.exact_head and spec.classes:
-        check_classes(where, names, spec.classes)
-    if not spec.exact_head and spec.classes:  # a student that starts from foreign weights keeps its own, fresh head
+    if head is not None and spec.exact_head and spec.classes:
+        _check_count(where, tensors[head].shape[0], classes)
+    if names is not None and spec.exact_head:
+        check_classes(where, names, classes)
+    if not spec.exact_head and spec.logits:  # a student that starts from foreign weights keeps its own, fresh head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
         tensors = {**{name: own[name] for name in _head_names(network) if name in own}, **tensors}
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -243,6 +310,20 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
         raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
     network.load_state_dict(tensors)
+
+
+def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Resample the position embedding of a vision transformer that was trained on another image size, as timm does."""
+    given, needed = tensors.get("pos_embed"), own.get("pos_embed")
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    if given is None or needed is None or grid is None or given.ndim != 3 or given.shape[1] == needed.shape[1]:
+        return tensors
+    from timm.layers import resample_abs_pos_embed
+
+    kept = 0 if getattr(network, "no_embed_class", False) else int(getattr(network, "num_prefix_tokens", 1))
+    if math.isqrt(given.shape[1] - kept) ** 2 != given.shape[1] - kept:
+        return tensors
+    return {**tensors, "pos_embed": resample_abs_pos_embed(given, list(grid), num_prefix_tokens=kept)}
 
 
 def _of_a_head(name: str, network: nn.Module) -> bool:

@@ -28,6 +28,8 @@ from kd.models.classifier import Classifier
 from kd.types import Outputs
 
 OPSET = 20
+OLDEST_EXPORTER = "2.9"
+"""Oldest torch whose exporter was tried."""
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
@@ -89,9 +91,12 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
     """Write one ONNX file, including the weights.
 
     Raises:
-        MissingExtra: onnx or onnxscript is not installed.
+        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
         ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
     """
+    if torch.__version__ < OLDEST_EXPORTER:
+        wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
+        raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
     try:
@@ -160,6 +165,34 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
     model = source if isinstance(source, bytes) else str(source)
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return lambda image: session.run(None, {INPUT: image})[0]
+
+
+def open_session(path: Path, threads: int, where: str) -> Any:
+    """Open somebody's graph on the CPU.
+
+    Raises:
+        MissingExtra: onnxruntime is not installed.
+        ModelError: onnxruntime cannot run the graph.
+    """
+    runtime = require("onnxruntime", where)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch's threads use the cores too
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has its own types, one for each kind of damage
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            where, f"'{path}' is no graph that onnxruntime can run ({reason})", "", "Export it anew"
+        ) from error
+
+
+def graph_files(path: Path) -> list[Path]:
+    """Return an ONNX file and those beside it that hold its weights."""
+    onnx = require("onnx", "teacher.model")
+    stored = onnx.load(str(path), load_external_data=False).graph.initializer
+    beside = {pair.value for tensor in stored for pair in tensor.external_data if pair.key == "location"}
+    return [path, *(path.parent / name for name in sorted(beside))]
 
 
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
@@ -233,6 +266,8 @@ class Exported(nn.Module):
     It has no torch weights and no files: the graph stays in memory. A session has a fixed number of threads, so another
     one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
     """
+
+    classes, runs_in, reads_ids = (), "", False
 
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kd.contracts import TeacherModel
 from kd.errors import BackendError, MissingExtra
-from kd.models.classifier import LogitsModel, TeacherModel
 from kd.models.onnx import quiet
 from kd.types import Batch, Outputs
 
@@ -35,6 +35,10 @@ class Uncached:
     def flush(self) -> None:
         """Do nothing: no outputs are stored."""
 
+    def validation(self) -> Any:
+        """Return the teacher of the validation images; the same one, where it looks at pixels."""
+        return self
+
 
 class LiveTeacher(Uncached):
     """Run the teacher's forward for each batch. See `kd.contracts.Teacher`.
@@ -44,7 +48,7 @@ class LiveTeacher(Uncached):
 
     def __init__(
         self,
-        model: TeacherModel | LogitsModel,
+        model: TeacherModel,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         micro_batch: int = 0,
@@ -55,7 +59,7 @@ class LiveTeacher(Uncached):
         """Freeze a copy of `model` on `device`.
 
         Args:
-            model: the classifier; not changed.
+            model: an nn.Module, as a part of kd/teachers builds it; not changed.
             device: device of the copy.
             dtype: of weights and activations; normalization stays float32.
             micro_batch: images per forward; 0: the whole batch.
@@ -65,14 +69,16 @@ class LiveTeacher(Uncached):
             remake: converts the frozen model on its device: to an exported graph, a quantized or a compiled network.
                 Not with `shard` or `pipeline`.
         """
-        frozen = on_meta(model) if shard is not None else copy.deepcopy(model)
+        frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
+        self.reads_ids = model.reads_ids
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
         self.mib = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
         """Size of the whole teacher in MiB, before `remake`."""
         if shard is not None:
-            shard(frozen, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
+            whole: Any = model
+            shard(frozen, dict(itertools.chain(whole.named_parameters(), whole.named_buffers())))
         self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
         if pipeline is not None:
             self.model = pipeline(frozen)
@@ -80,18 +86,30 @@ class LiveTeacher(Uncached):
             self.model = remake(self.model)
         self.micro_batch = micro_batch
 
-    def _forward(self, image: Tensor) -> list[Outputs]:
+    def validation(self) -> LiveTeacher:
+        """Return the teacher of the validation images: where it answers by ids, they are those of another listing."""
+        if not self.reads_ids:
+            return self
+        other = copy.copy(self)
+        other.model = self.model.validation()  # type: ignore[operator]
+        return other
+
+    def _forward(self, batch: Batch) -> list[Outputs]:
+        image, size = batch.image, self.micro_batch or batch.image.shape[0]
         # torch_xla does not support views in inference mode
         frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
+        asked: Any = [image.split(size)]
+        if self.reads_ids:
+            asked += [batch.ids.split(size), itertools.repeat(batch.view)]
         with frozen, torch.autocast(image.device.type, enabled=False):
-            return [self.model(part) for part in image.split(self.micro_batch or image.shape[0])]
+            return [self.model(*part) for part in zip(*asked, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features, as normal tensors, which autograd can save."""
         if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # known from a scoring pass
             return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
-        return Outputs.cat(self._forward(batch.image)).map(lambda tensor: tensor.float().clone())
+        return Outputs.cat(self._forward(batch)).map(lambda tensor: tensor.float().clone())
 
 
 class NoTeacher(Uncached):
@@ -102,7 +120,7 @@ class NoTeacher(Uncached):
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
 
 
-def on_meta(model: TeacherModel | LogitsModel) -> TeacherModel | LogitsModel:
+def on_meta(model: Any) -> Any:
     """Return a copy of a model on the meta device, without copying its tensors."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
@@ -113,12 +131,12 @@ def _like(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def is_on_meta(model: nn.Module) -> bool:
+def is_on_meta(model: Any) -> bool:
     """Return whether a model is on the meta device: its weights are elsewhere."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def count_parameters(model: nn.Module) -> int:
+def count_parameters(model: Any) -> int:
     """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 

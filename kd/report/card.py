@@ -91,6 +91,7 @@ def _scores(card: Card) -> list[str]:
             values = (row[f"{prefix}{key}"] for key in ("accuracy", "top5", "ece"))
             rows.append(f"| {name} | {' | '.join(percent(value) for value in values)} |")
     lines = ["| validation split | accuracy | top-5 | calibration error |", "|---|---:|---:|---:|", *rows, ""]
+    lines = lines if rows else ["Trained and evaluated without labels, against its teacher.", ""]
     if "agreement" in metrics:
         agreement, kl = percent(metrics["agreement"]), metrics["kl"]
         lines += [f"Student and teacher give the same answer on {agreement} of the images; KL {kl:.3f} nats.", ""]

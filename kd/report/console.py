@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -97,7 +98,8 @@ def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> st
     skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait")
     shown = {name: value for name, value in news.items() if name not in skip and not name.startswith("ms_")}
     terms = " ".join(f"{name} {_number(value)}" for name, value in shown.items())
-    text = f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+    loss = values.get("loss", math.nan)  # no step of the window was applied
+    text = f"loss {loss:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
     if "step_ms" in values:
         text += f", {values['step_ms']:.1f} ms a step, data wait {percent(values['data_wait'])}"
     return text
@@ -118,6 +120,8 @@ def embedding_text(values: Mapping[str, float]) -> str:
 
 
 def _validation_text(values: Mapping[str, float]) -> str:
+    if "kl" in values and "accuracy" not in values:
+        return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
     if "accuracy" not in values:
         return f"val {embedding_text(values)}"
     text = f"val accuracy {percent(values['accuracy'])}"

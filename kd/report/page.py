@@ -75,7 +75,9 @@ def _tiles(run: RunRecord) -> str:
     best, alone = run.best, run.baseline.best if run.baseline is not None else {}
     tiles: list[tuple[str, str, str]] = []
     if best and "accuracy" not in best:
-        tiles.append((percent(best[run.decides]), "nearest neighbours" if "knn" in best else "agreement (cosine)", ""))
+        name = "nearest neighbours" if "knn" in best else "agreement (cosine)"
+        name = "agrees with the teacher" if "kl" in best else name
+        tiles.append((percent(best[run.decides]), name, ""))
     elif best:
         beside = [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
         beside += [f"labels only {percent(alone['accuracy'])}"] if alone else []

@@ -47,14 +47,20 @@ def archives(export: Path, target: Path, code: Mapping[str, bytes]) -> list[Path
     Raises:
         RunError: the disk is full or not writable.
     """
-    served = {path.name: path.read_bytes() for path in export.iterdir() if path.is_file() and path.name not in HEAVY}
     loaded = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
     loaded |= {f"code/{name}": content for name, content in code.items()}
     with atomic_folder(target, where="--sagemaker") as draft:
-        for kind, files in (("container", served), ("pytorch", loaded)):
+        for kind, packed in (("container", container_archive(export)), ("pytorch", _archive(loaded))):
             (draft / kind).mkdir()
-            (draft / kind / "model.tar.gz").write_bytes(_archive(files))
+            (draft / kind / "model.tar.gz").write_bytes(packed)
     return [target / kind / "model.tar.gz" for kind in ("container", "pytorch")]
+
+
+def container_archive(export: Path) -> bytes:
+    """Return the `model.tar.gz` for a container that runs `kd-serve`."""
+    return _archive(
+        {path.name: path.read_bytes() for path in export.iterdir() if path.is_file() and path.name not in HEAVY}
+    )
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:

@@ -129,7 +129,7 @@ def _channels(given: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str,
     """Turn `s3://...` values into channels; return those and the keys with the paths in the container."""
     channels, keys, errors = [], {}, []
     for key, value in given.items():
-        if not value.startswith("s3://"):
+        if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
             if key in MUST_EXIST and value and "${" not in value:
                 wrong = f"'{value}' is a path of this machine; a training job does not see it"
                 errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))
@@ -253,23 +253,33 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
 
 def _beyond(shape: Any, value: Any, where: str) -> Iterator[KdError]:
     """Yield what the service would refuse although botocore sends it."""
-    told = shape.metadata
+    kind, told = shape.type_name, shape.metadata
+    for inner, given, place in _inside(shape, value, where):
+        yield from _beyond(inner, given, place)
+    if kind == "string" and told.get("enum") and value not in told["enum"]:
+        near = did_you_mean(value, told["enum"]) or "Correct it"
+        yield ConfigError(where, f"is '{value}'", f"One of {len(told['enum'])} names", near)
+    if kind == "string" and not _matches(told.get("pattern", ""), value):
+        yield ConfigError(where, f"is '{value[:80]}'", f"Text like {told['pattern']}", "Correct it")
+    size = len(value) if kind in ("string", "list", "map") else value
+    if "max" in told and kind != "structure" and size > told["max"]:
+        yield ConfigError(where, f"has {size}", f"At most {told['max']}", "Shorten it")
+
+
+def _inside(shape: Any, value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield shape, value and place of what a value holds."""
     if shape.type_name == "structure":
-        for key, inner in value.items():
-            yield from _beyond(shape.members[key], inner, f"{where}.{key}")
+        yield from ((shape.members[key], inner, f"{where}.{key}") for key, inner in value.items())
     elif shape.type_name == "list":
-        for i, inner in enumerate(value):
-            yield from _beyond(shape.member, inner, f"{where}[{i}]")
+        yield from ((shape.member, inner, f"{where}[{i}]") for i, inner in enumerate(value))
     elif shape.type_name == "map":
         for key, inner in value.items():
-            yield from _beyond(shape.key, key, f"{where}.{key}")
-            yield from _beyond(shape.value, inner, f"{where}.{key}")
-    elif shape.type_name == "string":
-        if told.get("enum") and value not in told["enum"]:
-            near = did_you_mean(value, told["enum"]) or "Correct it"
-            yield ConfigError(where, f"is '{value}'", f"One of {len(told['enum'])} names", near)
-        if told.get("pattern") and not re.fullmatch(f"(?:{told['pattern']})", value):
-            yield ConfigError(where, f"is '{value[:80]}'", f"Text like {told['pattern']}", "Correct it")
-    size = len(value) if shape.type_name in ("string", "list", "map") else value
-    if "max" in told and shape.type_name != "structure" and size > told["max"]:
-        yield ConfigError(where, f"has {size}", f"At most {told['max']}", "Shorten it")
+            yield shape.key, key, f"{where}.{key}"
+            yield shape.value, inner, f"{where}.{key}"
+
+
+def _matches(pattern: str, value: str) -> bool:
+    try:
+        return not pattern or re.fullmatch(f"(?:{pattern})", value) is not None
+    except re.error:  # patterns are Java's; some have classes such as \\p{L}
+        return True

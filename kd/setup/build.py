@@ -12,7 +12,7 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.auto_workers import AutoWorkers
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.views import Views
@@ -22,7 +22,6 @@ from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
-from kd.models.classifier import TeacherModel
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
@@ -33,7 +32,6 @@ from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student, sizes
 from kd.setup.teacher import TeacherReport, choose_teacher
-from kd.types import Plan
 
 BANK = 10_000
 """Training images at most, evenly spaced, that an embedding student's neighbours are looked for among."""
@@ -138,6 +136,7 @@ def assemble(
         evaluator=evaluator,
         store=store,
         logger=logger,
+        skip_nonfinite=section.on_nonfinite == "skip",
     )
 
 
@@ -184,11 +183,8 @@ def build_run(
     reads = "teacher" in recipe.needs
     with region("choose teacher"):
         report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
-    answering: Teacher = report.live if reads else NoTeacher()
-    if teacher is not None and kept and reads:
-        answers = len(data.train.classes) if recipe.reads.teacher_logits else 0
-        with region("open cache"):
-            answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
+    with region("open cache"):
+        answering = _answering(recipe, session, report, teacher)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     with region("choose student"):
         mode = choose_student(*student, report.live, visits, chosen.student)
@@ -212,22 +208,15 @@ def build_run(
         sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
-    plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = _evaluator(recipe, session, distillation, report.live, teacher, val_loader, plan)
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
         run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    measured = {name: table for name, table in (("teacher", report.table), ("student", mode.table)) if table}
-    facts = {
-        "decides": evaluator.decides,
-        "choices": chosen.record(),
-        "measured_ms": measured,
-        "batch": str(split),
-        "batch_size": split.batch_size,
-        "workers": loader.workers,
-    }
+    facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
+    facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
+    facts["batch_size"] = split.batch_size
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 
@@ -237,11 +226,21 @@ def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: Bat
         return run
     if getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
         run = replace(run, threads=Threads(run.backend, threads, run.logger.info))
-    if recipe.data.workers == "auto" and loader.workers:
+    if recipe.data.loader == "local" and recipe.data.workers == "auto" and loader.workers:
         section = replace(recipe.data, workers=0)
         other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
         run = replace(run, loader=AutoWorkers(loader, other, run.logger.info))
     return run
+
+
+def _answering(recipe: Recipe, session: Session, report: TeacherReport, teacher: TeacherModel | None) -> Teacher:
+    """Return who answers in a step: the live teacher, its cache, or nobody where no loss reads a teacher."""
+    if teacher is None or "teacher" not in recipe.needs:
+        return NoTeacher()
+    if not recipe.teacher.cache.views:
+        return report.live
+    answers = len(session.data.classes) if recipe.reads.teacher_logits else 0
+    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, report, teacher, session, answers)
 
 
 def _evaluator(
@@ -251,14 +250,16 @@ def _evaluator(
     live: Teacher,
     teacher: TeacherModel | None,
     loader: Loader,
-    plan: Plan,
 ) -> Evaluator | EmbeddingEvaluator:
     """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
     backend, data, reads = session.backend, session.data, recipe.reads
-    classes = len(data.train.classes)
+    plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
+    classes = len(data.classes)
     if reads.student_logits:
-        return Evaluator(backend, loader, plan, live, teacher is not None and reads.teacher_logits, classes)
-    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
+        answers = teacher is not None and reads.teacher_logits
+        return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
+    known = data.labelled and classes > 1
+    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
     members = len(getattr(teacher, "members", [teacher]))
     return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
 
@@ -285,11 +286,11 @@ def _with_threads(chosen: Choices, backend: Backend) -> Choices:
 
 def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> Distillation:
     """Build the student and what it minimizes as one module."""
-    classes, size, reads = data.train.classes, data.section.image_size, recipe.reads
+    classes, size, reads = data.classes, data.section.image_size, recipe.reads
     student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
     dims = sizes(len(classes), student, teacher, size)
     shares = getattr(teacher, "shares", (1.0,))
-    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares))
+    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from kd.config.schema import TeacherSection
-from kd.contracts import Teacher
+from kd.contracts import Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
-from kd.models.classifier import TeacherModel, feature_shapes
-from kd.setup.data import Data, evenly_spaced, keep_rules, views
+from kd.models.classifier import feature_shapes
+from kd.setup.data import Data, evenly_spaced, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
 from kd.setup.teacher import TeacherReport
@@ -55,10 +55,10 @@ def cache_identity(
     made_from: dict[str, Any] = {
         **model,
         "precision": numerics,
-        "transform": {"image_size": data.section.image_size, **asdict(data.section.augment)},
+        "transform": data.transform(),
         "data": data.train.fingerprint,
         "images": len(data.train),
-        "classes": list(data.train.classes),
+        "classes": list(data.classes),
         "seed": seed,
         "dtype": section.cache.dtype,
         "topk": kept.topk,
@@ -67,8 +67,6 @@ def cache_identity(
         made_from["features"] = {name: list(shape) for name, shape in kept.features.items()}
     if not kept.num_classes:  # labels and their names play no part
         del made_from["classes"]
-    if data.kept is not None:  # a store changes the pixels
-        made_from["transform"]["store"] = list(asdict(keep_rules(data.section)[0]).values())
     return made_from
 
 
@@ -88,7 +86,8 @@ def price(section: TeacherSection, kept: Codec, num_images: int) -> str:
     views, size = section.cache.views, record_bytes(kept.record.itemsize)
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in kept.features.items()) or "logits"
-    text = f"{total:.3g} GB for {views} views of {num_images} images, {size / 1e3:.3g} kB each ({arrays})"
+    shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"
+    text = f"{total:.3g} GB for {shown}, {size / 1e3:.3g} kB each ({arrays})"
     if total > section.cache.max_gb:
         remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
         allowed = f"At most {section.cache.max_gb:g} GB (teacher.cache.max_gb)"

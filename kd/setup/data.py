@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.data.workers import require_shared_memory
 from kd.errors import ConfigError, CorruptImage, DataError, RunError
 from kd.host import cores, free_mib, shared_memory_mib
+from kd.models.load import Images
 from kd.storage import hashed_folder
 
 SAMPLE = 16
@@ -39,6 +42,8 @@ class Data:
     val: Source
     kept: tuple[Source, Source] | None = None
     """The same splits behind a store of decoded pixels, where there is one."""
+    named: tuple[str, ...] = ()
+    """The teacher's classes, where the images have no labels."""
 
     @property
     def fingerprint(self) -> str:
@@ -46,8 +51,42 @@ class Data:
         text = "\n".join([self.train.fingerprint, self.val.fingerprint, *self.train.classes])
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names, in the order of the labels; without labels the teacher's, once it is loaded."""
+        return self.named or self.train.classes
+
+    @property
+    def asked(self) -> Sequence[str] | None:
+        """The classes that a teacher must have; None: it names them."""
+        return self.classes if self.section.labels != "none" else self.named or None
+
+    def with_classes(self, classes: Sequence[str]) -> Data:
+        """Return the same with a teacher's classes, where its images have no labels."""
+        return replace(self, named=tuple(classes)) if self.section.labels == "none" else self
+
+    def images(self, seed: int, views: int) -> Images:
+        """Return what a teacher may want to know of its images, for a run with this seed and so many views."""
+        return Images(self.train, self.val, seed, views, self.transform())
+
+    def transform(self) -> dict[str, Any]:
+        """Return what a training image goes through, as JSON values."""
+        found = {"image_size": self.section.image_size, **asdict(self.section.augment)}
+        if self.section.store != "none":  # a store changes the pixels
+            found["store"] = list(asdict(keep_rules(self.section)[0]).values())
+        return found
+
+    @property
+    def labelled(self) -> bool:
+        """Whether images have labels, all or some."""
+        return self.section.labels != "none"
+
+    def labelled_share(self) -> float:
+        """Return the share of the training images that have a label; 1.0 where none is asked for."""
+        return (self.labels() >= 0).float().mean().item() if self.section.labels == "some" else 1.0
+
     def labels(self) -> torch.Tensor:
-        """Return the class of every training image, int64 [N]."""
+        """Return the class of every training image, int64 [N]; -1: it has none."""
         return torch.tensor([self.train.label(id) for id in range(len(self.train))])
 
     def evaluate(self) -> Evaluate:
@@ -61,14 +100,16 @@ def open_sources(section: DataSection) -> Data:
     Raises:
         DataError: missing or empty folders, fewer than two classes.
     """
-    train = parts.build("datasets", section.kind, section.options, "data.kind", split="train", classes=None)
-    val = parts.build("datasets", section.kind, section.options, "data.kind", split="val", classes=train.classes)
-    if len(train.classes) < 2:
+    more = {} if section.labels == "all" else {"labels": section.labels}
+    part = ("datasets", section.kind, section.options, "data.kind")
+    train = parts.build(*part, split="train", classes=None, **more)
+    val = parts.build(*part, split="val", classes=train.classes, **more)
+    if len(train.classes) < 2 and section.labels != "none":
         raise DataError(
             "data.kind",
             f"the training split has {len(train.classes)} class ({', '.join(train.classes)})",
             "At least two classes",
-            "Check that each class has a folder of its own",
+            "Check that each class has a folder of its own; without labels, set data.labels=none",
         )
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
@@ -202,8 +243,11 @@ def loaders(
     Raises:
         RunError: the batches of their workers do not fit into the shared memory.
     """
+    if section.loader == "ray":
+        return _remote(both, section, split, backend)
     count = _workers(section, backend)
-    place, common = (backend.rank, backend.world_size, count), _loading(section, backend, timeout_seconds)
+    place = (backend.rank, backend.world_size, count)
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
     train = LocalLoader(both[0], split.batch_size, split.accumulate, *place, **common)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
@@ -212,22 +256,39 @@ def loaders(
     return train, val
 
 
+def _remote(
+    both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
+) -> tuple[LocalLoader, LocalLoader]:
+    """Build loaders of one pool of decoders, which rank 0 starts."""
+    from kd.data.remote import Pool, RemoteLoader  # 1 s of imports, and an extra
+
+    token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
+    pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []
+    backend.broadcast_([token])
+    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), section.deadline)
+    place, common = (backend.rank, backend.world_size), _loading(section, backend)
+    train = RemoteLoader(pool, 0, both[0], split.batch_size, split.accumulate, *place, **common)
+    val = RemoteLoader(pool, 1, both[1], split.eval_batch * split.world_size, 1, *place, **common)
+    return train, val
+
+
 def evaluation_loader(
     shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
     """Build a loader of this rank's batches of an evaluation."""
     place = (backend.rank, backend.world_size, _workers(section, backend))
-    common = _loading(section, backend, timeout_seconds)
+    common = {**_loading(section, backend), "timeout_seconds": timeout_seconds}
     return LocalLoader(shown, split.eval_batch * split.world_size, 1, *place, **common)
 
 
 def _workers(section: DataSection, backend: Backend) -> int:
+    if section.loader == "ray":
+        return 0  # a fork of a process with Ray's threads may never run
     return default_workers(backend) if section.workers == "auto" else int(section.workers)
 
 
-def _loading(section: DataSection, backend: Backend, timeout_seconds: float) -> dict[str, Any]:
-    pin = backend.device.type == "cuda"
-    return {"pin_memory": pin, "max_skipped": section.max_skipped, "timeout_seconds": timeout_seconds}
+def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:
+    return {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
 
 
 # ---------------------------------------------------------------------------------------------------------- store

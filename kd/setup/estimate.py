@@ -15,17 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kd import parts
 from kd.config.schema import LossSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Distillation
 from kd.errors import DataError
 from kd.host import cores
-from kd.models.classifier import Classifier, Ensemble, TeacherModel
+from kd.models.classifier import Classifier, Ensemble
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.data import BatchSplit, Data, default_workers, views
 from kd.setup.gate import loading_ms
 from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion, build_student, sizes
+from kd.setup.teacher import load_teacher
 from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
 from kd.types import Dims
 
@@ -69,11 +70,11 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
         backend: set up, one process.
         fitting: also time a training step of the teacher.
     """
-    classes, size = data.train.classes, recipe.data.image_size
+    teacher, data = _teacher(recipe, data)
+    classes, size = data.classes, recipe.data.image_size
     section = replace(recipe.student, init="scratch", checkpoint="")
     answers = classes if recipe.reads.student_logits else ()
     student = build_student(section, recipe.seed, answers, size, recipe.reads.features)
-    teacher = _teacher(recipe, classes)
     dims, shares = sizes(len(classes), student, teacher, size), getattr(teacher, "shares", (1.0,))
     criterion = build_criterion(recipe.losses, dims, recipe.seed, shares)
     distillation = Distillation(student, criterion).to(backend.device)
@@ -185,13 +186,20 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
     return max(compute, load / workers) if workers else compute + load
 
 
-def _teacher(recipe: Recipe, classes: Sequence[str]) -> TeacherModel | None:
-    """Build the teachers with random weights."""
-    named = classes if recipe.reads.teacher_logits else ()
-    specs = [Spec(where, one.model, one.args, named) for where, one in recipe.teachers.items()]
-    models = [load(spec, recipe.data.image_size, recipe.reads.features) for spec in specs]
+def _teacher(recipe: Recipe, data: Data) -> tuple[TeacherModel | None, Data]:
+    """Build the teachers, those of timm with random weights; return the data with their classes."""
+    models: list[TeacherModel] = []
+    size, reads, images = recipe.data.image_size, recipe.reads, data.images(recipe.seed, recipe.views)
+    for where, one in recipe.teachers.items():
+        if one.kind == "timm" and data.asked is not None:
+            named = data.classes if reads.teacher_logits else ()
+            models.append(load(Spec(where, one.model, one.args, named), size, reads.features))
+        else:
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            models.append(load_teacher(one, data.asked, size, reads.features, **given))
+        data = data.with_classes(models[0].classes)
     weights = [1.0, *(member.weight for member in recipe.teacher.also)]
-    return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights)
+    return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights), data
 
 
 def _fitting(teacher: Classifier, classes: Sequence[str], seed: int, backend: Backend) -> Distillation:

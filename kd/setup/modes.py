@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-
-from torch import nn
+from typing import Any
 
 from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
@@ -96,7 +95,7 @@ def worth_trying(work_seconds: float, form: str) -> bool:
 
 
 def choose_plain(
-    precision: str, attention: str, module: nn.Module, work: Callable[[str], Work], backend: Backend
+    precision: str, attention: str, module: Any, work: Callable[[str], Work], backend: Backend
 ) -> tuple[str, Table]:
     """Return the name `precision+attention` of the fastest mode in plain torch, and the milliseconds measured.
 

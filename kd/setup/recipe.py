@@ -77,7 +77,7 @@ class Recipe:
         run, teachers = config.run, split_teachers(config.teacher)
         keys = flatten(configuration.to_dict(config, values=True))
         hashed = hashes(keys).items()
-        unfitted = [where for where, one in teachers.items() if one.fit.epochs and not one.checkpoint]
+        unfitted = [where for where, one in teachers.items() if one.fitted and not one.checkpoint]
         values = {
             **{section.name: getattr(config, section.name) for section in fields(config)},
             "name": run.name,
@@ -102,7 +102,8 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     found = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        found[where] = replace(section, model=one.model, args=one.args, checkpoint=one.checkpoint, also=())
+        own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "options")}
+        found[where] = replace(section, **own, also=())
     return found
 
 
@@ -118,6 +119,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,
+            mirror=f"{config.run.mirror.rstrip('/')}/teachers" if config.run.mirror else "",
         ),
         # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
         data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),

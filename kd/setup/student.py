@@ -13,9 +13,9 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import LossSection, StudentSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
-from kd.models.classifier import Classifier, TeacherModel, compile_forward, feature_shapes, set_attention
+from kd.models.classifier import Classifier, compile_forward, feature_shapes, set_attention
 from kd.models.load import Spec, load
 from kd.seeds import seed_from
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
@@ -37,7 +37,8 @@ def build_student(
         features: names of the features to return beside the logits.
     """
     torch.manual_seed(seed_from(seed, "student"))
-    spec = Spec("student", section.model, section.args, classes, section.checkpoint, section.init == "pretrained")
+    started, logits = section.init == "pretrained", bool(classes)
+    spec = Spec("student", section.model, section.args, classes, section.checkpoint, started, logits=logits)
     return load(spec, image_size, features)
 
 
@@ -60,7 +61,11 @@ def sizes(num_classes: int, student: Classifier, teacher: TeacherModel | None, i
 
 
 def build_criterion(
-    losses: Sequence[LossSection], dims: Sequence[Dims], seed: int, shares: Sequence[float] = (1.0,)
+    losses: Sequence[LossSection],
+    dims: Sequence[Dims],
+    seed: int,
+    shares: Sequence[float] = (1.0,),
+    labelled: float = 1.0,
 ) -> Criterion:
     """Build the loss terms; what they learn starts from the run's seed.
 
@@ -71,6 +76,7 @@ def build_criterion(
         dims: for each teacher.
         seed: of the run.
         shares: of each teacher in a term on features; their sum is 1.
+        labelled: share of the training images that have a label.
 
     Raises:
         ModelError: a term needs features that a model does not have.
@@ -85,7 +91,7 @@ def build_criterion(
             members.append(member)
             if not on_features:
                 break
-    return Criterion(terms, members)
+    return Criterion(terms, members, labelled)
 
 
 @dataclass(frozen=True, slots=True)

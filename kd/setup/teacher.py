@@ -15,10 +15,10 @@ from torch import nn
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, Teacher
-from kd.errors import CorruptImage
-from kd.models.classifier import Classifier, Ensemble, TeacherModel, compile_forward, set_attention
-from kd.models.load import Spec
+from kd.contracts import Backend, TeacherModel
+from kd.errors import CorruptImage, ModelError
+from kd.models.classifier import Ensemble, compile_forward, set_attention
+from kd.models.load import Images, Spec
 from kd.models.onnx import Exported
 from kd.models.teacher import LiveTeacher, NoTeacher, quantize
 from kd.setup.data import Data, evenly_spaced
@@ -36,42 +36,69 @@ COMPARED = 16
 
 def load_teacher(
     section: TeacherSection,
-    classes: Sequence[str],
+    classes: Sequence[str] | None,
     image_size: int,
     features: Collection[str] = (),
     folder: str = "",
     on_meta: bool = False,
     where: str = "teacher",
-) -> Classifier:
+    images: Images | None = None,
+    logits: bool = True,
+) -> TeacherModel:
     """Load one teacher with its weights; its classes must be the data's.
 
     Args:
         section: of the configuration; of several teachers, the first is loaded.
-        classes: class names in the data's order; empty: it is loaded without a classifier, for its features.
+        classes: class names in the data's order; None: it has no labels, and the teacher's are taken. Empty: no
+            classifier is needed.
         image_size: of the data, pixels.
-        features: names of the features to return too.
+        features: that a loss needs, by name.
         folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
         on_meta: build it without weights, on the meta device: another rank has them.
         where: its config path, for messages.
+        images: that it is asked about, for a teacher that answers by name.
+        logits: whether a loss reads them; False: it is loaded without a classifier, for its features.
     """
+    kind, options, own = section.kind, section.options, not section.checkpoint
+    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits)
     if folder:
-        kind, options = "timm", parts.default_options("teachers", "timm")
-        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True)
-    else:
-        kind, options, own = section.kind, section.options, not section.checkpoint
-        spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, exact_head=True)
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits)
+    context: Any = {"image_size": image_size, "features": features}
     if not on_meta:
-        return parts.build("teachers", kind, options, where, spec=spec, image_size=image_size, features=features)
+        model = parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
+        _check_execution(section, model, where)
+        return model
     spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
     with torch.device("meta"):
-        return parts.build("teachers", kind, options, where, spec=spec, image_size=image_size, features=features)
+        return parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
+
+
+def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
+    """Refuse ways to run a model that is not torch's: it runs as it is.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    if not model.runs_in:
+        return
+    asked = {
+        "attention": section.attention != "auto",
+        "precision": section.precision not in ("auto", "fp32"),
+        "runtime": section.runtime not in ("auto", "torch"),
+        "compile": section.compile == "on",
+    }
+    for key, on in asked.items():
+        if on:
+            wrong = f"is {getattr(section, key)}, but {where} is of kind '{section.kind}' and runs in {model.runs_in}"
+            remedy = f"Leave teacher.{key} out"
+            raise ModelError(f"teacher.{key}", wrong, "It goes with a model of torch", remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherReport:
     """The live teacher, and what was found out about it."""
 
-    live: Teacher
+    live: LiveTeacher | NoTeacher
     mode: str = ""
     """Its execution mode, as text; "" without a teacher."""
     table: Table = field(default_factory=dict)
@@ -108,7 +135,7 @@ def choose_teacher(
         live = factory(name)
         return lambda: live(batch).main
 
-    table, summary, name = {}, "", recorded or named_mode(section, backend)
+    table, summary, name = {}, "", recorded or named_mode(section, backend) or (PLAIN[1] if model.runs_in else "")
     if not name:
         name, table = choose_plain(section.precision, section.attention, model, work, backend)
         if section.compile == "on":

@@ -1,1 +1,1 @@
-"""Teachers: where a frozen model comes from. See `kd.contracts.TeacherPart`."""
+"""Teachers: where a frozen model comes from. See `kd.contracts.TeacherModel`."""

@@ -37,8 +37,12 @@ def main(argv: list[str]) -> int:
         return CANNOT
     made.setup()
     facts = {"train": train, "resume": resume, "lose": lose}[task](made, Path(folder))
-    library = sys.modules.get("smdistributed.dataparallel.torch.torch_smddp")
+    library = sys.modules.get("smdistributed.dataparallel.torch.torch_smddp") or sys.modules.get("torch_neuronx")
     facts["operations"] = dict(library.OPERATIONS) if library else {}
+    if task == "train" and hasattr(library, "SHAPES"):
+        known = set(library.SHAPES)
+        ours(made, zero=False)
+        facts["compiled_again"] = [str(shape) for shape in library.SHAPES - known]
     (Path(folder) / f"{task}_{made.world_size}_{made.rank}.json").write_text(json.dumps(facts))
     if task != "lose":
         made.close()
@@ -144,26 +148,28 @@ def train(made: Any, folder: Path) -> dict[str, Any]:
 
 
 def resume(made: Any, folder: Path) -> dict[str, Any]:
-    """Load the two-rank run's ZeRO state in this world, return it, and make one more step."""
+    """Load the two-rank run's state in this world, return it, and make one more step; ZeRO's where it is allowed."""
     saved = load_file(folder / "train_2.safetensors")
+    name = "zero" if any(key.startswith("model/zero/") for key in saved) else "plain"
     model = network(0).to(made.device)
     module = made.wrap(model)
-    optimizer = made.optimizer(groups(model), torch.optim.AdamW, True, lr=LR)
-    model.load_state_dict({k.removeprefix("model/zero/"): v for k, v in saved.items() if k.startswith("model/zero/")})
+    optimizer = made.optimizer(groups(model), torch.optim.AdamW, name == "zero", lr=LR)
+    start = f"model/{name}/"
+    model.load_state_dict({key.removeprefix(start): value for key, value in saved.items() if key.startswith(start)})
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in saved.items():
-        if name.startswith("state/zero/"):
-            _, _, index, key = name.split("/")
+    for path, value in saved.items():
+        if path.startswith(f"state/{name}/"):
+            _, _, index, key = path.split("/")
             state.setdefault(int(index), {})[key] = value
     made.load_optimizer_state(
         optimizer, {"state": state, "param_groups": json.loads((folder / "groups.json").read_text())}
     )
     returned = made.optimizer_state(optimizer)
-    copied = flat({}, {"zero": returned}) if returned else {}  # a state dict refers to the live tensors
+    copied = flat({}, {name: returned}) if returned else {}  # a state dict refers to the live tensors
     backward(made, module, STEPS, 1)
     made.step(optimizer, 0.5)
     if made.rank == 0:
-        save_file({**flat({"zero": model}, {}), **copied}, folder / f"resume_{made.world_size}.safetensors")
+        save_file({**flat({name: model}, {}), **copied}, folder / f"resume_{made.world_size}.safetensors")
     return {"digest": digest(model), "lr": [group["lr"] for group in optimizer.param_groups]}
 
 

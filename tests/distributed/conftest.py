@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from ranks import World, start
+from ranks import HERE, World, start
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,11 +77,14 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
         *overrides: str,
         env: Mapping[str, str] = MappingProxyType({}),
         launcher: str = "torchrun",
+        path: Sequence[Path] = (),
     ) -> Trained:
         record = folder / f"{name}.record"
         record.mkdir(exist_ok=True)
         argv = [config_file, f"run.folder={folder}", f"run.name={name}", *overrides]
-        world = start("kd.cli.train:main", argv, ranks, {"KD_RECORD": str(record), **env}, launcher=launcher)
+        world = start(
+            "kd.cli.train:main", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
+        )
         return Trained(world, folder / name)
 
     return run

@@ -28,7 +28,7 @@ from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "parts", "report", "plan")
+COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts", "report", "plan")
 WITH_CONFIG = ("train", "teach", "cache")
 NOT_RUN = {
     "git": "needs a network",
@@ -39,7 +39,17 @@ NOT_RUN = {
     "torchrun": "starts several processes; tests/distributed does that",
     "mpirun": "needs MPI",
     "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
+    "PJRT_DEVICE=TPU": "needs a TPU",
+    "neuron_parallel_compile": "needs the Neuron SDK",
+    "source": "an environment of an AMI",
 }
+LAUNCHED = {
+    "KD_TRAIN_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-train",
+    "KD_SERVE_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-serve",
+    "KD_ROLE": "arn:aws:iam::123456789012:role/kd",
+    "KD_OUTPUT": "s3://bucket/kd",
+}
+"""What the reader of kd-launch has set."""
 SERVED = "localhost:8080"
 Command = Callable[..., Any]
 """The fixture `command`."""
@@ -128,7 +138,9 @@ def check_not_run(argv: list[str], command: Command) -> None:
         assert given.module, argv
         assert given.training_script.startswith("kd.cli."), argv
         check_arguments(["kd-" + given.training_script.removeprefix("kd.cli."), *given.training_script_args], command)
-    elif program in ("mpirun", "PJRT_DEVICE=CPU"):
+    elif program == "neuron_parallel_compile":
+        check_not_run(rest, command)
+    elif program in ("mpirun", "PJRT_DEVICE=CPU", "PJRT_DEVICE=TPU"):
         start = next(i for i, arg in enumerate(argv) if arg.startswith("kd-"))
         check_arguments(argv[start:], command)
     elif program == "make":
@@ -176,6 +188,8 @@ class Session:
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
+        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
+            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
@@ -191,7 +205,9 @@ class Session:
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
-            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, PINNED)))
+            foreign = written.get("teacher", {}).get("kind", "timm") != "timm"  # the page makes that teacher itself
+            pinned = {section: keys for section, keys in PINNED.items() if section != "teacher" or not foreign}
+            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, pinned)))
 
     def short(self, text: str) -> str:
         if self.server is not None:
@@ -230,6 +246,8 @@ def folder(photos: Path, distilled: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_snippets_work(page, photos, distilled, command, inside, monkeypatch):
     folder(photos, distilled)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(inside))
     if page.name == "deploy.md":  # it begins where a run has ended
         os.rename("runs/deployed", "runs/vit_food")

@@ -45,7 +45,6 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["losses=[{kind: feature}]"], "teacher.also: averages probabilities, but a loss needs the features"),
         (["teacher.shard=true"], "teacher.also: does not go with teacher.shard"),
         (["teacher.also=[{weight: 2}]"], "teacher.also[0].model: is missing"),
         (["teacher.also.0.weight=0"], "teacher.also[0].weight: is 0"),

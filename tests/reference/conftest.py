@@ -15,6 +15,7 @@ from kd.types import Batch, Outputs
 
 SHAPES = [(4, 2), (5, 3), (8, 101), (3, 1000)]
 STUDENT_D, TEACHER_D = 6, 10
+STUDENT_TOKENS, TEACHER_TOKENS = 4, 9
 
 Formula = Callable[[Outputs, Outputs, Batch], Tensor]
 
@@ -27,7 +28,10 @@ def draw(shape: tuple[int, int]) -> tuple[Outputs, Outputs, Batch]:
     student = Outputs(normal(B, C), {"pooled": normal(B, STUDENT_D)})
     teacher = Outputs(normal(B, C), {"pooled": normal(B, TEACHER_D)})
     label, partner = torch.randint(C, (2, B), generator=generator)
-    return student, teacher, batch_of(label, partner, torch.rand(B, generator=generator))
+    batch = batch_of(label, partner, torch.rand(B, generator=generator))
+    student.features["tokens"] = normal(B, STUDENT_TOKENS, STUDENT_D)  # type: ignore[index]
+    teacher.features["tokens"] = normal(B, TEACHER_TOKENS, TEACHER_D)  # type: ignore[index]
+    return student, teacher, batch
 
 
 def batch_of(label: Tensor, partner: Tensor | None = None, lam: Tensor | None = None) -> Batch:
@@ -48,9 +52,9 @@ def leaves(outputs: Outputs, dtype: torch.dtype) -> Outputs:
 
 
 def gradient(value: Tensor, student: Outputs) -> Tensor:
-    """Return the gradients of logits and features, concatenated [B, C + D]."""
-    found = torch.autograd.grad(value, [student.logits, student.features["pooled"]], materialize_grads=True)
-    return torch.cat([found[0], found[1]], dim=1).double()
+    """Return the gradients of logits and all features of each image, one behind the other."""
+    found = torch.autograd.grad(value, [student.logits, *student.features.values()], materialize_grads=True)
+    return torch.cat([one.flatten(1) for one in found], dim=1).double()
 
 
 @pytest.fixture(params=SHAPES, ids=str)

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from kd.datasets import _decode
-from kd.datasets.webdataset import Options, _expand_braces, build
-from kd.errors import CorruptImage, DataError
+from kd.datasets.webdataset import Options, build
+from kd.errors import CorruptImage, DataError, KdError
+from kd.shards import _expand_braces
 
 
 def png(color: int, kind: str = "PNG") -> bytes:
@@ -188,10 +189,40 @@ def test_corrupt_member(tmp_path):
         source.decode(3)
 
 
-@pytest.mark.parametrize("url", ["https://host/a.tar", "s3://bucket/{0..9}.tar", "pipe:aws s3 cp s3://x -", "gs://b/a"])
-def test_remote_shards(tmp_path, url):
-    with pytest.raises(DataError, match=r"is remote. Local .tar files. Download the shards or mount the bucket first"):
-        build(options(tmp_path, train=url), "train", None)
+def test_shards_of_an_object_store(tmp_path, aws):
+    """They are copied once, and are then the same data as local shards; one that has changed is copied anew."""
+    for number in range(3):
+        shard(tmp_path / f"train-{number:03d}.tar", samples([f"{number}", "x"]))
+        aws("s3").upload_file(str(tmp_path / f"train-{number:03d}.tar"), "bucket", f"food/train-{number:03d}.tar")
+    local = build(options(tmp_path, train=str(tmp_path / "train-{000..002}.tar")), "train", None)
+    copies = tmp_path / "copies"
+    times = {}
+    for url in ("s3://bucket/food/train-{000..002}.tar", "s3://bucket/food/*.tar"):
+        source = build(options(tmp_path, train=url, copies=str(copies)), "train", None)
+        assert (source.fingerprint, source.classes) == (local.fingerprint, local.classes)
+        assert [source.name(id) for id in range(6)] == [local.name(id) for id in range(6)]
+        assert [source.decode(id).crc for id in range(6)] == [local.decode(id).crc for id in range(6)]
+        times[url] = {path: path.stat().st_mtime_ns for path in copies.rglob("*.tar")}
+    assert len(times[url]) == 3
+    assert len({tuple(sorted(found.items())) for found in times.values()}) == 1
+    shard(tmp_path / "train-000.tar", samples(["3", "x"]))
+    aws("s3").upload_file(str(tmp_path / "train-000.tar"), "bucket", "food/train-000.tar")
+    assert "3" in build(options(tmp_path, train=url, copies=str(copies)), "train", None).classes
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket/food/train-{8..9}.tar", "train-8.tar"),
+        ("s3://bucket/food/*.tar", "no shard 's3://bucket/food/\\*.tar'"),
+        ("s3://another-bucket/a.tar", "another-bucket.*Check the name, credentials"),
+        ("nocloud://bucket/a.tar", "nocloud"),
+        ("pipe:aws s3 cp s3://x -", "is a pipe"),
+    ],
+)
+def test_shards_that_are_not_there(tmp_path, aws, url, words):
+    with pytest.raises(KdError, match=rf"^data\.train: .*{words}"):
+        build(options(tmp_path, train=url, copies=str(tmp_path / "copies")), "train", None)
 
 
 def test_missing_shards(tmp_path):

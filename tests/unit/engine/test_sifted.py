@@ -103,7 +103,7 @@ def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, st
 
         def __call__(self, batch):
             if batch.teacher_outputs is not None:
-                compared.append((teacher(batch).logits, teacher._forward(batch.image)[0].logits))
+                compared.append((teacher(batch).logits, teacher._forward(batch)[0].logits))
             return teacher(batch)
 
     object.__setattr__(asked.run, "teacher", Again())

@@ -1,0 +1,148 @@
+"""A copy of a run folder at a URL: written after each checkpoint, read where the run folder is empty.
+
+An object store has no renames. So of a checkpoint `state.json` is uploaded last and removed first: a checkpoint counts
+where its `state.json` is. The copy holds no hidden files and no run folders inside of the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from kd import object_store
+from kd.errors import KdError, RunError
+from kd.storage import log
+
+WHERE = "run.mirror"
+CONFIG = "config.yaml"
+CHECKPOINT = re.compile(r"checkpoints/(step_\d{8})/(state\.json|tensors\.safetensors)")
+"""Only such files are ever removed from the copy."""
+Mark = tuple[int, int]
+"""Size in bytes and time of change of a file."""
+
+
+class Mirror:
+    """The copy of one run folder. Rank 0 has one; uploads run in a thread of their own."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self._remote: dict[str, Mark | None] = {}
+        """Files of the copy; the mark is that of the local file when it was uploaded."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kd-mirror")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, BinaryIO] = {}
+        self._last: Future[None] | None = None
+
+    def open(self) -> None:
+        """Restore the run folder if it holds no run.
+
+        Raises:
+            RunError: the copy is no run, or has a newer checkpoint than the folder; the disk is full.
+            DataError: the store refuses or is away.
+            MissingExtra: no package for the URL's protocol is installed.
+        """
+        prefix = f"{self.url}/"
+        found = [url.removeprefix(prefix) for url in object_store.listing(self.url, WHERE) if url.startswith(prefix)]
+        self._remote = dict.fromkeys(found)
+        if found and CONFIG not in found:
+            allowed = "The copy of a run, or nothing"
+            raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
+        if not (self.folder / CONFIG).exists():
+            self._restore(found)
+            return
+        newest, here = max(_checkpoints(found), default=""), max(_checkpoints(_files(self.folder)), default="")
+        if newest > here:
+            wrong = f"'{self.url}' has {newest}, which is newer than what '{self.folder}' has ({here or 'none'})"
+            raise RunError(WHERE, wrong, "", "Remove the folder to go on from the copy, or choose another run.name")
+
+    def push(self) -> None:
+        """Upload what has changed, in the background. A push that has not begun is replaced by this one."""
+        snapshot = {}
+        for name in _files(self.folder):
+            with suppress(FileNotFoundError):  # files that are removed from now on stay readable
+                snapshot[name] = (self.folder / name).open("rb")
+        with self._lock:
+            replaced, self._waiting = self._waiting, snapshot
+        for file in replaced.values():
+            file.close()
+        if not replaced:
+            self._last = self._pool.submit(self._upload)
+
+    def finish(self) -> None:
+        """Upload what has changed and wait for the end.
+
+        Raises:
+            RunError: the copy is not complete.
+        """
+        self.push()
+        if self._last is not None and (error := self._last.exception()):
+            wrong = f"the copy is not complete ({error}). The run folder '{self.folder}' is"
+            raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
+
+    def close(self) -> None:
+        """Wait for what is being uploaded."""
+        self._pool.shutdown(wait=True)
+
+    def _restore(self, names: list[str]) -> None:
+        whole = _checkpoints(names)
+        kept = [name for name in names if not (match := CHECKPOINT.fullmatch(name)) or match[1] in whole]
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of a restoration that was interrupted
+        for name in sorted(kept, key=lambda name: name == CONFIG):  # last: with it, the folder holds a run
+            path = self.folder / name
+            object_store.copy_here(object_store.join(self.url, name), path, WHERE)
+            self._remote[name] = _mark(os.stat(path))
+        if whole:
+            log.info(f"{WHERE}: restored {max(whole)} from '{self.url}'")
+
+    def _upload(self) -> None:
+        with self._lock:
+            snapshot, self._waiting = self._waiting, {}
+        if not snapshot:
+            return
+        try:
+            for name in sorted(snapshot, key=_rank):
+                mark = _mark(os.fstat(snapshot[name].fileno()))
+                if self._remote.get(name) != mark:
+                    object_store.upload(snapshot[name], object_store.join(self.url, name), WHERE)
+                    self._remote[name] = mark
+            gone = [name for name in self._remote if CHECKPOINT.fullmatch(name) and name not in snapshot]
+            for name in sorted(gone, key=_rank, reverse=True):
+                object_store.remove(object_store.join(self.url, name), WHERE)
+                del self._remote[name]
+        except KdError as error:
+            log.warning(f"{error} The run goes on; the next checkpoint is uploaded again.")
+            raise
+        finally:
+            for file in snapshot.values():
+                file.close()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files of a run folder, without hidden ones and without folders of other runs."""
+    for path, below, files in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith(".") and not (Path(path, name) / CONFIG).exists()]
+        for name in files:
+            if not name.startswith("."):
+                yield Path(path, name).relative_to(folder).as_posix()
+
+
+def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
+    """Return the names of the checkpoints that are whole."""
+    found = (CHECKPOINT.fullmatch(name) for name in names)
+    return {match[1] for match in found if match and match[2] == "state.json"}
+
+
+def _rank(name: str) -> tuple[bool, str]:
+    """Order uploads; removals go the other way."""
+    return name.endswith("/state.json"), name
+
+
+def _mark(status: os.stat_result) -> Mark:
+    return status.st_size, status.st_mtime_ns

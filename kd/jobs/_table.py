@@ -1,0 +1,106 @@
+"""A filled cache as a table of answers by file name, for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kd.contracts import Backend, Source, Teacher
+from kd.data.loader import LocalLoader, evaluation_plan
+from kd.errors import ModelError, RunError
+from kd.models.answers import Answers, write
+from kd.models.cache import Store
+from kd.models.load import Images
+from kd.types import Outputs
+
+ROWS = 1024
+"""Records that are read at once."""
+
+
+def export_answers(
+    path: Path,
+    store: Store,
+    live: Teacher,
+    backend: Backend,
+    loader: LocalLoader,
+    images: Images,
+    classes: Sequence[str],
+    views: int,
+) -> None:
+    """Write the records of all views, and the teacher's answers for the validation images; all ranks must call it.
+
+    The table is held in memory: views x images x classes, as the cache keeps them.
+
+    Args:
+        path: a .safetensors file.
+        store: whole.
+        live: answers for the validation images.
+        backend: where it runs; rank 0 writes.
+        loader: of the validation images.
+        images: of both splits, and what the views show.
+        classes: of the logits.
+        views: how many.
+
+    Raises:
+        ModelError: the cache keeps tokens, or logits beside features.
+        RunError: the file cannot be written.
+    """
+    if backend.world_size > 1:
+        raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
+    named = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)
+    if named not in (["logits"], ["pooled"]):
+        wrong = f"the cache keeps {' and '.join(named)}"
+        raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
+    meaning = "logits" if named == ["logits"] else "embeddings"
+    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(views)])
+    said = _validation(live, backend, loader, len(images.val))
+    names = [[source.name(id) for id in range(len(source))] for source in (images.train, images.val)]
+    table = Answers(meaning, names[0], values, list(classes), names[1], said.to(values.dtype), images.shown())
+    try:
+        write(path, table)
+    except OSError as error:
+        raise RunError("--export", f"'{path}' cannot be written ({error.strerror or error})", "", "") from error
+
+
+def _stored(store: Store, view: int) -> Iterator[Tensor]:
+    for start in range(0, store.num_images, ROWS):
+        parts, _, _ = store.parts(view, range(start, min(store.num_images, start + ROWS)))
+        yield _only(store.codec.unpack(parts))
+
+
+def _validation(live: Teacher, backend: Backend, loader: LocalLoader, count: int) -> Tensor:
+    found = []
+    for batch in backend.put(loader.epoch(evaluation_plan(count, loader.batch_size), 0)):
+        found.append(_only(live(batch)).cpu())
+    return torch.cat(found)[:count]
+
+
+def _only(outputs: Outputs) -> Tensor:
+    """Return the one array: logits, or pooled features."""
+    return outputs.logits if outputs.logits.shape[1] else outputs.features["pooled"]
+
+
+def require_path(path: str, where: str = "--export") -> Path:
+    """Return the file to write, before minutes are spent on the cache.
+
+    Raises:
+        RunError: its name does not end in .safetensors, or its folder does not exist.
+    """
+    file = Path(path).expanduser()
+    if file.suffix != ".safetensors" or not file.parent.is_dir():
+        raise RunError(where, f"'{path}' cannot be written", "A .safetensors file in a folder that exists", "")
+    return file
+
+
+def complete(source: Source, missing: int) -> None:
+    """Require that no record is missing.
+
+    Raises:
+        RunError: some are.
+    """
+    if missing:
+        wrong = f"{missing} of the records of {len(source)} images are missing: those images cannot be decoded"
+        raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")

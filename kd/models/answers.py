@@ -1,0 +1,186 @@
+"""Answers that somebody has already, by the name of an image: read and written.
+
+`.safetensors`, which `kd-cache --export` writes too:
+
+    logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
+    names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
+    validation.logits, validation.names      the same for validation images that are not among `names`
+    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through
+
+`.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` begins with
+`name,CLASS,CLASS,...`, one image a line.
+
+Shape legend: N images, V views, C classes, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kd.errors import ModelError
+
+ENDINGS = (".safetensors", ".npz", ".csv")
+MEANINGS = ("logits", "embeddings")
+FAILURES = (OSError, ValueError, KeyError, SafetensorError, UnicodeDecodeError, EOFError, csv.Error)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A table of answers."""
+
+    meaning: str
+    """"logits" or "embeddings"."""
+    names: Sequence[str]
+    values: Tensor
+    """[V, N, C or D], as stored."""
+    classes: Sequence[str] = ()
+    """C names; empty: the file has none."""
+    val_names: Sequence[str] = ()
+    val_values: Tensor | None = None
+    """[M, C or D]: of validation images that are not among `names`."""
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+    """What the pixels of the views go through; empty: an answer belongs to the whole image."""
+
+
+def read(path: str, where: str) -> Answers:
+    """Read a table.
+
+    Raises:
+        ModelError: it cannot be read, or its parts do not fit together.
+    """
+    file = Path(path).expanduser()
+    if file.suffix not in ENDINGS:
+        raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", "See docs/teachers.md")
+    try:
+        found = {".safetensors": _safetensors, ".npz": _npz, ".csv": _csv}[file.suffix](file)
+    except FAILURES as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        allowed = "logits or embeddings, with names; see docs/teachers.md"
+        raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
+    _check(found, path, where)
+    return found
+
+
+def _check(found: Answers, path: str, where: str) -> None:
+    rows = found.values.shape[1] if found.values.ndim == 3 else -1
+    others = 0 if found.val_values is None else len(found.val_values)
+    problem = ""
+    if rows < 0 or not found.values.is_floating_point():
+        problem = "its answers are no table of floating point numbers"
+    elif rows != len(found.names) or others != len(found.val_names):
+        problem = f"it has {rows + others} answers and {len(found.names) + len(found.val_names)} names"
+    elif found.classes and len(found.classes) != found.values.shape[2]:
+        problem = f"it has {found.values.shape[2]} numbers an image and {len(found.classes)} classes"
+    elif len(set(found.names)) < len(found.names):
+        seen: set[str] = set()
+        twice = next(name for name in found.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        problem = f"it has the image '{twice}' twice"
+    elif not found.values.isfinite().all():
+        problem = "it has NaN or infinity"
+    if problem:
+        raise ModelError(where, f"'{path}': {problem}", "One finite answer for each name", "Correct the table")
+
+
+def write(path: str | Path, answers: Answers) -> None:
+    """Write a table as .safetensors; of one view the axis V is left out."""
+    values = answers.values[0] if len(answers.values) == 1 else answers.values
+    tensors = {answers.meaning: values.contiguous(), "names": _joined(answers.names)}
+    if answers.val_values is not None:
+        tensors |= {f"validation.{answers.meaning}": answers.val_values.contiguous()}
+        tensors |= {"validation.names": _joined(answers.val_names)}
+    text = {"classes": json.dumps(list(answers.classes)), "made_for": json.dumps(dict(answers.made_for))}
+    save_file(tensors, str(path), metadata=text)
+
+
+def _joined(names: Sequence[str]) -> Tensor:
+    return torch.frombuffer(bytearray("\0".join(names).encode("utf-8", "surrogateescape")), dtype=torch.uint8)
+
+
+def _safetensors(file: Path) -> Answers:
+    with safe_open(str(file), framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        text = opened.metadata() or {}
+    meaning = _meaning(tensors)
+    names, other = (_split(tensors.get(f"{prefix}names")) for prefix in ("", "validation."))
+    values = tensors[meaning]
+    return Answers(
+        meaning,
+        names,
+        values if values.ndim == 3 else values[None],
+        json.loads(text.get("classes", "[]")),
+        other,
+        tensors.get(f"validation.{meaning}"),
+        json.loads(text.get("made_for", "{}")),
+    )
+
+
+def _split(joined: Tensor | None) -> list[str]:
+    if joined is None or not joined.numel():
+        return []
+    return joined.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0")
+
+
+def _npz(file: Path) -> Answers:
+    with np.load(file, allow_pickle=False) as opened:
+        arrays = {name: opened[name] for name in opened.files}
+    meaning = _meaning(arrays)
+    values = torch.from_numpy(np.ascontiguousarray(arrays[meaning]))
+    classes = [str(name) for name in arrays.get("classes", ())]
+    return Answers(meaning, [str(n) for n in arrays["names"]], values if values.ndim == 3 else values[None], classes)
+
+
+def _meaning(found: Mapping[str, Any]) -> str:
+    there = [meaning for meaning in MEANINGS if meaning in found]
+    if len(there) != 1:
+        raise ValueError(f"it has {', '.join(found) or 'nothing'}; one of logits and embeddings is expected")
+    return there[0]
+
+
+def _csv(file: Path) -> Answers:
+    with file.open(newline="", encoding="utf-8-sig") as opened:
+        rows = [row for row in csv.reader(opened) if row]
+    header, body = rows[0] if rows else [], rows[1:]
+    if len(header) < 3 or header[0] != "name":
+        raise ValueError("the first line is not `name,CLASS,CLASS,...`")
+    short = next((number for number, row in enumerate(body, 2) if len(row) != len(header)), 0)
+    if short:
+        raise ValueError(f"line {short} has {len(body[short - 2])} fields, the first line has {len(header)}")
+    values = np.array([[float(cell) for cell in row[1:]] for row in body], np.float32).reshape(len(body), -1)
+    return Answers("logits", [row[0] for row in body], torch.from_numpy(values)[None], header[1:])
+
+
+def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
+    """Return class names (empty: the file has none) and vectors [C, D] of a .safetensors or .npz file.
+
+    Raises:
+        ModelError: it cannot be read, or holds no `vectors`.
+    """
+    file = Path(path).expanduser()
+    try:
+        if file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as opened:
+                vectors = torch.from_numpy(np.ascontiguousarray(opened["vectors"]))
+                names = [str(name) for name in opened["classes"]] if "classes" in opened.files else []
+        else:
+            with safe_open(str(file), framework="pt") as opened:
+                vectors = opened.get_tensor("vectors")
+                names = json.loads((opened.metadata() or {}).get("classes", "[]"))
+    except FAILURES as error:
+        reason = " ".join(str(error).split())[:200]
+        allowed = "A .safetensors or .npz file with `vectors` [classes, width]"
+        raise ModelError(where, f"'{path}' cannot be read ({reason})", allowed, "Check the path") from error
+    if vectors.ndim != 2 or not vectors.is_floating_point() or not vectors.isfinite().all():
+        wrong = f"'{path}' holds `vectors` of shape {list(vectors.shape)}"
+        raise ModelError(where, wrong, "Finite numbers [classes, width]", "Write it anew")
+    return names, vectors

@@ -1,0 +1,161 @@
+"""Files under URLs such as `s3://bucket/key`: list, read, copy here, upload. By fsspec, which brings most protocols."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kd.errors import DataError, MissingExtra
+from kd.storage import atomic_file
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+EXTRAS = {"s3": "pip install 'kd[sagemaker]'", "gs": "pip install gcsfs"}
+HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of this machine's disk."""
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return URL.match(path) is not None
+
+
+def join(url: str, name: str) -> str:
+    """Return the URL of a file below another URL."""
+    return f"{url.rstrip('/')}/{name}"
+
+
+def listing(url: str, where: str) -> dict[str, int]:
+    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted.
+
+    Raises:
+        DataError: it cannot be listed.
+        MissingExtra: no package for this protocol is installed.
+    """
+    with _answers(url, where):
+        files, path = _open(url, where)
+        if re.search(r"[*?\[]", path):
+            urls = {files.unstrip_protocol(name): told for name, told in files.glob(path, detail=True).items()}
+        else:  # the URL as it was given: there are several ways to write one
+            found = files.find(path, detail=True).items()
+            urls = {join(url, rest) if (rest := name[len(path) :].lstrip("/")) else url: told for name, told in found}
+        return {each: int(urls[each]["size"] or 0) for each in sorted(urls)}
+
+
+def version(url: str, where: str) -> str:
+    """Return a hash that changes when the content of a file does, as far as the store tells.
+
+    Raises:
+        DataError: there is no such file.
+        MissingExtra: no package for this protocol is installed.
+    """
+    with _answers(url, where):
+        files, path = _open(url, where)
+        told = files.info(path)
+        marks = [str(told.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
+    return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
+
+
+def read(url: str, where: str) -> bytes:
+    """Return a whole file.
+
+    Raises:
+        FileNotFoundError, PermissionError: as a local file.
+        DataError: it cannot be read.
+        MissingExtra: no package for this protocol is installed.
+    """
+    try:
+        with _answers(url, where, (FileNotFoundError, PermissionError)):
+            files, path = _open(url, where)
+            return files.cat_file(path)
+    except (FileNotFoundError, PermissionError) as error:
+        raise type(error)(error.errno or errno.ENOENT, "no such file, or no right to read it", url) from error
+
+
+def copy_here(url: str, target: Path, where: str) -> None:
+    """Copy a file to this machine. It is whole or absent.
+
+    Raises:
+        DataError: it cannot be read.
+        RunError: the disk is full or not writable.
+        MissingExtra: no package for this protocol is installed.
+    """
+    with atomic_file(target, where) as draft, _answers(url, where, disk=True):
+        files, path = _open(url, where)
+        files.get_file(path, str(draft))
+
+
+def upload(file: BinaryIO, url: str, where: str) -> None:
+    """Write the rest of an open file to a URL. It is whole or absent there.
+
+    Raises:
+        DataError: it cannot be written.
+        MissingExtra: no package for this protocol is installed.
+    """
+    with _answers(url, where):
+        files, path = _open(url, where)
+        target = files.open(path, "wb")
+        try:
+            while part := file.read(2**22):
+                target.write(part)
+        except BaseException:
+            with suppress(Exception):
+                target.discard()
+            target.closed = True  # else it would upload what it has when it is deleted
+            raise
+        target.close()
+
+
+def remove(url: str, where: str) -> None:
+    """Remove a file; it is no error if there is none.
+
+    Raises:
+        DataError: the store refuses or is away.
+        MissingExtra: no package for this protocol is installed.
+    """
+    with _answers(url, where, (FileNotFoundError,)):
+        files, path = _open(url, where)
+        try:
+            files.rm_file(path)
+        except FileNotFoundError:
+            return
+
+
+def _open(url: str, where: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    try:
+        files = _store(protocol, os.getpid())
+    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec has never heard of
+        remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
+        reason = " ".join(str(error).split())
+        raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
+    return files, files._strip_protocol(url)
+
+
+@functools.lru_cache
+def _store(protocol: str, process: int) -> Any:
+    """Return the one file system for all threads of a process. fsspec would make one, with a client, for each."""
+    import fsspec
+
+    return fsspec.filesystem(protocol, use_listings_cache=False)
+
+
+@contextmanager
+def _answers(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
+    """Turn what a store raises, of many unrelated types, into one line."""
+    try:
+        yield
+    except (MissingExtra, *passed):
+        raise
+    except Exception as error:
+        if disk and isinstance(error, OSError) and error.errno in HERE:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        remedy = "Check the name, credentials and network, then run the same command again"
+        raise DataError(where, f"'{url}': the store answers: {reason[:200]}", "", remedy) from error

@@ -1,0 +1,1 @@
+"""Classify many images with an export, on a CPU, without torch."""

@@ -1,0 +1,161 @@
+"""The images that `kd-predict` is given: a folder, a list, tar shards, or a prefix of an object store."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kd import object_store, shards
+from kd.errors import DataError
+
+WHERE = "kd-predict"
+ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+"""What is listed, in a folder, a prefix or a shard. What kd-serve does not decode is listed as unreadable."""
+GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""These concern one image. Any other OSError may concern all that follow, and ends the command after some tries."""
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds between the tries to read an image."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """A listing of images, in a fixed order."""
+
+    names: Sequence[str]
+    read: Callable[[int], bytes]
+    """Returns the bytes of one image, by its position. Raises one of `GONE`, or OSError. Thread-safe."""
+    remote: bool = False
+    """Reading waits for a network."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the names in their order."""
+        digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
+        return digest.hexdigest()
+
+    def content(self, id: int) -> bytes:
+        """Return the bytes of one image; try again where the storage fails.
+
+        Raises:
+            OSError: one of `GONE`.
+            DataError: the storage is away.
+        """
+        for pause in PAUSES:
+            try:
+                return self.read(id)
+            except GONE:
+                raise
+            except OSError:
+                time.sleep(pause)
+        try:
+            return self.read(id)
+        except GONE:
+            raise
+        except OSError as error:
+            wrong = f"'{self.names[id]}' cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries"
+            raise DataError(WHERE, wrong, "", "Bring the storage back; the same command resumes") from error
+
+
+def find(given: str, copies: Path) -> Images:
+    """List images.
+
+    Args:
+        given: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), a text file with a
+            path or URL a line (relative to the file), or a URL (all images below it).
+        copies: where remote shards are copied to.
+
+    Raises:
+        DataError: there are none, or the storage cannot list them.
+        RunError: the disk has no room for copies.
+        MissingExtra: no package for the URL's protocol is installed.
+    """
+    if given.endswith(".tar"):
+        found = _shards(given, copies)
+    elif object_store.is_url(given):
+        urls = [url for url in object_store.listing(given, WHERE) if _is_image(url)]
+        found = Images(urls, lambda id: object_store.read(urls[id], WHERE), remote=True)
+    elif os.path.isdir(given):
+        found = _folder(given)
+    elif os.path.isfile(given):
+        found = _list(given)
+    else:
+        allowed = "A folder, a list (.txt), shards (.tar) or a URL"
+        raise DataError(WHERE, f"'{given}' does not exist", allowed, "Check the path")
+    if not found.names:
+        raise DataError(WHERE, f"no images in '{given}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
+    return found
+
+
+def _is_image(name: str) -> bool:
+    return name.rpartition(".")[2].lower() in ENDINGS
+
+
+def _folder(root: str) -> Images:
+    names = []
+    for folder, below, files in os.walk(root, onerror=_unlisted):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        inside = os.path.relpath(folder, root)
+        kept = (name for name in files if _is_image(name) and not name.startswith("."))
+        names += [name if inside == "." else f"{inside}/{name}" for name in kept]
+    names.sort()
+    return Images(names, lambda id: Path(root, names[id]).read_bytes())
+
+
+def _unlisted(error: OSError) -> None:
+    wrong = f"the folder '{error.filename}' cannot be listed ({error.strerror})"
+    raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
+
+
+def _list(path: str) -> Images:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        allowed = "Text with a path a line"
+        raise DataError(WHERE, f"the list '{path}' cannot be read ({error})", allowed, "Check the file") from error
+    names = [line.strip() for line in text.splitlines() if line.strip()]
+    folder = Path(path).parent
+
+    def content(id: int) -> bytes:
+        name = names[id]
+        return object_store.read(name, WHERE) if object_store.is_url(name) else (folder / name).read_bytes()
+
+    return Images(names, content, remote=any(map(object_store.is_url, names)))
+
+
+def _shards(pattern: str, copies: Path) -> Images:
+    names: list[str] = []
+    places: list[tuple[str, int, int]] = []
+    for shard in shards.find(pattern, WHERE, str(copies)):
+        try:
+            with open(shard.path, "rb", buffering=0) as file:
+                samples = shards.members(file, shard.path, WHERE)
+        except (OSError, tarfile.TarError) as error:
+            wrong = f"the shard '{shard.origin}' cannot be read ({error})"
+            raise DataError(WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again") from error
+        title = re.split(r"[/\\]", shard.origin)[-1]
+        for key, endings in samples.items():
+            for ending in ENDINGS:
+                if ending in endings:
+                    names.append(f"{title}/{key}.{ending}")
+                    places.append((shard.path, *endings[ending]))
+
+    def content(id: int) -> bytes:
+        path, offset, size = places[id]
+        with open(path, "rb", buffering=0) as file:
+            data = shards.read(file, offset, size)
+        if len(data) < size:
+            raise OSError(errno.EIO, f"the shard '{path}' has become shorter since it was indexed")
+        return data
+
+    return Images(names, content)

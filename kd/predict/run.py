@@ -1,0 +1,146 @@
+"""Classify many images: each is one job (read, decode, crop, graph) on one of as many threads as there are cores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from kd.errors import RunError
+from kd.predict import images as listing
+from kd.predict.results import WHERE, Journal, Row, check_format, opened
+from kd.serve.answers import embeddings, predictions
+from kd.serve.limits import Limits, usable_cores
+from kd.serve.model import Model, describe, load
+
+AHEAD = 8
+"""Images in work or waiting to be written, per thread."""
+READERS = 32
+"""Threads that wait for a network."""
+SHOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to classify, and how."""
+
+    export: Path
+    images: str
+    to: Path = Path("predictions.csv")
+    file: str = "model.onnx"
+    top: int = 1
+    """Labels of each image, best first. 0: all."""
+    cores: int = 0
+    """0: as many as the affinity and the cgroup allow."""
+    max_pixels: int = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was done."""
+
+    images: int
+    resumed: int
+    """Images that an earlier start had classified."""
+    unreadable: tuple[str, ...]
+    """The first names among them."""
+    num_unreadable: int
+    seconds: float
+
+
+def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
+    """Classify images, or embed them, and write one row for each, in the order of their names.
+
+    Raises:
+        ModelError: the folder is not a whole export.
+        DataError: there are no images, or the storage is away.
+        RunError: the disk is full, or the result exists or belongs to something else.
+        MissingExtra: a package is not installed.
+    """
+    os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
+    check_format(settings.to)
+    described = describe(settings.export, settings.file)
+    if described.output.embeds and settings.to.suffix != ".jsonl":
+        wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
+        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
+    cores = settings.cores or usable_cores()
+    copies = settings.to.with_name(settings.to.name + ".shards")
+    images = listing.find(settings.images, copies)
+    top = min(settings.top or len(described.labels), len(described.labels))
+    identity = {
+        "model": described.name,
+        "version": described.version,
+        "top": top,
+        "images": len(images.names),
+        "names": images.fingerprint,
+        "max_pixels": settings.max_pixels,
+    }
+    model = load(described, threads=1, slots=cores)
+    model.warm_up(1)
+    limits = Limits(max_pixels=settings.max_pixels)
+    started = time.monotonic()
+    with warnings.catch_warnings(), opened(settings.to, identity) as journal:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        resumed, shown, broken, count = journal.done, started, [], 0
+        for row in _classified(images, model, limits, top, cores, resumed):
+            journal.add(row)
+            if "error" in row:
+                count += 1
+                broken = [*broken, f"{row['image']}: {row['error']}"][:10]
+            if time.monotonic() - shown > SHOW_SECONDS:
+                shown = time.monotonic()
+                _show(journal, len(images.names), resumed, shown - started, out)
+        seconds = time.monotonic() - started
+        journal.finish(settings.to, top)
+    shutil.rmtree(copies, ignore_errors=True)
+    return Summary(len(images.names), resumed, tuple(broken), count, seconds)
+
+
+def _classified(
+    images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
+) -> Iterator[Row]:
+    """Yield the rows of all images from `start` on, in order."""
+    from kd.serve.images import prepare
+    from kd.serve.problems import Problem
+
+    def row(id: int, content: Future[bytes] | None) -> Row:
+        name = images.names[id]
+        try:
+            data = images.content(id) if content is None else content.result()
+            pixels = prepare(data, model.size, model.crop, limits).pixels
+        except listing.GONE as error:
+            return {"image": name, "error": error.strerror or type(error).__name__}
+        except Problem as problem:
+            return {"image": name, "error": problem.detail}
+        values = model.engine(pixels[None])
+        found = embeddings(values) if model.output.embeds else predictions(values, model.labels, top)
+        return {"image": name, **found[0]}
+
+    with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
+        window: deque[Future[Row]] = deque()
+        try:
+            for id in range(start, len(images.names)):
+                content = readers.submit(images.content, id) if images.remote else None
+                window.append(workers.submit(row, id, content))
+                if len(window) > max(AHEAD * cores, READERS if images.remote else 0):
+                    yield window.popleft().result()
+            while window:
+                yield window.popleft().result()
+        finally:
+            for pool in (workers, readers):
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:
+    journal.flush()
+    speed = (journal.done - resumed) / seconds
+    left = (total - journal.done) / max(speed, 1e-9)
+    print(f"{journal.done} of {total} images, {speed:.1f} images/s, {left:.0f} s left", file=out, flush=True)

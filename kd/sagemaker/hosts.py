@@ -1,0 +1,150 @@
+"""The hosts of a SageMaker job, as one of them sees them, and the processes that this one has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kd.errors import BackendError
+
+INPUT = Path("/opt/ml/input/config")
+MEETING, RAY, TORCH = 6378, 6379, 29500
+"""Ports of the first trainer: the launcher's own, of Ray, of torch's rendezvous."""
+MARK = "KD_HOST"
+"""The variable by which a host finds all processes that it has started, and theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a job by what they do."""
+
+    me: str
+    trainers: tuple[str, ...]
+    data: tuple[str, ...]
+    """Hosts that only decode images; may be none."""
+    ports: tuple[int, int, int] = (MEETING, RAY, TORCH)
+
+    @property
+    def first(self) -> str:
+        """The trainer that the others meet at."""
+        return self.trainers[0]
+
+
+def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
+    """Return the hosts of this job; this machine alone where there is no job.
+
+    Groups whose name begins with `data` decode, the others train. Variables SM_* (SageMaker's training toolkit sets
+    them) come first, then the file that every container of a job has.
+
+    Raises:
+        BackendError: the description makes no sense.
+    """
+    try:
+        config = _described(environ, file)
+        me = str(config.get("current_host") or "localhost")
+        groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
+        groups = groups or {"all": list(config.get("hosts") or [me])}
+        ports = [int(port) for port in environ["KD_PORTS"].split(",")] if "KD_PORTS" in environ else []
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        wrong = f"the job's description of its hosts cannot be read ({type(error).__name__}: {error})"
+        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", "") from error
+    decoding = [name for name in groups if name.startswith("data")]
+    data = tuple(sorted(host for name in decoding for host in groups[name]))
+    trainers = tuple(sorted(host for name in groups if name not in decoding for host in groups[name]))
+    if not trainers or me not in trainers + data:
+        wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
+        allowed = "Groups whose name begins with `data` decode, at least one other group trains"
+        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
+    return Hosts(me, trainers, data, (ports[0], ports[1], ports[2]) if ports else (MEETING, RAY, TORCH))
+
+
+def _described(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Return what resourceconfig.json holds, from the variables or from the file."""
+    if "SM_CURRENT_HOST" not in environ:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
+    return {
+        "current_host": environ["SM_CURRENT_HOST"],
+        "hosts": json.loads(environ.get("SM_HOSTS") or "[]"),
+        "instance_groups": groups,
+    }
+
+
+def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
+    """Return the hyperparameters of a job as `key=value` texts; those that SageMaker adds are left out.
+
+    Raises:
+        BackendError: the file is not there, or is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return [f"{key}={value}" for key, value in content.items() if not key.startswith("sagemaker_")]
+    except (OSError, ValueError, AttributeError) as error:
+        wrong = f"'{file}' cannot be read ({error})"
+        raise BackendError("train", wrong, "A SageMaker job", "Give CONFIG key=value instead") from error
+
+
+def processes(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many trainers this host runs: one an accelerator, else one.
+
+    Raises:
+        BackendError: there are Neuron devices, and nobody says how many cores they have.
+    """
+    for name in ("KD_PROCESSES", "SM_NUM_NEURONS", "SM_NUM_GPUS"):
+        if environ.get(name, "").isdigit() and int(environ[name]):
+            return int(environ[name])
+    if Path("/dev/neuron0").exists():
+        remedy = "Set the variable KD_PROCESSES to the number of NeuronCores"
+        raise BackendError("SM_NUM_NEURONS", "is not set, but this host has Neuron devices", "", remedy)
+    return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def accelerated() -> bool:
+    """Return whether this host computes on something else than its CPU."""
+    return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
+
+
+# ------------------------------------------------------------------------------------------------ marked processes
+
+
+def marked(mark: str, name: str = MARK) -> Iterator[int]:
+    """Yield the living processes, without this one, that were started with `name=mark` in their environment.
+
+    Unlike a process group, this finds what has become a daemon; unlike `ray stop`, nothing that is somebody else's.
+    """
+    wanted = f"{name}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                yield int(folder.name)
+
+
+def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
+    """End the marked processes, by SIGTERM first, and return how many there were."""
+    pids, deadline = set(marked(mark, name)), time.monotonic() + grace
+    for pid in pids:
+        _signal(pid, signal.SIGTERM)
+    while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
+        if time.monotonic() > deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    return len(pids)
+
+
+def signal_all(pids: Sequence[int], number: int) -> None:
+    """Send a signal to each of these processes that still lives."""
+    for pid in pids:
+        _signal(pid, number)
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,110 @@
+"""A job with a data group on one machine, for trying it out: `kd-launch CONFIG --local dnn=1,data=2`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from kd.errors import BackendError
+from kd.host import cores
+from kd.sagemaker.hosts import end_marked
+
+RUN_MARK = "KD_RUN"
+"""The variable that all processes of a local job have."""
+LEAVE_SECONDS = 30.0
+"""How long a host may take to leave after the training has ended."""
+
+
+class LocalJob:
+    """Hosts 127.0.0.2, 127.0.0.3, ... of a job; each is a process that is told of them as by SageMaker."""
+
+    def __init__(self, groups: Mapping[str, int], argv: Sequence[str]) -> None:
+        """Start all hosts with `kd.sagemaker.group ARGV`.
+
+        Args:
+            groups: hosts of each group, by its name; see `kd.sagemaker.hosts.read_hosts`.
+            argv: CONFIG and `key=value`.
+
+        Raises:
+            BackendError: this system cannot do it.
+        """
+        if sys.platform != "linux":
+            raise BackendError("--local", "needs Linux, where all of 127.0.0.0/8 is this machine", "", "Use Docker")
+        names = iter(f"127.0.0.{number}" for number in range(2, 255))
+        self.groups = {group: [next(names) for _ in range(count)] for group, count in groups.items()}
+        self.mark, self.argv = secrets.token_hex(8), list(argv)
+        hosts = [host for group in self.groups.values() for host in group]
+        listed = {name: {"instance_group_name": name, "hosts": group} for name, group in self.groups.items()}
+        self._environ = {
+            **os.environ,
+            RUN_MARK: self.mark,
+            "SM_HOSTS": json.dumps(hosts),
+            "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
+            "KD_PORTS": ",".join(str(port) for port in free_ports(3)),
+            "KD_DECODERS": os.environ.get("KD_DECODERS", str(max(1, cores() // len(hosts)))),
+            "RAY_AUTH_MODE": "token",  # Ray listens on all interfaces
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        self.processes: dict[str, subprocess.Popen[Any]] = {}
+        for host in hosts:
+            self.start(host)
+
+    def start(self, host: str) -> None:
+        """Start a host, or start it again after its end."""
+        command = [sys.executable, "-m", "kd.sagemaker.group", *self.argv]
+        self.processes[host] = subprocess.Popen(command, env={**self._environ, "SM_CURRENT_HOST": host})
+
+    def wait(self) -> int:
+        """Wait until all hosts have left, and return the exit code of the training."""
+        trainers = [host for name, group in self.groups.items() if not name.startswith("data") for host in group]
+        codes = [self.processes[host].wait() for host in trainers]
+        for process in self.processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_SECONDS)
+        return next((code for code in codes if code), 0)
+
+    def stop(self) -> None:
+        """Ask the trainers to stop, as a SIGTERM from outside does."""
+        for name, group in self.groups.items():
+            for host in group if not name.startswith("data") else ():
+                self.processes[host].send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End whatever is left."""
+        end_marked(self.mark, RUN_MARK)
+        for process in self.processes.values():
+            process.wait()
+
+
+def launch(groups: Mapping[str, int], argv: Sequence[str]) -> int:
+    """Run a job on this machine and return its exit code; no process of it is left."""
+    job = LocalJob(groups, argv)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        job.stop()
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return job.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        job.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses now."""
+    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in with_sockets]
+    for each in with_sockets:
+        each.close()
+    return ports

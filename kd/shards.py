@@ -1,0 +1,166 @@
+"""Tar shards: their names with braces and wildcards, copies of remote ones, and where their members lie."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tarfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kd import object_store
+from kd.errors import DataError, did_you_mean
+from kd.storage import disk_error, lock, log, recover
+
+BLOCK = 512
+"""Bytes of a tar block; headers and contents begin on its multiples."""
+AT_ONCE = 8
+"""Shards that are copied at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A tar file on this machine."""
+
+    path: str
+    origin: str
+    """As it was named: the path, or the URL that it was copied from."""
+
+
+def find(pattern: str, where: str, copies: str) -> list[Shard]:
+    """Return the shards that a pattern names, in its order; copy those that are not on this machine.
+
+    Args:
+        pattern: a path or URL with braces (`train-{000..009}.tar`) or wildcards (`train-*.tar`).
+        where: config path for messages.
+        copies: folder of the copies. A copy stays until it is removed by hand; a shard that has changed is copied anew.
+
+    Raises:
+        DataError: no such shard, or one that cannot be copied.
+        RunError: the disk is full or not writable.
+        MissingExtra: no package for the URL's protocol is installed.
+    """
+    if pattern.startswith("pipe:"):
+        raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
+    remote = object_store.is_url(pattern)
+    names: dict[str, None] = {}
+    missing: list[str] = []
+    for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
+        matches = _remote(path, where) if remote else _local(path)
+        names.update(dict.fromkeys(matches))
+        missing.extend([] if matches else [path])
+    if missing:
+        raise _no_shard(missing, where, remote)
+    if not remote:
+        return [Shard(name, name) for name in names]
+    return _copied(list(names), Path(os.path.expanduser(copies)), where)
+
+
+def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return offset and size of every member of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
+
+    Raises:
+        DataError: it is cut short, or a member is a link or there twice.
+        tarfile.TarError, OSError: it cannot be read.
+    """
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    end = 0
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            size = member.size if member.isreg() else 0
+            end = member.offset_data + -(-size // BLOCK) * BLOCK
+            folder, _, base = member.name.rpartition("/")
+            key, _, ending = base.partition(".")  # WebDataset's rule: the key ends at the first dot of the file name
+            if not key or not ending or member.isdir():
+                continue
+            key, ending = f"{folder}/{key}" if folder else key, ending.lower()
+            if not member.isreg() or member.sparse is not None:
+                raise DataError(
+                    where, f"'{member.name}' in the shard '{shard}' is a link", "Plain files", "Write it anew"
+                )
+            sample = samples.setdefault(key, {})
+            if ending in sample:
+                raise DataError(where, f"the shard '{shard}' has '{member.name}' twice", "", "Write it anew")
+            sample[ending] = (member.offset_data, size)
+    # tarfile takes a damaged or missing header for the end, and so would lose the images behind it in silence.
+    if read(file, end, BLOCK) != bytes(BLOCK):
+        raise DataError(
+            where,
+            f"the shard '{shard}' is cut short or damaged at byte {end}",
+            "Whole .tar files, which end with empty blocks",
+            "Copy or write it again",
+        )
+    return samples
+
+
+def read(file: BinaryIO, offset: int, size: int) -> bytes:
+    """Return bytes of an unbuffered file, which may give less than asked at a time."""
+    file.seek(offset)
+    parts = []
+    while size > 0 and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _local(path: str) -> list[str]:
+    return sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.isfile(path)
+
+
+def _remote(url: str, where: str) -> list[str]:
+    return list(object_store.listing(url, where)) if glob.has_magic(url) else [url]
+
+
+def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
+    folder = os.path.dirname(missing[0]) or "."
+    files = os.listdir(folder) if os.path.isdir(folder) and not remote else []
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    remedy = did_you_mean(os.path.basename(missing[0]), files) or "Check the path and the range in the braces"
+    return DataError(where, f"no shard '{missing[0]}'{more}", "A path with braces or wildcards", remedy)
+
+
+def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
+    """Copy what is not here yet. One process of this machine copies; the others wait for it."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        versions = list(pool.map(lambda url: object_store.version(url, where), urls))
+        shards = [
+            Shard(str(folder / version / url.rpartition("/")[2]), url)
+            for version, url in zip(versions, urls, strict=True)
+        ]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = lock(folder / ".lock", where)
+            while held is None:
+                time.sleep(0.5)
+                held = lock(folder / ".lock", where)
+        except OSError as error:
+            raise disk_error(error, folder, where) from error
+        with held:
+            todo = [shard for shard in shards if not os.path.isfile(shard.path)]
+            if todo:
+                log.info(f"{where}: copying {len(todo)} of {len(shards)} shards to '{folder}'")
+            for shard in todo:
+                recover(Path(shard.path).parent)
+            list(pool.map(lambda shard: object_store.copy_here(shard.origin, Path(shard.path), where), todo))
+    return shards
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Expand `{000..009}` and `{a,b}`; braces within braces are not handled."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    if match[3] is not None:
+        choices = match[3].split(",")
+    else:
+        first, last = int(match[1]), int(match[2])
+        width = max(len(match[1]), len(match[2])) if match[1].startswith("0") or match[2].startswith("0") else 0
+        step = 1 if first <= last else -1
+        choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
+    head, tails = pattern[: match.start()], _expand_braces(pattern[match.end() :])
+    return [head + choice + tail for choice in choices for tail in tails]

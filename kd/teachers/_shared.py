@@ -1,0 +1,152 @@
+"""What the teachers share: class names, pixels' normalization, where a function or a file is found, and a first answer.
+
+Not a part (the name begins with an underscore).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kd.errors import ModelError
+from kd.models.load import Spec, check_classes
+
+MEANINGS = ("logits", "probabilities")
+
+
+def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Check the options `mean` and `std`.
+
+    Raises:
+        ValueError: they are not three numbers each, or a deviation is not positive.
+    """
+    if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
+        raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
+    if not all(one > 0 for one in std):
+        raise ValueError(f"std is {list(std)}; each must be above 0")
+
+
+def require_normalization(where: str, mean: Sequence[float]) -> None:
+    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers.
+
+    Raises:
+        ModelError: they are missing.
+    """
+    if not mean:
+        raise ModelError(
+            f"{where}.mean",
+            "is missing: the model takes float pixels, and nothing says how they are normalized",
+            "mean and std, three numbers each, for pixels in 0..1",
+            "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself",
+        )
+
+
+def read_names(path: str, where: str) -> list[str]:
+    """Return the lines of a text file: class names, in the order of the logits.
+
+    Raises:
+        ModelError: it cannot be read, or a name is empty or there twice.
+    """
+    try:
+        names = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(where, f"'{path}' cannot be read ({error})", "A text file, one class a line", "") from error
+    names = [name.strip() for name in names]
+    while names and not names[-1]:
+        names.pop()
+    twice = next((name for i, name in enumerate(names) if not name or name in names[:i]), None)
+    if twice is not None or not names:
+        wrong = f"'{path}' has no class" if not names else f"'{path}' has the class '{twice}' twice, or an empty line"
+        raise ModelError(where, wrong, "Each class once, one a line", "Correct the file")
+    return names
+
+
+def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[str, ...]:
+    """Return the class names of a teacher's logits; they must be the data's.
+
+    Args:
+        spec: with the data's classes; None: the data has no labels, and the teacher's names are taken.
+        count: of the logits.
+        own: names that came with the model; empty: none did.
+        file: the option `classes`; it goes before `own`.
+
+    Raises:
+        ModelError: other classes, another order, or another number.
+    """
+    where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    names = read_names(file, where) if file else list(own)
+    if names and len(names) != count:
+        wrong = f"names {len(names)} classes, but the model answers with {count} numbers an image"
+        raise ModelError(where, wrong, "One name for each number", "Correct the names, or choose another output")
+    if spec.classes is None:
+        return tuple(names) or tuple(f"class_{label}" for label in range(count))
+    check_classes(
+        where, names or [*spec.classes[:count], *("?" for _ in range(count - len(spec.classes)))], spec.classes
+    )
+    return tuple(spec.classes)
+
+
+def require_kind_of_features(spec: Spec, features: Collection[str], kind: str) -> None:
+    """Require that the losses need logits, or pooled features alone: such a teacher has one output.
+
+    Raises:
+        ModelError: they need more.
+    """
+    if (spec.logits and features) or set(features) - {"pooled"}:
+        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"is {kind}, which has one output, but the losses need {asked}"
+        raise ModelError(f"{spec.where}.kind", wrong, "Losses on logits, or losses on pooled features", "Take others")
+
+
+def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
+    """Require that a first answer means what the configuration says.
+
+    Raises:
+        ModelError: probabilities that are called logits, or the other way round; not [B, C]; NaN.
+    """
+    where = f"{spec.where}.model"
+    if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
+        shape = "x".join(str(size) for size in answer_BC.shape)
+        raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+    if not answer_BC.isfinite().all():
+        raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
+    sums_B = answer_BC.double().sum(1)
+    shares = bool((answer_BC >= 0).all() and ((sums_B - 1).abs() < 1e-3).all())
+    if shares != (meaning == "probabilities"):
+        found = "probabilities (they are not negative and their sum is 1)" if shares else "no probabilities"
+        other = "probabilities" if shares else "logits"
+        raise ModelError(
+            f"{spec.where}.outputs", f"is {meaning}, but the answers are {found}", "", f"Set it to {other}"
+        )
+
+
+def to_logits(answer_BC: Tensor, meaning: str) -> Tensor:
+    """Return logits, float32; of probabilities their logarithm."""
+    answer_BC = answer_BC.float()
+    return answer_BC if meaning == "logits" else answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def found_function(spec: Spec) -> Any:
+    """Return the function that `module:function` names.
+
+    Raises:
+        ModelError: there is none.
+    """
+    where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and not (module == error.name or module.startswith(error.name + ".")):
+            raise
+        wrong = f"the module '{module}' cannot be imported"
+        raise ModelError(where, wrong, "An importable module", "Check the spelling and PYTHONPATH") from error
+    if not callable(function):
+        raise ModelError(where, f"the module '{module}' has no function '{name}'", "", "Check the spelling")
+    return function

@@ -1,0 +1,150 @@
+"""Answers that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
+
+An answer belongs to the whole image, while the student sees crops of it: Beyer et al. 2021 (arXiv:2106.05237) call
+this a fixed teacher, and find it worse than one that sees the same crop. A table that `kd-cache --export` wrote has an
+answer for each view, and is taken only with the same views.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kd.contracts import Source
+from kd.errors import ModelError
+from kd.models.answers import Answers, read
+from kd.models.load import Images, Spec
+from kd.teachers._shared import named, require_logits, to_logits
+from kd.types import Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a table does not say about itself."""
+
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What the column `logits` holds."""
+    classes: str = ""
+    """Text file of its class names, one a line, where it names none or otherwise than the data."""
+
+
+class TableTeacher(nn.Module):
+    """Look answers up by an image's id. See `kd.contracts.TeacherModel`."""
+
+    runs_in, reads_ids = "a table", True
+
+    def __init__(
+        self, values: Tensor, rows: tuple[Tensor, Tensor], probabilities: bool, classes: Sequence[str]
+    ) -> None:
+        """Take a table [V, N, C] and the row of each training and each validation image."""
+        super().__init__()
+        self.network = nn.Module()
+        self.values, self.rows, self.probabilities = values, rows, probabilities
+        self.classes, self.num_classes = classes, len(classes)
+        self.num_features = 0 if classes else values.shape[2]
+        self.features = () if classes else ("pooled",)
+        self.split = 0
+
+    def validation(self) -> TableTeacher:
+        """Return the same table, asked with the ids of validation images."""
+        other = copy.copy(self)
+        other.split = 1
+        return other
+
+    def identity(self) -> dict[str, Any]:
+        """Return a hash of the answers and of whose they are."""
+        digest = hashlib.sha256()
+        for tensor in (self.values, *self.rows):
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return {"teacher": digest.hexdigest(), "architecture": {"answers": self.probabilities}, "input": []}
+
+    def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
+        """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
+        rows_B = self.rows[self.split][ids.cpu()]
+        number = 0 if self.split else view % len(self.values)
+        found = self.values[number][rows_B].to(image.device, torch.float32)
+        if not self.num_classes:
+            return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
+        return Outputs(to_logits(found, "probabilities" if self.probabilities else "logits"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
+        return copy.copy(self)  # nothing here changes, and a table may be large
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
+    """Read the table and find the row of each image.
+
+    Raises:
+        ModelError: no such table, an image without an answer, answers for other views, other classes than the data's.
+    """
+    where = f"{spec.where}.model"
+    for key in ("checkpoint", "args"):
+        if getattr(spec, key):
+            raise ModelError(f"{spec.where}.{key}", "is set, but a table has none", "", f"Leave {key} out")
+    if spec.images is None:
+        raise ModelError(f"{spec.where}.kind", "is answers, which needs images with names", "", "")
+    table = read(spec.model, where)
+    _check_views(spec.where, table, spec.images)
+    wants_logits = spec.logits
+    if wants_logits == (table.meaning == "embeddings") or set(features) - ({"pooled"} if not wants_logits else set()):
+        asked = " and ".join([*["logits"][: int(wants_logits)], *sorted(features)])
+        wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
+        raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
+    names, values = list(table.names), table.values
+    if table.val_values is not None:
+        names += table.val_names
+        values = torch.cat([values, table.val_values[None].expand(len(values), -1, -1)], 1)
+    rows = {name: row for row, name in enumerate(names[: len(table.names)])}
+    val_rows = {**rows, **{name: row for row, name in enumerate(names) if row >= len(rows)}}
+    images = spec.images
+    found = _rows(where, rows, images.train, "training"), _rows(where, val_rows, images.val, "validation")
+    if not wants_logits:
+        return TableTeacher(values, found, False, ())
+    require_logits(spec, values[0, found[0][:64]].float(), options.outputs)
+    classes = named(spec, values.shape[2], table.classes, options.classes)
+    return TableTeacher(values, found, options.outputs == "probabilities", classes)
+
+
+def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
+    """Return the row of each image of a split, int64 [N]."""
+    found = [rows.get(source.name(id), -1) for id in range(len(source))]
+    missing = [id for id, row in enumerate(found) if row < 0]
+    if missing:
+        there = next(iter(rows), "nothing")
+        wrong = (
+            f"has no answer for {len(missing)} of {len(found)} {split} images, the first '{source.name(missing[0])}'"
+        )
+        allowed = f"Names as kd lists them; the table's first is '{there}'"
+        raise ModelError(where, wrong, allowed, "Name its rows so, or drop those images from the data")
+    return torch.tensor(found)
+
+
+def _check_views(where: str, table: Answers, images: Images) -> None:
+    """Require that answers for views belong to the views of this run.
+
+    Raises:
+        ModelError: naming what differs.
+    """
+    shown = json.loads(json.dumps(images.shown()))
+    if not table.made_for:
+        mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]
+        if mixes or len(table.values) > 1:
+            wrong = "mixes images, but the table has an answer for each image alone"
+            if not mixes:
+                wrong = f"is a table of {len(table.values)} views that does not say what they show"
+            key = "data.augment" if mixes else f"{where}.model"
+            remedy = "Set data.augment.mixup=0 data.augment.cutmix=0" if mixes else "Export it with kd-cache --export"
+            raise ModelError(key, wrong, "", remedy)
+        return
+    for name, value in shown.items():
+        if table.made_for.get(name) != value:
+            wrong = f"has answers for views of another {name} ({table.made_for.get(name)}); this run has {value}"
+            raise ModelError(f"{where}.model", wrong, "The views for which it was exported", "Set the same, or export")

@@ -1,0 +1,169 @@
+"""Your own module: `model: module:function` builds it, `checkpoint` holds its weights (.pth or .safetensors).
+
+The function gets `args` and returns an nn.Module that maps normalized images [B, 3, S, S] to logits [B, C]: a tensor,
+a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, where no logits are needed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kd.errors import ModelError
+from kd.models.classifier import Classifier, main_output
+from kd.models.load import Spec, read_tensors
+from kd.teachers._shared import (
+    check_normalization,
+    found_function,
+    named,
+    require_kind_of_features,
+    require_logits,
+    require_normalization,
+    to_logits,
+)
+from kd.types import Outputs
+
+WRAPPERS = ("state_dict", "model", "model_state_dict")
+"""Keys under which training scripts save the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What cannot be read off a module."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, for pixels in 0..1; [0, 0, 0] where the module normalizes by itself."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of each channel, likewise; [1, 1, 1]."""
+    input_size: int = 0
+    """Side of the image that the module takes, pixels. 0: `data.image_size`."""
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What the module returns."""
+    classes: str = ""
+    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
+
+    def __post_init__(self) -> None:
+        check_normalization(self.mean, self.std)
+        if self.input_size < 0:
+            raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
+
+
+class Network(nn.Module):
+    """A module whose answer is one tensor, whatever it returns."""
+
+    def __init__(self, inner: nn.Module, outputs: str) -> None:
+        super().__init__()
+        self.inner, self.outputs = inner, outputs
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, C] for normalized images [B, 3, S, S]."""
+        answer = main_output(self.inner(pixels), "teacher.model")
+        return answer if self.outputs == "logits" else to_logits(answer, self.outputs)
+
+
+class Embedder(Classifier):
+    """A module without classes: what it returns are its pooled features."""
+
+    def __init__(self, network: nn.Module, width: int, **described: Any) -> None:
+        super().__init__(network, num_classes=0, **described)
+        self.features, self.width = ("pooled",), width
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Return pooled features [B, D] for uint8 images [B, 3, H, W]."""
+        pooled_BD = self.network(self.normalize(image)).flatten(1)
+        return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
+
+    @property
+    def num_features(self) -> int:
+        """Width D."""
+        return self.width
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
+    """Build the module, load its weights, and ask it once.
+
+    Raises:
+        ModelError: no such function, weights that do not fit, answers that are no logits of the data's classes.
+    """
+    require_kind_of_features(spec, features, "torch")
+    function = found_function(spec)
+    require_normalization(spec.where, options.mean)
+    try:
+        inner = function(**spec.args)
+    except TypeError as error:
+        raise ModelError(f"{spec.where}.args", f"'{spec.model}' refuses them ({error})", "", "Correct them") from error
+    if not isinstance(inner, nn.Module):
+        wrong = f"'{spec.model}' returns {type(inner).__name__}"
+        raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
+    if spec.checkpoint:
+        load_weights(spec, inner)
+    size = options.input_size or image_size
+    network = Network(inner.eval(), options.outputs)
+    architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
+    common: dict[str, Any] = {
+        "input_size": size,
+        "mean": options.mean,
+        "std": options.std,
+        "architecture": architecture,
+    }
+    with torch.no_grad():
+        noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+        first = main_output(inner(noise), f"{spec.where}.model")
+    if not spec.logits:
+        return Embedder(network, first.flatten(1).shape[1], **common)
+    require_logits(spec, first, options.outputs)
+    names = named(spec, first.shape[1], (), options.classes)
+    return Classifier(network, num_classes=len(names), classes=names, **common)
+
+
+def load_weights(spec: Spec, inner: nn.Module) -> None:
+    """Load a checkpoint, all of it; a .pth is read with `weights_only=True`, so that it runs no code.
+
+    Raises:
+        ModelError: it cannot be read, or its tensors are not those of the module.
+    """
+    where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
+    safe = path.is_dir() or path.suffix == ".safetensors"
+    tensors = read_tensors(spec)[0] if safe else _unpickled(path, where)
+    own = inner.state_dict()
+    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    other = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
+    problems = {"missing": missing, "unexpected": unexpected, "other shape": sorted(other)}
+    told = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in problems.items() if names)
+    if told:
+        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    inner.load_state_dict(tensors)
+
+
+def _unpickled(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error
+    except Exception as error:  # the unpickler raises many types, all caused by the file
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        allowed = "Tensors by name: torch.save(model.state_dict(), path); other pickles may run code and are refused"
+        raise ModelError(where, f"'{path}' cannot be read as weights ({reason})", allowed, "Save it anew") from error
+    while isinstance(content, dict) and (inside := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), "")):
+        content = content[inside]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(where, f"'{path}' holds no tensors by name", "A state_dict", "Save model.state_dict()")
+    return content
+
+
+def _source(function: Any) -> str:
+    """Return a hash of the module's source: the same weights answer otherwise in another forward."""
+    try:
+        text = inspect.getsource(sys.modules[function.__module__])
+    except (OSError, TypeError):
+        text = ""
+    return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]

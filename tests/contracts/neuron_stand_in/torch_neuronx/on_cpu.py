@@ -1,0 +1,20 @@
+"""kd's own Neuron backend, built with all its checks, and then moved to the CPU, where tensors can be."""
+
+from __future__ import annotations
+
+import torch
+
+from kd.backends.neuron import FACTS, Neuron, Options
+from kd.backends.neuron import build as build_neuron
+
+assert FACTS.compiles
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
+    """Build the backend."""
+    backend = build_neuron(options, precision, timeout_seconds)
+    assert backend.device == torch.device("neuron")
+    with backend.autocast():
+        assert torch.is_autocast_enabled("neuron") == (precision == "bf16")
+    backend.device = torch.device("cpu")
+    return backend

@@ -1,0 +1,193 @@
+"""Training on a GPU, compared with the CPU and with itself.
+
+`cuda` needs a GPU (`make gpu`). `cpu` makes the same calls, so that no line is wrong on the day a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "distributed"))
+
+from ranks import World, start  # noqa: E402
+
+from kd import config  # noqa: E402
+from kd.errors import KdError  # noqa: E402
+from kd.jobs.export import Options, export  # noqa: E402
+from kd.jobs.train import train as job  # noqa: E402
+
+STEPS = 8
+
+
+class Trained(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if row["kind"] == "train"]
+
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows()]
+
+    def manifest(self) -> dict[str, Any]:
+        return json.loads((self.folder / "manifest.json").read_text())
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "checkpoints" / f"step_{STEPS:08d}" / "tensors.safetensors")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def kind(request) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def settings(kind, photos, teacher, tmp_path_factory) -> dict[str, Any]:
+    """A run of eight steps, three an epoch, in float32 without TensorFloat-32."""
+    exact = {"tf32": False} if kind == "cuda" else {"threads": 1}
+    every = {"log": 1, "evaluate": STEPS, "checkpoint": STEPS // 2}
+    return {
+        "run": {"folder": str(tmp_path_factory.mktemp("runs")), "steps": STEPS, "every": every, "keep": 9},
+        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 12, "workers": 0},
+        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
+        "student": {
+            "model": "vit_tiny_patch16_224",
+            "args": {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
+            "attention": "unfused",
+        },
+        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
+        "optimizer": {"lr": 2e-3},
+        "backend": {"kind": kind, "precision": "fp32", "timeout_seconds": 60, **exact},
+    }
+
+
+@pytest.fixture(scope="module")
+def train(settings) -> Callable[..., Trained]:
+    """Train in this process, each run once: `train("live")`, `train("cached", "teacher.cache.views=2")`."""
+    made: dict[tuple[str, ...], Trained] = {}
+
+    def run(*key: str) -> Trained:
+        if key not in made:
+            made[key] = Trained(job(config.load(settings, [f"run.name={key[0]}", *key[1:]])).folder)
+        return made[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
+    """Train in two processes, both on the first device."""
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+
+    def run(name: str, backend: dict[str, Any], *overrides: str) -> tuple[World, Trained]:
+        file.write_text(yaml.safe_dump({**settings, "backend": {**backend, "precision": "fp32"}}))
+        env = {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        argv = [file, f"run.name={name}", *overrides]
+        done = start("kd.cli.train:main", argv, 2, env, path=(HERE.parent / "distributed",))
+        return done, Trained(Path(settings["run"]["folder"]) / name)
+
+    return run
+
+
+def test_the_run_is_the_cpus(train):
+    here = train("live")
+    cpu = train("on_the_cpu", "backend={kind: cpu, precision: fp32, threads: 1}")
+    assert here.losses() == pytest.approx(cpu.losses(), rel=1e-3)
+    assert here.losses()[-1] < 0.8 * here.losses()[0]
+
+
+def test_bfloat16_is_near(train):
+    exact, rounded = train("live").losses(), train("bf16", "backend.precision=bf16", "teacher.precision=bf16").losses()
+    assert rounded == pytest.approx(exact, rel=0.1)
+    assert rounded != exact
+
+
+def test_a_cached_run_is_the_live_run(train):
+    live = train("two_views", "data.views=2")
+    cached = train("cached", "teacher.cache.views=2", "teacher.cache.dtype=fp32")
+    assert cached.losses() == pytest.approx(live.losses(), rel=1e-5)
+    # the third epoch has the first one's views
+    assert [row["teacher_images"] for row in cached.rows()] == [12] * 6 + [0] * 2
+
+
+def test_a_sifted_run_ends(train):
+    run = train("sifted", "sifter.kind=history", "sifter.keep=0.7", "sifter.gate=off")
+    assert run.rows()[-1]["step"] == STEPS
+    assert run.losses()[-1] < 0.8 * run.losses()[0]
+
+
+def test_a_run_resumes_to_the_same_bits(train, settings):
+    whole = train("live")
+    folder = whole.folder.with_name("resumed")
+    shutil.copytree(whole.folder, folder)
+    shutil.rmtree(folder / "checkpoints" / f"step_{STEPS:08d}")
+    job(config.load(settings, ["run.name=resumed"]))
+    one, other = whole.checkpoint(), Trained(folder).checkpoint()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_two_processes_on_one_device_are_one(train, world, kind):
+    backend = {"kind": "outside.shared_gpu", "device": "cuda:0" if kind == "cuda" else "cpu"}
+    done, two = world("gloo", backend)
+    done.ended_well()
+    assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
+    done, sharded = world("gloo_zero", backend, "optimizer.zero=true")
+    done.ended_well()
+    assert sharded.losses() == two.losses()
+    held = [run.rows()[-1]["optimizer_mib"] for run in (two, sharded)]
+    assert 0.2 * held[0] < held[1] < 0.8 * held[0]
+
+
+def test_two_processes_over_the_backends_own_group(train, world, kind, settings):
+    done, two = world("own", {**settings["backend"], "timeout_seconds": 30})
+    if kind == "cuda" and any("Duplicate GPU" in log or "invalid usage" in log for log in done.logs):
+        pytest.skip("nccl refuses two ranks on one GPU")
+    done.ended_well()
+    assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
+
+
+def test_the_largest_batch_is_found(train):
+    run = train("auto", "data.batch_size=auto", "run.steps=2")
+    assert run.manifest()["choices"]["batch_size"] == "32"  # of 36 images
+    assert "32 images a micro-batch" in run.manifest()["batch_search"]
+
+
+def test_compiled_models_say_the_same(train, kind):
+    stance = torch.compiler.set_stance("default" if kind == "cuda" else "force_eager")  # a CPU would compile for long
+    with stance:
+        compiled = train("compiled", "teacher.compile=on", "student.compile=on")
+    assert compiled.losses() == pytest.approx(train("live").losses(), rel=1e-3)
+    assert compiled.manifest()["choices"]["student"].endswith("+compiled")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_quantized_teacher_is_near(train, kind, precision):
+    if kind == "cuda":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    elif precision == "fp8":
+        with pytest.raises(KdError, match="fp8"):
+            train(precision, f"teacher.precision={precision}")
+        return
+    run = train(precision, f"teacher.precision={precision}")
+    assert run.losses() == pytest.approx(train("live").losses(), rel=0.2)
+    assert run.manifest()["teacher_error"]["of_std"] > 0
+
+
+def test_the_export_answers_as_the_student(train, tmp_path):
+    made = export(train("live").folder, tmp_path / "export", Options(tolerance=1e-3))
+    assert (made.folder / "model.onnx").is_file()

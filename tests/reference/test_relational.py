@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch
+
+from kd.losses import relational
+from kd.types import Dims, Outputs
+
+DIMS = Dims(0, 6, 10)
+
+
+def similarity(vectors_BD, i, j):
+    """Return the cosine of two rows."""
+    a, b = vectors_BD[i], vectors_BD[j]
+    return (a * b).sum() / ((a**2).sum().sqrt() * (b**2).sum().sqrt())
+
+
+def test_equals_the_formula(agree):
+    def formula(student, teacher, batch):
+        own, other = student.features["pooled"], teacher.features["pooled"]
+        rows = range(len(own))
+        return torch.stack(
+            [torch.stack([(similarity(own, i, j) - similarity(other, i, j)) ** 2 for j in rows]).mean() for i in rows]
+        )
+
+    agree(relational.build(relational.Options(), DIMS), formula)
+
+
+def test_a_turned_and_scaled_copy_of_the_teacher_has_no_loss(outputs):
+    _, teacher, batch = outputs
+    loss = relational.build(relational.Options(), DIMS)
+    turned, _ = torch.linalg.qr(torch.randn(10, 10, generator=torch.Generator().manual_seed(0)))
+    copy = Outputs(teacher.logits, {"pooled": 3 * teacher.features["pooled"] @ turned})
+    torch.testing.assert_close(loss(copy, teacher, batch), torch.zeros(len(batch.label)), rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss.agreement(copy, teacher), torch.ones(len(batch.label)))

@@ -1,0 +1,190 @@
+"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with two data hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import base
+from views_for_checks import Absent, Slow
+
+from kd.cli.train import main as train
+from kd.data.loader import LocalLoader
+from kd.data.remote import Pool, RemoteLoader
+from kd.data.views import Mixing, Train, Views
+from kd.datasets.imagefolder import Options, build
+from kd.errors import KdError
+from kd.sagemaker.group import RAY_MARK
+from kd.sagemaker.hosts import marked, signal_all
+from kd.types import TENSORS, Batch, Plan
+
+DEADLINE = 2.0
+COMPARED = ("kind", "step", "loss", "kl", "lr", "accuracy", "nll", "agreement")
+DATA_HOSTS = ("127.0.0.3", "127.0.0.4")
+
+
+@pytest.fixture(scope="module")
+def broken(photos, tmp_path_factory) -> Path:
+    """`photos` with one file that is no image."""
+    root = tmp_path_factory.mktemp("broken")
+    for file in photos.rglob("*.jpg"):
+        target = root / file.relative_to(photos)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes() if file.name != "03.jpg" else b"no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def datasets(photos, broken) -> list:
+    """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent."""
+    source, torn = (build(Options(root=str(root)), "train", None) for root in (photos, broken))
+    seen = Train(16, 0.35, 0.5, 0.3)
+    views = Views(source, seen, size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
+    skip, refuse = (Views(torn, Train(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
+    return [views, skip, refuse, Slow(views, 0.02), Absent(views)]
+
+
+@pytest.fixture(scope="module")
+def pools(datasets) -> list[Pool]:
+    """What rank 0 and rank 1 see of the same decoders, one on each host."""
+    made = [Pool(datasets, rank, 7, 30.0) for rank in range(2)]
+    for pool in made:
+        assert wait(lambda pool=pool: len(pool.trusted()) == 3), [slot.name for slot in pool.slots]
+    return made
+
+
+def wait(condition, seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.2)
+    return condition()
+
+
+def plan_of(count: int, seed: int = 1) -> Plan:
+    generator = torch.Generator().manual_seed(seed)
+    return Plan(ids=torch.randint(0, 36, (count,), generator=generator), weights=torch.linspace(0.5, 2.0, count))
+
+
+def both(datasets, pool: Pool, number: int, *sizes: int) -> tuple[LocalLoader, RemoteLoader]:
+    return LocalLoader(datasets[number], *sizes, 0), RemoteLoader(pool, number, datasets[number], *sizes)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
+    dtypes = all(getattr(one, name).dtype == getattr(other, name).dtype for name in TENSORS)
+    return equal and dtypes and (one.view, one.unreadable, one.crc) == (other.view, other.unreadable, other.crc)
+
+
+SIZES = [(12, 1, 1, 0), (12, 2, 1, 3), (24, 1, 2, 1), (96, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(("batch", "micros", "ranks", "start"), SIZES)
+def test_all_ranks_get_what_the_local_loader_gives(datasets, pools, batch, micros, ranks, start):
+    for rank in range(ranks):
+        here, there = both(datasets, pools[rank], 0, batch, micros, rank, ranks)
+        for view in range(2):
+            expected = list(here.epoch(plan_of(192, view), view, start))
+            found = list(there.epoch(plan_of(192, view), view, start))
+            assert len(found) == (192 // batch - start) * micros
+            assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+        assert there.made_here == 0
+
+
+def test_two_epochs_at_once_and_one_that_is_given_up(datasets, pools):
+    here, there = both(datasets, pools[0], 0, 12, 1, 0, 1)
+    _, other = both(datasets, pools[0], 1, 12, 1, 0, 1)
+    batches = there.epoch(plan_of(144), 0)
+    first = next(batches)
+    assert len(list(other.epoch(plan_of(72), 0))) == 6  # an evaluation in the middle of an epoch
+    second = next(batches)
+    batches.close()
+    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(144), 0), (first, second), strict=False))
+    assert wait(lambda: not any(slot.calls for slot in pools[0].slots), 10)
+    assert len(list(there.epoch(plan_of(144), 0))) == 12
+
+
+def test_unreadable_images_are_reported_alike(datasets, pools):
+    here, there = both(datasets, pools[0], 1, 12, 1, 0, 1)
+    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(96), 0), there.epoch(plan_of(96), 0), strict=True))
+    assert here.unreadable == there.unreadable
+    assert len(there.unreadable) == 3
+
+
+def test_an_image_that_nobody_can_read_is_the_same_error_after_the_same_batches(datasets, pools):
+    told = []
+    for loader in both(datasets, pools[0], 2, 12, 1, 0, 1):
+        batches = 0
+        try:
+            for _ in loader.epoch(plan_of(96), 0):
+                batches += 1
+        except KdError as error:
+            told.append((batches, type(error), str(error)))
+    assert len(told) == 2
+    assert told[0] == told[1]
+
+
+def test_images_that_only_the_trainer_has(datasets, pools):
+    here, there = both(datasets, pools[0], 4, 12, 1, 0, 1)
+    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True))
+    assert wait(lambda: len(pools[0].trusted()) == 3, 10)
+
+
+def test_a_data_host_is_killed_another_is_frozen_and_both_come_back(datasets, pools, monkeypatch):
+    monkeypatch.setattr(pools[0], "deadline", DEADLINE)
+    here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
+    plan, longest, before = plan_of(240), 0.0, time.monotonic()
+    frozen: list[int] = []
+    expected = LocalLoader(datasets[0], 6, 1, 0, 1, 0).epoch(plan, 1)
+    for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
+        assert same(a, b)
+        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        if number == 8:
+            signal_all(of_ray(DATA_HOSTS[0]), signal.SIGKILL)
+        if number == 16:
+            frozen = of_ray(DATA_HOSTS[1])
+            signal_all(frozen, signal.SIGSTOP)
+    assert frozen
+    signal_all(frozen, signal.SIGCONT)
+    print(f"longest wait {longest:.1f} s, {there.made_here} of 240 images made here")
+    assert 0 < there.made_here < 120
+    back = set(DATA_HOSTS)
+    assert wait(lambda: back <= {slot.address for slot in pools[0].trusted()}), "a host has not come back"
+    made = there.made_here
+    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(36), 2), there.epoch(plan_of(36), 2), strict=True))
+    assert there.made_here == made
+
+
+def of_ray(host: str) -> list[int]:
+    """Return Ray's processes of a host of this job."""
+    return sorted(set(marked(host, "SM_CURRENT_HOST")) & set(marked(os.environ["KD_RUN"], "KD_RUN")) & ray_started())
+
+
+def ray_started() -> set[int]:
+    """Return all processes that a host of any job has started with Ray."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if f"\0{RAY_MARK}=".encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    return found
+
+
+def test_a_run_with_a_teacher_cache_is_the_same_run(photos, tmp_path, capfd):
+    rows = []
+    settings = base(photos, tmp_path)
+    settings["teacher"] |= {"cache": {"views": 1}, "fit": {"epochs": 1, "folder": str(tmp_path / "teachers")}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    for loader in ("local", "ray"):
+        keys = [f"run.name={loader}", f"run.folder={tmp_path / loader}", f"data.loader={loader}"]
+        assert train([str(tmp_path / "tiny.yaml"), *keys]) == 0, capfd.readouterr().err
+        lines = (tmp_path / loader / loader / "metrics.jsonl").read_text().splitlines()
+        rows.append([{k: v for k, v in json.loads(line).items() if k in COMPARED} for line in lines])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) > 4

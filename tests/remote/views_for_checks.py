@@ -1,0 +1,39 @@
+"""Datasets of checks.py, in a module that the decoders import without pytest."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from kd.data.views import Views
+from kd.errors import DataError
+from kd.types import Sample
+
+
+class Slow:
+    """Views whose images take a while, so that something can happen to a decoder that has one in hand."""
+
+    def __init__(self, views: Views, seconds: float) -> None:
+        self.views, self.seconds, self.classes = views, seconds, views.classes
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def load(self, id: int, view: int) -> Sample:
+        time.sleep(self.seconds)
+        return self.views.load(id, view)
+
+
+class Absent:
+    """Views of files that only the trainer has."""
+
+    def __init__(self, views: Views) -> None:
+        self.views, self.trainer, self.classes = views, os.getpid(), views.classes
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def load(self, id: int, view: int) -> Sample:
+        if os.getpid() != self.trainer:
+            raise DataError("data.root", "is not mounted here", "", "Mount it")
+        return self.views.load(id, view)

@@ -1,0 +1,42 @@
+"""`make gpu TINY=1`: every part of benchmarks/gpu.py on the CPU, so that no minute of a GPU is spent on a typo."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.9", reason="make gpu needs torch 2.9")
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import gpu  # noqa: E402
+
+
+def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
+    kept = gpu.row("kept from an earlier call", 1, "rows")
+    (tmp_path / "export.json").write_text(json.dumps([kept]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = gpu.main(["--tiny", "--work", str(tmp_path)])
+    torch.set_num_threads(threads)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "# command: make gpu TINY=1"
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert {row["part"] for row in rows} == set(gpu.PARTS)
+    assert [row["what"] for row in rows if row["part"] == "export"] == ["kept from an earlier call"]
+    assert "not finished" not in {row["unit"] for row in rows}
+    ran = {row["what"]: row for row in rows if row["part"] in ("step", "run", "memory")}
+    assert [what for what, row in ran.items() if float(row["value"]) <= 0 and not what.startswith("peak")] == []
+    assert int(float(next(row["value"] for row in rows if row["unit"] == "collected"))) >= 10
+
+
+def test_what_is_cut_is_said_and_run_again(tmp_path, monkeypatch):
+    given = gpu.arguments(["--work", str(tmp_path)])
+    assert gpu.obtain("export", gpu.REAL, given, end=0.0)[0]["unit"] == "not finished"
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(gpu, "__file__", str(slow))
+    assert "time was over" in gpu.apart("export", given, 0.2)

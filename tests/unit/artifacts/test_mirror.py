@@ -1,0 +1,110 @@
+"""The copy of a run folder in an object store, which is moto's here: whole checkpoints, whatever happens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kd.artifacts.run_dir import RunDir
+from kd.errors import DataError, RunError
+from kd.types import State
+
+URL = "s3://bucket/runs/tiny"
+
+
+def opened(path: Path) -> RunDir:
+    folder = RunDir(path, keep=2, mirror=URL)
+    folder.restore_copy()
+    folder.open("run: {}")
+    return folder
+
+
+def train(folder: RunDir, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        state = State(step=step, best=step / 10)
+        folder.log("val", state, {"accuracy": step / 10})
+        folder.checkpoint(state, {"w": torch.full((3,), float(step))}, {}, best=True)
+
+
+def local(path: Path) -> dict[str, bytes]:
+    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+
+def remote(aws, prefix: str = "runs/tiny/") -> dict[str, bytes]:
+    s3 = aws("s3")
+    found = s3.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+    bodies = {each["Key"]: s3.get_object(Bucket="bucket", Key=each["Key"])["Body"].read() for each in found}
+    return {key.removeprefix(prefix): body for key, body in bodies.items()}
+
+
+@pytest.fixture
+def mirrored(aws, tmp_path) -> Path:
+    """A finished run of four steps with its copy."""
+    folder = opened(tmp_path / "run")
+    train(folder, 1, 4)
+    folder.complete_copy()
+    folder.close()
+    return tmp_path / "run"
+
+
+def test_the_copy_is_the_folder_and_an_empty_folder_becomes_the_copy(mirrored, aws, tmp_path):
+    assert remote(aws) == local(mirrored)
+    assert {name.split("/")[1] for name in remote(aws) if "/" in name} == {"step_00000003", "step_00000004"}
+    folder = opened(tmp_path / "elsewhere")
+    assert local(tmp_path / "elsewhere") == local(mirrored)
+    state, tensors, _ = folder.restore() or pytest.fail("nothing was restored")
+    assert (state.step, tensors["w"].tolist()) == (4, [4.0] * 3)
+    train(folder, 5, 5)
+    folder.complete_copy()
+    folder.close()
+    assert remote(aws) == local(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"run\.mirror: .*step_00000005, which is newer .*step_00000004"):
+        opened(mirrored)
+
+
+def test_a_checkpoint_that_was_not_uploaded_whole_does_not_count(mirrored, aws, tmp_path):
+    aws("s3").delete_object(Bucket="bucket", Key="runs/tiny/checkpoints/step_00000004/state.json")
+    folder = opened(tmp_path / "elsewhere")
+    state, _, _ = folder.restore() or pytest.fail("nothing was restored")
+    assert state.step == 3
+    train(folder, 4, 5)
+    folder.complete_copy()
+    folder.close()
+    assert remote(aws) == local(tmp_path / "elsewhere")
+
+
+def test_a_store_that_is_away_does_not_stop_the_run(mirrored, aws, caplog):
+    folder = opened(mirrored)
+    s3 = aws("s3")
+    for name in remote(aws):
+        s3.delete_object(Bucket="bucket", Key=f"runs/tiny/{name}")
+    s3.delete_bucket(Bucket="bucket")
+    with caplog.at_level(logging.WARNING, "kd"):
+        train(folder, 5, 6)
+        with pytest.raises(RunError, match=r"run\.mirror: the copy is not complete"):
+            folder.complete_copy()
+    assert "The run goes on" in caplog.text
+    s3.create_bucket(Bucket="bucket")
+    folder.complete_copy()
+    folder.close()
+    whole = local(mirrored)
+    kept = {name for name in whole if name.startswith("checkpoints/step_00000006")}
+    assert kept <= remote(aws).keys()
+    with pytest.raises(DataError, match="another-bucket"):
+        RunDir(mirrored, mirror="s3://another-bucket/tiny").restore_copy()
+
+
+def test_nothing_foreign_is_overwritten_or_removed(aws, tmp_path):
+    aws("s3").put_object(Bucket="bucket", Key="runs/tiny/photo.jpg", Body=b"mine")
+    with pytest.raises(RunError, match="files that are no run"):
+        opened(tmp_path / "run")
+    aws("s3").put_object(Bucket="bucket", Key="runs/tiny/config.yaml", Body=b"")
+    folder = opened(tmp_path / "run")
+    train(folder, 1, 3)
+    folder.complete_copy()
+    folder.close()
+    assert remote(aws)["photo.jpg"] == b"mine"

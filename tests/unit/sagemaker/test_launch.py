@@ -1,0 +1,249 @@
+"""What kd-launch asks of SageMaker, and moto's answers to it over HTTP. Nothing here reaches AWS."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import time
+import urllib.request
+
+import pytest
+import yaml
+
+from kd import config
+from kd.errors import ConfigErrors, RunError
+from kd.report.console import Console
+from kd.sagemaker import aws as sending
+from kd.sagemaker import launch
+from kd.types import State
+
+IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
+ROLE = "arn:aws:iam::123456789012:role/kd"
+OUTPUT = "s3://bucket/kd"
+GIVEN = ("--image", IMAGE, "--role", ROLE, "--output", OUTPUT)
+
+
+@pytest.fixture
+def food(settings, tmp_path):
+    """A configuration whose data lies on S3."""
+    settings["data"]["root"] = "s3://bucket/food"
+    settings["teacher"]["model"] = "vit_tiny_patch16_224"
+    path = tmp_path / "food_1.yaml"
+    del settings["run"]["name"]
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def dry(command, *argv):
+    """Return the requests that a dry run prints."""
+    answer = command("launch", *argv, *GIVEN, "--dry-run")
+    assert answer.code == 0, answer
+    return json.loads(answer.out)
+
+
+def test_a_configuration_survives_as_texts(food):
+    """Each kind of value, references and lists among them."""
+    overrides = ["optimizer.lr=5e-5", "run.trackers=[]", "teacher.args={}", "run.seed=007", "data.augment.flip=1"]
+    overrides += ["teacher.args={act_layer: '1e3'}", "run.folder=${oc.env:NOWHERE,runs}", "losses.0.weight=2"]
+    keys = config.flat(food, overrides)
+    assert keys["run.name"] == "food_1"
+    assert keys["run.folder"] == "${oc.env:NOWHERE,runs}"
+    again = config.load({}, [f"{key}={text}" for key, text in keys.items()])
+    assert config.to_dict(again) == config.to_dict(config.load(food, overrides))
+
+
+@pytest.mark.parametrize(
+    ("options", "resources", "more"),
+    [
+        (
+            ("--instance", "ml.p4d.24xlarge", "--count", "4"),
+            {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 4},
+            {},
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "--backend", "smddp"),
+            {"InstanceType": "ml.g5.xlarge"},
+            {"backend.kind": "smddp"},
+        ),
+        (("--instance", "ml.trn1.32xlarge", "backend.kind=auto"), {}, {"backend.kind": "xla"}),
+        (
+            ("--instance", "ml.p4d.24xlarge", "--data-group", "ml.c5.18xlarge:2"),
+            {
+                "InstanceGroups": [
+                    {"InstanceGroupName": "dnn", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1},
+                    {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 2},
+                ]
+            },
+            {"data.loader": "ray"},
+        ),
+    ],
+    ids=["one group", "smddp", "trn1", "two groups"],
+)
+def test_botocore_accepts_the_request(options, resources, more, food, command):
+    request = dry(command, food, *options)["CreateTrainingJob"]
+    found = request["ResourceConfig"]
+    assert {key: found[key] for key in resources} == resources
+    assert ("InstanceGroups" in found) != ("InstanceType" in found)
+    keys = request["HyperParameters"]
+    assert {key: keys[key] for key in more} == more
+    assert keys["run.folder"] == request["CheckpointConfig"]["LocalPath"] == "/opt/ml/checkpoints"
+    assert request["CheckpointConfig"]["S3Uri"] == "s3://bucket/kd/checkpoints/food_1"
+    assert keys["data.root"] == "/opt/ml/input/data/data-root"
+    (channel,) = request["InputDataConfig"]
+    assert channel["ChannelName"] == "data-root"
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/food/"
+
+
+def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, tmp_path):
+    extra = tmp_path / "extra.json"
+    extra.write_text('{"Tags": [{"Key": "team", "Value": "vision"}]}')
+    request = dry(command, food, "--instance", "ml.g5.xlarge", "--spot", "--hours", "2", "--extra", str(extra))
+    stop = request["CreateTrainingJob"]["StoppingCondition"]
+    assert request["CreateTrainingJob"]["EnableManagedSpotTraining"]
+    assert stop["MaxWaitTimeInSeconds"] > stop["MaxRuntimeInSeconds"] == 7200
+    assert request["CreateTrainingJob"]["Tags"][0]["Value"] == "vision"
+
+
+def test_shards_and_weights_become_channels(food):
+    keys = {
+        "run.name": "a",
+        "run.mirror": "s3://b/runs",
+        "data.train": "s3://b/shards/train-{0..9}.tar",
+        "teacher.checkpoint": "s3://b/teacher/model.safetensors",
+        "student.checkpoint": "s3://b/student",
+    }
+    request = launch.training_request(
+        launch.Job(name="a-1", keys=keys, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+    )
+    launch.validate("CreateTrainingJob", request)
+    sources = {c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"]}
+    assert sources == {
+        "data-train": "s3://b/shards/",
+        "teacher-checkpoint": "s3://b/teacher/model.safetensors",
+        "student-checkpoint": "s3://b/student/",
+    }
+    found = request["HyperParameters"]
+    assert found["run.mirror"] == "s3://b/runs"
+    assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
+    assert found["teacher.checkpoint"] == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
+    assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "words"),
+    [
+        (("--instance", "ml.p4d.24xlrge"), "InstanceType", "ml.p4d.24xlarge"),
+        (("data.root=photos", "--instance", "ml.g5.xlarge"), "data.root", "s3://"),
+        (("data.rot=photos", "--instance", "ml.g5.xlarge"), "data.rot", "root"),
+        (("--instance", "ml.g5.xlarge", "--role", "arn-of-a-role-of-mine"), "RoleArn", "arn:"),
+        (("--instance", ""), "--instance", "Give it"),
+        (("--instance", "ml.g5.xlarge", "--backend", "cudda"), "backend.kind", "cuda"),
+        (("--instance", "ml.g5.xlarge", "--output", "folder"), "--output", "s3://"),
+        (("--instance", "ml.g5.xlarge", "--hours", "0"), "MaxRuntimeInSeconds", "min value: 1"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food, refused):
+    line = refused("launch", food, *GIVEN, *options)
+    assert where in line.partition(" ")[0] or where in line
+    assert words in line
+
+
+def test_too_long_and_too_many_values_are_found():
+    job = launch.Job(name="a", keys={"run.name": "a"}, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+    request = launch.training_request(job)
+    request["HyperParameters"] |= {f"key{i}": "x" * 2501 for i in range(100)}
+    with pytest.raises(ConfigErrors) as caught:
+        launch.validate("CreateTrainingJob", request)
+    assert "At most 100" in str(caught.value)
+    assert "At most 2500" in str(caught.value)
+
+
+def test_the_metrics_match_the_log(capfd):
+    """CloudWatch reads what the console prints."""
+    console = Console("food")
+    state = State(step=3, epoch=0)
+    console.step(state, 0.1)
+    console.log("train", state, {"loss": 1.25, "kl": 1.5, "lr": 5e-05, "grad_norm": 1.0, "images_per_second": 41.0})
+    console.step(state, 0.2)
+    console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
+    console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
+    console.log("val", state, {"accuracy": 0.25})
+    log = capfd.readouterr().out.splitlines()
+    found = {
+        name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in launch.METRICS.items()
+    }
+    assert found == {
+        "train:loss": [1.25, 1.125],
+        "train:lr": [5e-05, 0.001],
+        "train:images_per_second": [41, 42],
+        "val:accuracy_percent": [50, 25],
+        "val:teacher_accuracy_percent": [75],
+        "val:agreement_percent": [62.5],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ over HTTP
+
+
+def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
+    logs = aws("logs")
+    logs.create_log_group(logGroupName=sending.LOGS)
+    monkeypatch.setattr("kd.cli.launch._unique", lambda name: "food-1")
+    for host in (1, 2):
+        logs.create_log_stream(logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}")
+        events = [{"timestamp": int(1000 * time.time()) + i, "message": f"host {host} line {i}"} for i in range(3)]
+        logs.put_log_events(logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}", logEvents=events)
+    answer = command("launch", food, "--instance", "ml.g5.xlarge", "--spot", *GIVEN)
+    assert answer.code == 0, answer
+    for host in (1, 2):
+        assert re.findall(rf"host {host} line (\d)", answer.out) == ["0", "1", "2"]
+    told = aws("sagemaker").describe_training_job(TrainingJobName="food-1")
+    assert told["HyperParameters"]["data.root"] == "/opt/ml/input/data/data-root"
+    assert told["CheckpointConfig"]["S3Uri"] == "s3://bucket/kd/checkpoints/food_1"
+
+
+def endpoint_answers(aws, body: str) -> None:
+    """Let moto's endpoints answer this: it computes nothing."""
+    url = f"{aws('sagemaker').meta.endpoint_url}/moto-api/static/sagemaker/endpoint-results"
+    results = json.dumps({"results": [{"Body": body, "ContentType": "application/json"}], "region": "us-east-1"})
+    request = urllib.request.Request(url, results.encode(), {"content-type": "application/json"})
+    urllib.request.urlopen(request).close()
+
+
+def test_an_export_is_deployed_and_asked(aws, exported, command):
+    endpoint_answers(aws, '{"predictions": [{"label": "fig", "score": 0.9}]}')
+    options = (exported, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
+    answer = command("launch", "deploy", *options)
+    assert answer.code == 0, answer
+    assert "a grey image is 'fig'" in answer.out
+    sagemaker = aws("sagemaker")
+    assert sagemaker.describe_endpoint(EndpointName="fruit")["EndpointStatus"] == "InService"
+    model = sagemaker.describe_model(ModelName="fruit")["PrimaryContainer"]["ModelDataUrl"]
+    assert model == "s3://bucket/kd/models/fruit/model.tar.gz"
+    body = aws("s3").get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
+
+
+def test_what_aws_refuses_is_one_line(aws, exported, refused):
+    options = (exported, "--instance", "ml.c5.xlarge", *GIVEN, "--output", "s3://another-bucket/kd")
+    assert "NoSuchBucket" in refused("launch", "deploy", *options)
+
+
+def test_an_endpoint_that_answers_something_else_is_named(aws, exported):
+    endpoint_answers(aws, '{"predictions": []}')
+    hosting = launch.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
+    with pytest.raises(RunError, match="delete-endpoint --endpoint-name odd"):
+        sending.deploy(launch.hosting_requests(hosting), exported, hosting.model, ("fig",))
+
+
+def test_a_batch_transform(aws, exported, command):
+    options = ("--instance", "ml.c5.xlarge", "--name", "all-fruit", *GIVEN)
+    answer = command("launch", "transform", exported, "s3://bucket/images", *options)
+    assert answer.code == 0, answer
+    assert "results: s3://bucket/kd/transform/all-fruit" in answer.out
+    told = aws("sagemaker").describe_transform_job(TransformJobName="all-fruit")
+    assert told["TransformInput"]["ContentType"] == "application/x-image"
+    assert told["TransformJobStatus"] == "Completed"
