@@ -127,7 +127,7 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(zero, clip):
-    """Neither weights nor moments, in the first step or later; AdamW counts its steps on the host, so that one counts."""
+    """Neither weights nor moments, in the first step or later. AdamW counts its steps on the host, which goes on."""
     from kd.backends.xla import Options, build
 
     backend = build(Options(), "fp32", 5.0)
