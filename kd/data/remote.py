@@ -45,12 +45,15 @@ T = TypeVar("T")
 class Decoder:
     """What a Ray actor runs: it makes parts of batches, one at a time, from datasets that it was started with."""
 
-    def __init__(self, datasets: Sequence[Dataset], folder: str) -> None:
-        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path."""
+    def __init__(self, datasets: Sequence[Any], folder: str) -> None:
+        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path.
+
+        `datasets` holds one reference to them, which rank 0 keeps: a new decoder on a new host asks for them again.
+        """
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._fetch = [Fetch(dataset) for dataset in datasets]
+        self._fetch = [Fetch(dataset) for dataset in ray.get(datasets[0])]
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
         """Return the id and the address of this host, and the versions that pixels depend on."""
@@ -101,8 +104,8 @@ class Slot:
     address: str = ""
 
     def ping(self) -> None:
-        """Trust it again when it has answered; Ray repeats the ping where it starts the decoder anew."""
-        self.probe, self.probed = self.actor.ping.options(max_task_retries=-1).remote(), time.monotonic()
+        """Trust it again when it has answered."""
+        self.probe, self.probed = self.actor.ping.remote(), time.monotonic()
 
 
 class Call(NamedTuple):
@@ -154,7 +157,7 @@ class Pool:
         if self._datasets is None:
             return ray.get_actor(name)
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
-        return ray.remote(Decoder).options(name=name, **options).remote(self._datasets, os.getcwd())
+        return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
     def trusted(self) -> list[Slot]:
         """Return the decoders that answer.
@@ -179,8 +182,9 @@ class Pool:
             self.slots.remove(slot)
             log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
             return
-        except RayError:
-            slot.ping()
+        except RayError:  # it is being started again
+            if time.monotonic() - slot.probed > 1.0:
+                slot.ping()
             return
         ours = decoding_versions()
         if other := [f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs[name] != ours[name]]:
@@ -256,6 +260,7 @@ def connect() -> None:
     remedy = "Start with kd-launch, or see docs/cluster.md"
     if not address:
         raise RunError(WHERE, "is ray, but the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of what the pool takes care of
     # Ray puts its own handler in the place of ours, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -300,10 +305,10 @@ class RemoteLoader(LocalLoader):
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the requests at hand; keep a window of calls in the hands of the decoders."""
-        waiting = iter([part for request in self._requests.now for part in divided(request)])
+        waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
-            for request in self._requests.now:
+            for request in self._requests:
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
                     room = self.pool.room(len(calls), self.world_size)

@@ -135,6 +135,7 @@ def assemble(
         evaluator=evaluator,
         store=store,
         logger=logger,
+        skip_nonfinite=section.on_nonfinite == "skip",
     )
 
 
