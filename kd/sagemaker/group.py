@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kd.errors import BackendError, KdError
 from kd.host import cores
-from kd.sagemaker.hosts import MARK, Hosts, accelerated, end_marked, hyperparameters, marked, processes, read_hosts
+from kd.sagemaker.hosts import Hosts, accelerated, end_marked, hyperparameters, marked, marks, processes, read_hosts
 
 BEAT, SILENCE = 5.0, 60.0
 """Seconds between two signs of life, and without one until a host counts as lost."""
@@ -31,7 +31,7 @@ JOIN_SECONDS = 300.0
 MEET_SECONDS = 900.0
 """How long a host tries to reach the first trainer: hosts of a job start minutes apart."""
 RAY_MARK = "KD_RAY"
-"""Like `MARK`, for Ray's processes alone."""
+"""As `kd.sagemaker.hosts.MARK`, of Ray's processes alone."""
 GRACE = 30.0
 """Seconds that a trainer has to end by itself when another one has failed."""
 
@@ -201,7 +201,8 @@ class Node:
 
     async def start(self) -> bool:
         """Start Ray's processes and return whether they have joined the cluster."""
-        environ = {**os.environ, MARK: self.mark, RAY_MARK: self.mark, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+        environ = {**os.environ, **marks(self.mark), **marks(self.mark, RAY_MARK)}
+        environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
         process = await asyncio.create_subprocess_exec(
             *self.command(),
             env=environ,
@@ -291,7 +292,8 @@ async def train(hosts: Hosts, member: Member, node: Node, argv: Sequence[str]) -
     await asyncio.wait([member.begun, member.ended], return_when=asyncio.FIRST_COMPLETED)
     code = 1
     if not member.ended.done():
-        environ = {**os.environ, MARK: node.mark, "RAY_ADDRESS": node.address, "SM_HOSTS": json.dumps(hosts.trainers)}
+        environ = {**os.environ, **marks(node.mark), "RAY_ADDRESS": node.address}
+        environ |= {"SM_HOSTS": json.dumps(hosts.trainers)}
         process = await asyncio.create_subprocess_exec(*command(hosts, argv), env=environ)
         code = await _finished(process, member)
         member.tell(f"done {code}")
