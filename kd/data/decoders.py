@@ -273,7 +273,6 @@ def connect() -> None:
     remedy = "Start with kd-launch, or see docs/cluster.md"
     if not address:
         raise RunError(WHERE, "is ray, but the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of what the pool takes care of
     # Ray puts its own handler in the place of ours, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:

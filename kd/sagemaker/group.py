@@ -32,6 +32,8 @@ MEET_SECONDS = 900.0
 """How long a host tries to reach the first trainer: hosts of a job start minutes apart."""
 RAY_MARK = "KD_RAY"
 """As `kd.sagemaker.hosts.MARK`, of Ray's processes alone."""
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+"""Ray prints pages about each lost host in the log of a run; `data.loader` tells it in a line."""
 GRACE = 30.0
 """Seconds that a trainer has to end by itself when another one has failed."""
 
@@ -293,7 +295,7 @@ async def train(hosts: Hosts, member: Member, node: Node, argv: Sequence[str]) -
     code = 1
     if not member.ended.done():
         environ = {**os.environ, **marks(node.mark), "RAY_ADDRESS": node.address}
-        environ |= {"SM_HOSTS": json.dumps(hosts.trainers)}
+        environ |= {"SM_HOSTS": json.dumps(hosts.trainers), **QUIET}
         process = await asyncio.create_subprocess_exec(*command(hosts, argv), env=environ)
         code = await _finished(process, member)
         member.tell(f"done {code}")
