@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.backends import _shards
+from kd.backends._guard import guard_fused, hold
 from kd.backends._launch import announce, place
 from kd.errors import BackendError, KdError
 from kd.host import free_mib
@@ -156,10 +157,17 @@ class DDPBackend:
         return self._optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, step and set gradients to None. DDP has already reduced them."""
+        """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
-        optimizer.step()
+        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        if inner.defaults.get("fused"):
+            guard_fused(inner, norm)
+            optimizer.step()
+        else:
+            settle = hold(inner)
+            optimizer.step()
+            settle(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 

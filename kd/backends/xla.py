@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kd.backends._guard import hold
 from kd.backends._launch import Place, announce, place
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
@@ -178,7 +179,7 @@ class XLA:
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
             optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = optimizer.base_optimizer
+            inner = _guarded(optimizer)
         else:
             optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
@@ -193,9 +194,11 @@ class XLA:
             optimizer.step()
             norm = optimizer.grad_norm
         else:
+            settle = hold(optimizer)
             # torch calls a closure before the update, so here after the reduction, and returns its value
             clip = partial(nn.utils.clip_grad_norm_, _parameters(optimizer), max_norm or math.inf, foreach=False)
             norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
+            settle(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -225,7 +228,7 @@ class XLA:
             optimizer.load_state_dict(state)
             return
         optimizer.init_zero()  # its shards are still copies of the weights before the restore
-        self._optimizer = optimizer.base_optimizer
+        self._optimizer = _guarded(optimizer)
         parameters = _parameters(optimizer)
         shared = {
             index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
@@ -361,6 +364,17 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
         if "step" in entries:
             entries["step"].zero_()
     return state
+
+
+def _guarded(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of the shards, whose step changes nothing where the gradient's norm is not finite.
+
+    Put back after the step, the gathered weights would be computed apart from the shards, and rounded otherwise.
+    """
+    inner, settles = optimizer.base_optimizer, []
+    inner.register_step_pre_hook(lambda *_: settles.append(hold(inner)))
+    inner.register_step_post_hook(lambda *_: settles.pop()(optimizer.grad_norm))
+    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -321,6 +321,9 @@ class OptimizerSection:
     """SGD's momentum (Nesterov)."""
     clip: float = ranged(1.0, low=0.0)
     """Largest gradient norm. 0: do not clip."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
+    it, count it in the rows, and end the run after more than 10 such steps in a row."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema: float = ranged(0.0, low=0.0, high=0.99999)

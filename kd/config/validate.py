@@ -226,6 +226,10 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
     if not (teacher.shard or teacher.pipeline):
         return
+    key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
+    if teacher.kind not in kinds:
+        wrong = f"is set, but kd does not divide a teacher of kind '{teacher.kind}'"
+        yield ConfigError(f"teacher.{key}", wrong, f"Models of {' and '.join(kinds)}", f"Leave teacher.{key} out")
     named = {"runtime": teacher.runtime in RUNTIMES, "precision": teacher.precision in QUANTIZED}
     for key, on in {**named, "compile": teacher.compile == "on"}.items():
         if on:

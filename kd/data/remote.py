@@ -61,10 +61,10 @@ class RemoteLoader(LocalLoader):
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the requests at hand; keep a window of calls in the hands of the decoders."""
-        waiting = iter([part for request in self._requests.now for part in divided(request)])
+        waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
-            for request in self._requests.now:
+            for request in self._requests:
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
                     room = self.pool.room(len(calls), self.world_size)

@@ -116,6 +116,8 @@ class Run:
     evaluator: Evaluator | EmbeddingEvaluator
     store: RunStore
     logger: Logger
+    skip_nonfinite: bool = False
+    """Go on after a step whose gradient is not finite; such a step is never applied."""
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
     threads: Callable[[State], State] = unchanged
@@ -142,7 +144,7 @@ class Stopping:
     def __call__(self) -> bool:
         """Return whether all ranks stop here. All ranks must call it equally often."""
         backend = self.run.backend
-        if backend.world_size == 1:
+        if backend.world_size == 1 or self.run.stop is never:  # on all ranks alike
             self.agreed = self.agreed or self.run.stop()
             return self.agreed
         self._calls += 1

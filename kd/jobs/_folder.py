@@ -45,6 +45,7 @@ FREE = (
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
+    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
     "backend.timeout_seconds",
     "teacher.cache.path",
     "price.",

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from kd.errors import RunError
 from kd.predict import images as listing
-from kd.predict.results import Journal, Row, check_format, opened
-from kd.serve.answers import predictions
+from kd.predict.results import WHERE, Journal, Row, check_format, opened
+from kd.serve.answers import embeddings, predictions
 from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
 
@@ -56,7 +57,7 @@ class Summary:
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images and write one row for each, in the order of their names.
+    """Classify images, or embed them, and write one row for each, in the order of their names.
 
     Raises:
         ModelError: the folder is not a whole export.
@@ -67,6 +68,9 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
+    if described.output.embeds and settings.to.suffix != ".jsonl":
+        wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
+        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
     cores = settings.cores or usable_cores()
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
@@ -116,7 +120,9 @@ def _classified(
             return {"image": name, "error": error.strerror or type(error).__name__}
         except Problem as problem:
             return {"image": name, "error": problem.detail}
-        return {"image": name, **predictions(model.engine(pixels[None]), model.labels, top)[0]}
+        values = model.engine(pixels[None])
+        found = embeddings(values) if model.output.embeds else predictions(values, model.labels, top)
+        return {"image": name, **found[0]}
 
     with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
         window: deque[Future[Row]] = deque()

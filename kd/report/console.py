@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -96,7 +97,8 @@ def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> st
     """Return a row as text; `news` has the values that changed, so that constant counts are shown once."""
     skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
     terms = " ".join(f"{name} {_number(value)}" for name, value in news.items() if name not in skip)
-    return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+    loss = values.get("loss", math.nan)  # no step of the window was applied
+    return f"loss {loss:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
 
 
 def _number(value: float) -> str:

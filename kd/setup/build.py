@@ -31,7 +31,6 @@ from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student, sizes
 from kd.setup.teacher import TeacherReport, choose_teacher
-from kd.types import Plan
 
 BANK = 10_000
 """Training images at most, evenly spaced, that an embedding student's neighbours are looked for among."""
@@ -136,6 +135,7 @@ def assemble(
         evaluator=evaluator,
         store=store,
         logger=logger,
+        skip_nonfinite=section.on_nonfinite == "skip",
     )
 
 
@@ -181,10 +181,7 @@ def build_run(
     asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
     reads = "teacher" in recipe.needs
     report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
-    answering: Teacher = report.live if reads else NoTeacher()
-    if teacher is not None and kept and reads:
-        answers = len(data.classes) if recipe.reads.teacher_logits else 0
-        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
+    answering = _answering(recipe, session, report, teacher)
     student = (session, distillation, recipe.student, recipe.backend.precision)
     mode = choose_student(*student, report.live, visits, chosen.student)
     apply_mode(mode.mode, distillation, backend)
@@ -205,8 +202,7 @@ def build_run(
     sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
-    plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
@@ -230,6 +226,16 @@ def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: Bat
     return run
 
 
+def _answering(recipe: Recipe, session: Session, report: TeacherReport, teacher: TeacherModel | None) -> Teacher:
+    """Return who answers in a step: the live teacher, its cache, or nobody where no loss reads a teacher."""
+    if teacher is None or "teacher" not in recipe.needs:
+        return NoTeacher()
+    if not recipe.teacher.cache.views:
+        return report.live
+    answers = len(session.data.classes) if recipe.reads.teacher_logits else 0
+    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, report, teacher, session, answers)
+
+
 def _evaluator(
     recipe: Recipe,
     session: Session,
@@ -237,15 +243,16 @@ def _evaluator(
     live: Teacher,
     teacher: TeacherModel | None,
     loader: Loader,
-    plan: Plan,
 ) -> Evaluator | EmbeddingEvaluator:
     """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
     backend, data, reads = session.backend, session.data, recipe.reads
+    plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
     classes = len(data.classes)
     if reads.student_logits:
         answers = teacher is not None and reads.teacher_logits
         return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
-    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
+    known = data.labelled and classes > 1
+    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
     members = len(getattr(teacher, "members", [teacher]))
     return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
 

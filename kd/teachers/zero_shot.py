@@ -86,10 +86,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if options.vectors:
         names, vectors_CD = read_vectors(options.vectors, f"{spec.where}.vectors")
         names = file or names or list(spec.classes or [])
-        vision = getattr(config, "vision_config", config)
-        model = loaded(
-            spec, hub, both if both and not options.scale else alone, config if both and not options.scale else vision
-        )
+        whole = bool(both) and not options.scale  # the learned scale lies beside the towers
+        part = (both, config) if whole else (alone, getattr(config, "vision_config", config))
+        model = loaded(spec, hub, *part)
     else:
         if not both:
             wrong = f"'{spec.model}' has no text tower"

@@ -104,8 +104,8 @@ def test_a_killed_data_worker_is_one_line(train):
     assert "bug" not in killed.world.logs[0]
 
 
-def launched(argv: list[str], rows_file: Path, send, **env: str) -> tuple[int, str, float]:
-    """Start a command in a process group of its own, call `send(process)` after some steps; return how it ended."""
+def launched(argv: list[str], rows_file: Path, send, steps: int = 4, **env: str) -> tuple[int, str, float]:
+    """Start a command in a process group of its own, call `send(process)` after `steps`; return how it ended."""
     environ = {**environment(), **env}
     environ["PYTHONPATH"] += f":{HERE}"
     log = rows_file.parent.with_suffix(".log")
@@ -114,7 +114,10 @@ def launched(argv: list[str], rows_file: Path, send, **env: str) -> tuple[int, s
         try:
             deadline = time.monotonic() + 90
             while process.poll() is None and time.monotonic() < deadline:
-                if rows_file.is_file() and sum('"train"' in line for line in rows_file.read_text().splitlines()) >= 4:
+                if (
+                    rows_file.is_file()
+                    and sum('"train"' in line for line in rows_file.read_text().splitlines()) >= steps
+                ):
                     break
                 time.sleep(0.02)
             asked = time.monotonic()
@@ -135,7 +138,7 @@ def test_a_second_signal_ends_at_once(config_file, tmp_path):
         time.sleep(1.5)
         process.send_signal(signal.SIGTERM)
 
-    code, told, seconds = launched(argv, tmp_path / "twice" / "metrics.jsonl", twice, KD_SLOW="2.0")  # 24 s a step
+    code, told, seconds = launched(argv, tmp_path / "twice" / "metrics.jsonl", twice, 1, KD_SLOW="0.5")  # 6 s a step
     assert code == -signal.SIGTERM, told
     assert "a second signal ends now" in told
     assert seconds < 20

@@ -205,7 +205,9 @@ class Session:
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
-            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, PINNED)))
+            foreign = written.get("teacher", {}).get("kind", "timm") != "timm"  # the page makes that teacher itself
+            pinned = {section: keys for section, keys in PINNED.items() if section != "teacher" or not foreign}
+            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, pinned)))
 
     def short(self, text: str) -> str:
         if self.server is not None:

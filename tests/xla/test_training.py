@@ -121,3 +121,30 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
     # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones
     assert _samples("CompileTime") - rehearsed <= 2
     assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(zero, clip):
+    """Neither in the first step nor later, and the step after it is as if it had not been."""
+    from kd.backends.xla import Options, build
+
+    backend = build(Options(), "fp32", 5.0)
+    backend.setup()
+
+    def made(gradients):
+        weight = torch.nn.Parameter(torch.ones(4, 3, device=backend.device))
+        optimizer = backend.optimizer([{"params": [weight]}], torch.optim.AdamW, zero, lr=0.1)
+        norms = []
+        for gradient in gradients:
+            weight.grad = torch.full((4, 3), gradient, device=backend.device)
+            norms.append(backend.step(optimizer, clip))
+            backend.end_step()
+        return [weight.detach().cpu(), *backend.optimizer_state(optimizer)["state"][0].values()], norms
+
+    nan = float("nan")
+    found, norms = made([nan, 0.5, float("inf"), -0.25])
+    expected, _ = made([0.5, -0.25])
+    assert [bool(norm.isfinite()) for norm in norms] == [False, True, False, True]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-6, atol=1e-7)

@@ -86,6 +86,15 @@ def test_a_resumed_run_computes_the_same_bits(make, tmp_path):
         assert torch.equal(tensor, weights_of(second)[name]), name
 
 
+def test_without_labels_agreement_decides(make):
+    made = make(LOSSES, "data.labels=none", "run.steps=4", "run.every.evaluate=2")
+    state = train(made.run)
+    rows = [row for row in made.store.rows if row["kind"] == "val"]
+    assert [sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"}) for row in rows] == [["agreement"]] * 2
+    assert made.run.evaluator.decides == "agreement"
+    assert state.best == max(row["agreement"] for row in rows)
+
+
 def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path):
     args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
     torch.manual_seed(1)

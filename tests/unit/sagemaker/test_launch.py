@@ -109,6 +109,7 @@ def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, t
 def test_shards_and_weights_become_channels(food):
     keys = {
         "run.name": "a",
+        "run.mirror": "s3://b/runs",
         "data.train": "s3://b/shards/train-{0..9}.tar",
         "teacher.checkpoint": "s3://b/teacher/model.safetensors",
         "student.checkpoint": "s3://b/student",
@@ -124,6 +125,7 @@ def test_shards_and_weights_become_channels(food):
         "student-checkpoint": "s3://b/student/",
     }
     found = request["HyperParameters"]
+    assert found["run.mirror"] == "s3://b/runs"
     assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
     assert found["teacher.checkpoint"] == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
     assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
