@@ -183,7 +183,7 @@ class Node:
     """This host's part of the Ray cluster. It is told of no accelerator: those are torchrun's."""
 
     def __init__(self, hosts: Hosts, mark: str) -> None:
-        self.hosts, self.mark, self.head = hosts, mark, hosts.me == hosts.first
+        self.hosts, self.mark, self.head, self.failures = hosts, mark, hosts.me == hosts.first, 0
         self.folder = tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp") if self.head else ""  # sockets need short paths
         self.address = f"{socket.gethostbyname(hosts.first)}:{hosts.ports[1]}"
 
@@ -214,8 +214,9 @@ class Node:
             stderr=asyncio.subprocess.STDOUT,
         )
         told, _ = await process.communicate()
-        if process.returncode and self.head:
-            say(self.hosts.me, f"Ray's head did not start: {told.decode(errors='replace').strip()[-2000:]}")
+        self.failures = self.failures + 1 if process.returncode else 0
+        if self.failures == (1 if self.head else 20):  # others fail while the head is not there yet
+            say(self.hosts.me, f"Ray does not start here: {told.decode(errors='replace').strip()[-2000:]}")
         return process.returncode == 0
 
     async def keep(self, member: Member) -> None:
@@ -281,9 +282,16 @@ async def decode(member: Member, node: Node) -> int:
 
 async def train(hosts: Hosts, member: Member, node: Node, argv: Sequence[str]) -> int:
     """Run this host's trainers; return their exit code, or that of others."""
-    loop, process = asyncio.get_running_loop(), None
+    process: asyncio.subprocess.Process | None = None
+
+    def stop() -> None:
+        if process is None:
+            member.end(1)
+        elif process.returncode is None:
+            process.terminate()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: process.terminate() if process is not None else member.end(1))
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     keeper = None
     if not node.head:
         keeper = asyncio.create_task(node.keep(member))
