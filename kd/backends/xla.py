@@ -180,7 +180,7 @@ class XLA:
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
             optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = _guarded(optimizer)
+            inner = optimizer.base_optimizer
         else:
             optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
@@ -229,7 +229,7 @@ class XLA:
             optimizer.load_state_dict(state)
             return
         optimizer.init_zero()  # its shards are still copies of the weights before the restore
-        self._optimizer = _guarded(optimizer)
+        self._optimizer = optimizer.base_optimizer
         parameters = _parameters(optimizer)
         shared = {
             index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
@@ -335,17 +335,6 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
         if "step" in entries:
             entries["step"].zero_()
     return state
-
-
-def _guarded(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of the shards, whose step changes nothing where the gradient's norm is not finite.
-
-    Put back after the step, the gathered weights would be computed apart from the shards, and rounded otherwise.
-    """
-    inner, settles = optimizer.base_optimizer, []
-    inner.register_step_pre_hook(lambda *_: settles.append(hold(inner)))
-    inner.register_step_post_hook(lambda *_: settles.pop()(optimizer.grad_norm))
-    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
