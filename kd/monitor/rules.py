@@ -86,7 +86,9 @@ def data_wait(evidence: Evidence) -> Wait | None:
     whole, data = sum(step.values()), step.get("data", 0.0)
     if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole:
         return None
-    if facts.workers:
+    if facts.remote:
+        busy = None
+    elif facts.workers:
         load = evidence.median(lambda sample: sample["workers_busy"])
         busy = None if load is None else load / (100 * facts.workers)
     else:
