@@ -135,7 +135,10 @@ def distill(
         _sink(folder, settings, world) as sink,
     ):
         run = _run(settings, teacher, student, train, val, losses, sifter, world, workers, sink, console)
-        with Timeline(clock_of(settings.backend.kind, world.device), communication=world.communication_ms) as timeline:
+        own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
+        start = sink.step() if isinstance(sink, RunDir) else 0
+        clock = clock_of(settings.backend.kind, world.device)
+        with Timeline(clock, own, start, world.communication_ms) as timeline:
             state = engine_train(replace(run, span=timeline.span, window=timeline.window))
         for line in where_the_time_went("distill", timeline):
             console.info(line)

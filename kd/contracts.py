@@ -309,7 +309,7 @@ class Backend(Protocol):
         ...
 
     def communication_ms(self) -> float:
-        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        """Return how long backward waited for other ranks' gradients, a step's mean since the last call."""
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""

@@ -375,5 +375,5 @@ class Config:
     sifter: SifterSection = field(default_factory=SifterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
-    price: PriceSection = field(default_factory=PriceSection)
     profile: ProfileSection = field(default_factory=ProfileSection)
+    price: PriceSection = field(default_factory=PriceSection)

@@ -84,7 +84,7 @@ def distill(
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             built = build_run(recipe, data, backend, teacher, folder, console, recorded)
             run = observer.watch(built.run, built.facts["choices"])
-            record(built.facts, data, backend, teacher, folder, known, console, title)
+            record(built.facts, run, data, teacher, folder, known, console, title)
             with run.span("evaluation"):
                 folder.record(before=check_before(recipe, run, teacher, console))
             with signals.training():
@@ -109,8 +109,8 @@ def distill(
 
 def record(
     facts: dict[str, Any],
+    run: Run,
     data: Data,
-    backend: Backend,
     teacher: TeacherModel | None,
     folder: RunDir,
     known: dict[str, Any],
@@ -122,10 +122,12 @@ def record(
     Raises:
         RunError: the run was started with other data or with another teacher.
     """
+    backend = run.backend
     facts |= {
         "world_size": backend.world_size,
         "machines": backend.world_size // backend.local_world_size,
         "images": len(data.train),
+        "batch_size": run.length.batch_size,
         "backend": backend.kind,
         "classes": list(data.classes),
         "data": data.fingerprint,

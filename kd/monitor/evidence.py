@@ -36,6 +36,11 @@ class Facts:
         """Cores of one rank."""
         return max(1, self.cores // self.local_ranks)
 
+    @property
+    def room(self) -> int:
+        """Data workers that leave the step a core."""
+        return max(1, self.share - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -21,17 +21,17 @@ MIN_STEPS = 20
 DATA_WAIT = 0.10
 """Share of a step. Below it, less than a tenth can be won, which is as much as a busy neighbour moves."""
 STORAGE_BOUND = 0.25
-"""Share of the loading time in which its processes compute. Decoding alone keeps a process busy; under a quarter,
-three quarters of the time go into waiting for bytes."""
+"""Share of the loading time in which its processes compute or wait for a core. Decoding alone keeps a process busy;
+under a quarter, three quarters of the time go into waiting for bytes."""
 FULL_CORES = 90.0
 """Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
 LOW_GPU = 70.0
 """Percent. SageMaker's LowGPUUtilization has the same default (threshold_p95)."""
 HALF_MEMORY = 0.5
 """Share of a GPU's memory: a batch twice as large still fits."""
-FIXED_SHARE = 0.25
-"""Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves an
-eighth of the time of an image."""
+FIXED_SHARE = 0.20
+"""Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
+tenth of the time of an image."""
 OUTLIER_SHARE = 0.05
 """Share of the time that outliers take beyond the median. SageMaker counts outliers; rare ones cost nothing."""
 IMBALANCE = 1.2
@@ -70,9 +70,9 @@ class Wait:
     ms: float
     step_ms: float
     busy: float | None
-    """Share of the time in which the loading process computes; None: unknown."""
+    """Share of the time in which the loading process computes or waits for a core; None: unknown."""
     full: bool
-    """No core of this rank is left for another worker."""
+    """Another worker would take the last core from the step."""
 
     @property
     def text(self) -> str:
@@ -87,13 +87,13 @@ def data_wait(evidence: Evidence) -> Wait | None:
     if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole:
         return None
     if facts.workers:
-        load = evidence.median(lambda sample: sample["workers_cpu"])
+        load = evidence.median(lambda sample: sample["workers_busy"])
         busy = None if load is None else load / (100 * facts.workers)
     else:
         rows = evidence.steady()
         waited = sum(row["ms"].get("data", 0.0) for row in rows)
-        busy = sum(row.get("data_cpu_ms", 0.0) for row in rows) / max(waited, 1e-9)
-    return Wait(data / whole, data, whole, busy, facts.workers + 1 > facts.share)
+        busy = sum(row.get("data_busy_ms", 0.0) for row in rows) / max(waited, 1e-9)
+    return Wait(data / whole, data, whole, busy, facts.workers >= facts.room)
 
 
 def dataloader(evidence: Evidence) -> Finding | None:
@@ -103,8 +103,7 @@ def dataloader(evidence: Evidence) -> Finding | None:
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
     loading = wait.ms if facts.workers == 0 else facts.workers * wait.step_ms
-    room = 1 if facts.device == "cpu" and facts.share == 2 else max(1, facts.share - 1)
-    value = max(facts.workers + 1, min(room, math.ceil(loading / compute)))
+    value = max(facts.workers + 1, min(facts.room, math.ceil(loading / compute)))
     text = f"{wait.text}, with {facts.workers} data workers on {facts.share} cores"
     advice = "images are then decoded while the step computes."
     return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice, "data.workers", value)
@@ -130,25 +129,24 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     facts, wait = evidence.facts, data_wait(evidence)
     load = evidence.median(lambda sample: statistics.mean(sample["cpu"]) if sample["cpu"] else 0.0)
     workers = evidence.median(lambda sample: sample["workers_cpu"])
-    if load is None or workers is None or load < FULL_CORES or evidence.steps() < MIN_STEPS:
+    if load is None or workers is None or evidence.steps() < MIN_STEPS:
         return None
     text = f"the cores are {load:.0f} % busy"
-    threshold = f"{FULL_CORES:.0f} % of all cores"
-    if facts.workers > facts.share:
-        value = 1 if facts.device == "cpu" else max(1, facts.share - 1)
+    if facts.workers > facts.share and load >= FULL_CORES:
+        value = 1 if facts.device == "cpu" else facts.room
         taken = workers / (100 * facts.share)
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
         text += f"{100 * taken:.0f} % of them"
-        return _finding(
-            "CPUBottleneck", taken, text, threshold, "the step then gets its cores back.", "data.workers", value
-        )
+        threshold, advice = f"{FULL_CORES:.0f} % of all cores", "the step then gets its cores back."
+        return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
     if wait is None or wait.busy is None or wait.busy < STORAGE_BOUND or not wait.full:
         return None
-    text += f", and {wait.text}"
+    text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step, and no core for another worker"
     if facts.store == "none":
         advice = "each image is then decoded once, in the first epoch."
         return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.store", "ram")
-    advice = "several epochs then share the views of an image."
+    advice = "augmenting an image then costs less."
     return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.augment.jitter", 0)
 
 

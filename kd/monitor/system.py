@@ -18,6 +18,7 @@ from typing import IO, Any
 import psutil
 
 from kd.host import cores
+from kd.monitor.busy import queued_seconds
 
 log = logging.getLogger("kd")
 
@@ -33,15 +34,15 @@ MIB = 2**20
 class Monitor:
     """Sample this machine in the background. Used as a context."""
 
-    def __init__(self, path: Path | None, fresh: bool = True, interval: float = INTERVAL) -> None:
+    def __init__(self, path: Path | None, fresh: bool = True, interval: float = 0.0) -> None:
         """Prepare.
 
         Args:
             path: a file to which samples are appended as JSON lines; None: they stay in memory.
             fresh: begin the file anew.
-            interval: seconds between two samples.
+            interval: seconds between two samples; 0: `INTERVAL`.
         """
-        self.path, self.interval = path, interval
+        self.path, self.interval = path, interval or INTERVAL
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
@@ -79,7 +80,10 @@ class Sampler:
     def __init__(self) -> None:
         affinity = getattr(psutil.Process(), "cpu_affinity", None)
         self._cores = affinity() if affinity is not None else list(range(cores()))
-        self._own, self._workers, self._count = psutil.Process(), list[psutil.Process](), 0
+        self._own, self._count = psutil.Process(), 0
+        self._workers: list[psutil.Process] = []
+        self._queued: dict[int, float] = {}
+        """Seconds that each worker has waited for a core, at the last sample."""
         self._gpus, self._neuron = Gpus(), NeuronMonitor()
         self._time, self._totals = time.monotonic(), self._counters()
         psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
@@ -95,6 +99,7 @@ class Sampler:
         seconds = max(now - self._time, 1e-9)
         rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
         self._time, self._totals = now, totals
+        worked = sum(_load(worker) for worker in self._workers)
         load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
         row = {
             "time": round(time.time(), 3),
@@ -105,7 +110,8 @@ class Sampler:
             "process_mib": round(self._own.memory_info().rss / MIB, 1),
             "process_cpu": self._own.cpu_percent(),
             "workers": len(self._workers),
-            "workers_cpu": round(sum(_load(worker) for worker in self._workers), 1),
+            "workers_cpu": round(worked, 1),
+            "workers_busy": round(worked + 100 * self._waited() / seconds, 1),
             "disk_read_mib_s": round(rates[0], 3),
             "disk_write_mib_s": round(rates[1], 3),
             "network_mib_s": round(rates[2], 3),
@@ -118,6 +124,11 @@ class Sampler:
         known = {worker.pid: worker for worker in self._workers}
         # the same object again: its load is counted since its last call
         self._workers = [known.get(child.pid, child) for child in self._own.children()]
+
+    def _waited(self) -> float:
+        """Return the seconds that the workers have waited for a core since the last sample."""
+        before, self._queued = self._queued, {worker.pid: queued_seconds(worker.pid) for worker in self._workers}
+        return sum(now - before.get(pid, now) for pid, now in self._queued.items())
 
     @staticmethod
     def _counters() -> tuple[float, float, float]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kd.monitor.busy import BusyClock
 from kd.monitor.region import active, marked
 from kd.storage import write_text
 from kd.types import State
@@ -44,8 +45,8 @@ class Step:
     host: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
     regions: dict[str, float] = field(default_factory=dict)
-    data_cpu: float = 0.0
-    """Seconds that this thread computed within `data`: loading without workers, and not waiting for bytes."""
+    data_busy: float = 0.0
+    """Seconds that this thread computed within `data`, or waited for a core: it loads, and does not wait for bytes."""
     done: bool = False
 
     def ms(self, on_device: bool) -> dict[str, float]:
@@ -135,7 +136,8 @@ class Timeline:
         """Steps of this start in rows that were written."""
         self._ended = False
         self._waited = 0.0
-        self._last, self._last_cpu = time.perf_counter(), time.thread_time()
+        self._busy = BusyClock()
+        self._last, self._last_busy = time.perf_counter(), self._busy()
         if self._device is not None:
             self._device.mark("setup", {})
         self._keep_rows()
@@ -161,6 +163,8 @@ class Timeline:
         else:
             self._charge()
         self._stack.append((name, marked(name)))
+        if name == "data":
+            self._last_busy = self._busy()
 
     def _exit(self) -> None:
         self._charge()
@@ -176,10 +180,9 @@ class Timeline:
         if self._now is self._setup and name == "other":
             name = "setup"
         times[name] = times.get(name, 0.0) + now - self._last
-        cpu = time.thread_time()
+        self._last = now
         if name == "data":
-            self._now.data_cpu += cpu - self._last_cpu
-        self._last, self._last_cpu = now, cpu
+            self._now.data_busy += self._busy() - self._last_busy
         if self._device is not None:
             self._device.mark(name, self._now.device)
 
@@ -253,7 +256,7 @@ class Timeline:
         ms = summed([step.ms(False) if not on_host else self._times(step, apart=True) for step in steps])
         row: dict[str, Any] = {"time": round(end, 3), "step": last, "steps": sum(step.done for step in steps)}
         row |= {"kind": kind, "clock": self.clock, "wall_ms": round(sum(ms.values()), 3), "ms": rounded(ms)}
-        row["data_cpu_ms"] = round(1000 * sum(step.data_cpu for step in steps), 3)
+        row["data_busy_ms"] = round(1000 * sum(step.data_busy for step in steps), 3)
         if not on_host:
             row["device_ms"] = rounded(summed([self._times(step, apart=True) for step in steps]))
         times = [self._times(step) for step in steps if step.done]

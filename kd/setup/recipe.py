@@ -56,8 +56,8 @@ class Recipe:
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
-    price: PriceSection
     profile: ProfileSection
+    price: PriceSection
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""
     yaml: str

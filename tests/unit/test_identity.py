@@ -285,9 +285,9 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.spmd [xla]": ("FR", "true", "backend.kind=xla"),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "profile.steps": ("", "[3, 5]"),
     "price.instance": ("", "ml.p4d.24xlarge"),
     "price.per_hour": ("", "2.5"),
-    "profile.steps": ("", "[3, 5]"),
 }
 
 NORMAL = {"mean": "[0.5, 0.5, 0.5]", "std": "[0.5, 0.5, 0.5]"}
