@@ -84,7 +84,8 @@ def describe_images(
 ) -> str:
     """Return the kept share of each class, and the names of the images kept and left out most, as Markdown."""
     share_N = visits_N / visits_N.max().clamp(min=1)
-    owns = {kind: label_N == number for number, kind in enumerate(classes) if (label_N == number).any()}
+    kinds = [*enumerate(classes), (-1, "without a label")]
+    owns = {kind: label_N == number for number, kind in kinds if (label_N == number).any()}
     rows = [
         {
             "class": kind,
