@@ -16,8 +16,9 @@ from conftest import base
 from views_for_checks import Absent, Slow
 
 from kd.cli.train import main as train
+from kd.data.decoders import Pool
 from kd.data.loader import LocalLoader
-from kd.data.remote import Pool, RemoteLoader
+from kd.data.remote import RemoteLoader
 from kd.data.views import Mixing, Train, Views
 from kd.datasets.imagefolder import Options, build
 from kd.errors import KdError

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import without_clocks
 from torch.nn import functional as F
 
 from kd.engine.criterion import Criterion
@@ -17,8 +18,6 @@ from kd.engine.run import RunLength
 from kd.errors import Interrupted, NonFiniteLoss
 from kd.losses import ce, kl
 from kd.types import Batch, Dims, Outputs, State
-
-CLOCKS = ("seconds", "images_per_second")
 
 
 class Stop(Exception):
@@ -51,10 +50,6 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def without_clocks(rows) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------- the same another way
@@ -236,9 +231,9 @@ def test_the_loop_marks_what_it_does(make):
     heard, alone = make(*overrides), make(*overrides)
     train(replace(heard.run, span=span))
     train(alone.run)
-    micro = ["teacher", "forward", "backward"]
-    step = ["data", *micro, *micro, "optimizer"]
-    assert seen == [*step, *step, "evaluation", "checkpoint"]
+    micro = ["teacher", "forward", "backward", "sifting"]
+    step = ["data", *micro, *micro, "optimizer", "wait"]
+    assert seen == ["sifting", *step, *step, "evaluation", "checkpoint"]
     assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
 
 
