@@ -109,22 +109,9 @@ def _classified(
     images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
 ) -> Iterator[Row]:
     """Yield the rows of all images from `start` on, in order."""
-    from kd.serve.images import prepare
-    from kd.serve.problems import Problem
 
     def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
-        made: list[Row] = [{"image": images.names[id]} for id in ids]
-        outputs = []
-        for id, content, row in zip(ids, contents, made, strict=True):
-            try:
-                data = images.content(id) if content is None else content.result()
-                pixels = prepare(data, model.size, model.crop, limits).pixels
-            except listing.GONE as error:
-                row["error"] = error.strerror or type(error).__name__
-            except Problem as problem:
-                row["error"] = problem.detail
-            else:
-                outputs.append(model.engine(pixels[None]))
+        made, outputs = _run(images, model, limits, ids, contents)
         if not outputs:
             return made
         values = np.concatenate(outputs)
@@ -146,6 +133,28 @@ def _classified(
         finally:
             for pool in (workers, readers):
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(
+    images: listing.Images, model: Model, limits: Limits, ids: range, contents: Sequence[Future[bytes] | None]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """Return a row for each image, with the error of one that cannot be read, and the outputs of the others."""
+    from kd.serve.images import prepare
+    from kd.serve.problems import Problem
+
+    made: list[Row] = [{"image": images.names[id]} for id in ids]
+    outputs = []
+    for id, content, row in zip(ids, contents, made, strict=True):
+        try:
+            data = images.content(id) if content is None else content.result()
+            pixels = prepare(data, model.size, model.crop, limits).pixels
+        except listing.GONE as error:
+            row["error"] = error.strerror or type(error).__name__
+        except Problem as problem:
+            row["error"] = problem.detail
+        else:
+            outputs.append(model.engine(pixels[None]))
+    return made, outputs
 
 
 def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:
