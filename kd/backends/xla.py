@@ -194,7 +194,7 @@ class XLA:
             optimizer.step()
             norm = optimizer.grad_norm
         else:
-            settle = hold(optimizer)
+            settle = hold(optimizer)  # not with ZeRO, whose gathered weights would be rounded apart from its shards
             # torch calls a closure before the update, so here after the reduction, and returns its value
             clip = partial(nn.utils.clip_grad_norm_, _parameters(optimizer), max_norm or math.inf, foreach=False)
             norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
@@ -331,12 +331,7 @@ class _Uploads:
 def _tensors(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in the order of `map`."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    batch.map(note)
+    batch.map(lambda tensor: found.append(tensor) or tensor)
     return found
 
 
