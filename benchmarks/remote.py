@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 from _record import write
+from kd.data.decoders import Pool
 from kd.data.loader import LocalLoader
-from kd.data.remote import Pool, RemoteLoader
+from kd.data.remote import RemoteLoader
 from kd.data.views import Train, Views
 from kd.datasets.imagefolder import Options, build
 from kd.sagemaker.hosts import marked, signal_all

@@ -58,7 +58,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnxruntime": ("models/onnx.py", "serve/model.py"),
     "openvino": ("models/onnx.py", "serve/model.py"),
     "torchao": ("models/teacher.py",),
-    "ray": ("data/remote.py",),
+    "ray": ("data/decoders.py",),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),
     "transformers": ("teachers/_towers.py",),

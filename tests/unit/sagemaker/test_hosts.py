@@ -13,7 +13,7 @@ import pytest
 
 from kd.errors import BackendError
 from kd.sagemaker.group import command, slots
-from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, processes, read_hosts
+from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
 
 GROUPS = [
     {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-3"]},
@@ -93,11 +93,13 @@ def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
     assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == ["-m", "kd.cli.train", "a.yaml"]
 
 
-def test_marked_processes_are_found_and_ended_although_they_are_daemons():
+@pytest.mark.parametrize("left", ["KD_TEST", "KD_TEST_AGAIN"])
+def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
+    """Although one of the two variables is gone, too."""
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     script = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     script += "if os.fork() == 0:\n    os.setsid()\n    print('up', flush=True)\n    time.sleep(60)\n"
-    environ = {**os.environ, "KD_TEST": mark}
+    environ = {**os.environ, left: marks(mark, "KD_TEST")[left]}
     with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
