@@ -309,7 +309,8 @@ class Backend(Protocol):
         ...
 
     def communication_ms(self) -> float:
-        """Return how long backward waited for other ranks' gradients, a step's mean since the last call."""
+        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        ...
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""
