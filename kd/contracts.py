@@ -291,8 +291,8 @@ class Backend(Protocol):
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
 
-        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor moments; the host
-        does not wait to find out, so that a count of steps that the host keeps goes on.
+        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
+        does not wait to find out.
         """
         ...
 
@@ -310,6 +310,7 @@ class Backend(Protocol):
 
     def communication_ms(self) -> float:
         """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        ...
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""

@@ -45,6 +45,9 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _labels(config, needed)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
+    if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
+        wrong = "is 'skip', but torch_xla's ZeRO applies every step"
+        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
     yield from _price(config.price)
     if config.teacher.model:

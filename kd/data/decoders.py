@@ -253,6 +253,16 @@ class Pool:
                 log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
             return found
 
+    def drop(self, slot: Slot, why: str) -> list[Slot]:
+        """Give no more calls to the decoders of a host; return them."""
+        with self._lock:
+            found = [other for other in self.slots if other.host == slot.host]
+            for other in found:
+                self.slots.remove(other)
+            if found:
+                log.warning("%s: the host %s %s; it gets no more calls", WHERE, slot.address, why)
+            return found
+
     def again(self, dataset: int, call: Call) -> Call:
         """Send a call of a suspected decoder to another one, unless its answer is here already."""
         if ray.wait([call.ref], timeout=0)[0]:

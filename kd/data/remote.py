@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice, pairwise
 from typing import Any, TypeVar
@@ -88,16 +88,15 @@ class RemoteLoader(LocalLoader):
             if not isinstance(answer, KdError):
                 return answer
         except Unanswered as error:
-            self._reassign(call.slot, str(error), others)
+            self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
         # An error counts where this process finds it too: the other host may lack a file.
         here = self._here(call.request)
         if not isinstance(here, KdError):
-            self._reassign(call.slot, f"cannot read what this one can ({answer})", others)
+            self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
         return here
 
-    def _reassign(self, slot: Slot, why: str, others: deque[Call]) -> None:
-        suspects = self.pool.suspect(slot, why)
+    def _reassign(self, suspects: Sequence[Slot], others: deque[Call]) -> None:
         for i, other in enumerate(others):
             if other.slot in suspects:
                 others[i] = self.pool.again(self.number, other)

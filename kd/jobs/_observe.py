@@ -15,18 +15,19 @@ from kd import parts
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Logger
 from kd.engine.run import Run
+from kd.errors import RunError
 from kd.host import cores
 from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
 from kd.monitor.profiler import Profiler
 from kd.monitor.rules import find
-from kd.monitor.timeline import APART, Timeline, read_rows
+from kd.monitor.timeline import APART, LAST, Timeline, read_rows
 from kd.setup.recipe import Recipe
-from kd.storage import write_json
+from kd.storage import log, write_json
 from kd.types import BackendFacts, State
 
-LIVE_SECONDS = 30.0
-"""Between two looks of the rules at a run that goes: a look takes milliseconds."""
+LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
+"""Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
 ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait", "other")
 """Spans in the order of the printed table; the others follow."""
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
@@ -96,12 +97,10 @@ class Observer:
         return values
 
     def _evidence(self, live: bool = False) -> Evidence:
-        timelines = {rank: read_rows(self._file(rank)) for rank in range(self.backend.world_size)}
-        if live:
-            timelines[0] = list(self.timeline.recent)
-        samples = list(self.monitor.recent) if self.monitor is not None else []
-        if not live and self.monitor is not None and self.monitor.path is not None:
-            samples = read_rows(self.monitor.path)
+        last = LIVE_BYTES if live else LAST
+        timelines = {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
+        path = self.monitor.path if self.monitor is not None else None
+        samples = read_rows(path, last) if path is not None else []
         return Evidence(timelines, samples, self._facts())
 
     def _file(self, rank: int) -> Path:
@@ -120,9 +119,12 @@ class Observer:
         for line in where_the_time_went(title, self.timeline):
             self.logger.info(line)
         findings = find(evidence)
-        write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
         for finding in findings:
             self.logger.info(told(finding))
+        try:
+            write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
+        except RunError as error:  # the run has done its work
+            log.warning(str(error))
 
 
 def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
@@ -137,6 +139,7 @@ def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
         store=recipe.data.store,
+        remote=recipe.data.loader != "local",
         choices=choices,
     )
 

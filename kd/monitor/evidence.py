@@ -29,6 +29,8 @@ class Facts:
     """Data workers of one rank."""
     batch_size: int = 1
     store: str = "none"
+    remote: bool = False
+    """Other hosts load the data: what keeps them busy is not known here."""
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property

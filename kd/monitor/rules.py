@@ -26,7 +26,7 @@ under a quarter, three quarters of the time go into waiting for bytes."""
 FULL_CORES = 90.0
 """Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
 LOW_GPU = 70.0
-"""Percent. SageMaker's LowGPUUtilization has the same default (threshold_p95)."""
+"""Percent, of the median sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
 HALF_MEMORY = 0.5
 """Share of a GPU's memory: a batch twice as large still fits."""
 FIXED_SHARE = 0.20
@@ -86,7 +86,9 @@ def data_wait(evidence: Evidence) -> Wait | None:
     whole, data = sum(step.values()), step.get("data", 0.0)
     if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole:
         return None
-    if facts.workers:
+    if facts.remote:
+        busy = None
+    elif facts.workers:
         load = evidence.median(lambda sample: sample["workers_busy"])
         busy = None if load is None else load / (100 * facts.workers)
     else:

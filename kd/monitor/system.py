@@ -27,7 +27,7 @@ INTERVAL = 1.0
 CHILDREN_EVERY = 10
 """Samples between two looks for child processes: the system lists all of its processes for it."""
 RECENT = 600
-"""Samples that are kept in memory, for the rules that run live."""
+"""Samples that are kept in memory."""
 MIB = 2**20
 
 
@@ -44,6 +44,7 @@ class Monitor:
         """
         self.path, self.interval = path, interval or INTERVAL
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        """The last samples."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
         if path is not None and fresh:

@@ -216,7 +216,6 @@ def build_run(
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
     facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
-    facts["batch_size"] = split.batch_size
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 

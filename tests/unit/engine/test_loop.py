@@ -17,6 +17,7 @@ from kd.engine.loop import advance, due, train
 from kd.engine.run import RunLength
 from kd.errors import Interrupted, NonFiniteLoss
 from kd.losses import ce, kl
+from kd.monitor.timeline import Timeline
 from kd.types import Batch, Dims, Outputs, State
 
 
@@ -228,13 +229,18 @@ def test_the_loop_marks_what_it_does(make):
         yield
 
     overrides = ("run.steps=2", "run.every.log=1", "data.batch_size=8", "data.micro_batch=4")
-    heard, alone = make(*overrides), make(*overrides)
+    heard, alone, timed = make(*overrides), make(*overrides), make(*overrides)
     train(replace(heard.run, span=span))
     train(alone.run)
+    with Timeline() as timeline:
+        train(replace(timed.run, span=timeline.span, window=timeline.window))
     micro = ["teacher", "forward", "backward", "sifting"]
     step = ["data", *micro, *micro, "optimizer", "wait"]
     assert seen == ["sifting", *step, *step, "evaluation", "checkpoint"]
     assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
+    assert without_clocks(timed.store.rows) == without_clocks(alone.store.rows)
+    assert same(weights(timed.run), weights(alone.run))
+    assert timeline.made == 2
 
 
 # ------------------------------------------------------------------------------------------------------ resuming
