@@ -226,7 +226,7 @@ def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     chosen = config.load(settings, ["teacher.precision=int8"])
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+    model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
     images = validation_images(data)
     assert images.shape == (13, 3, 16, 16)
     session = Session(backend, data, split_batch(chosen.data, 1, len(data.train)))
