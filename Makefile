@@ -13,7 +13,7 @@ FLOOR := .venv-floor
 FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contracts/test_losses.py tests/reference \
 	tests/unit/engine tests/unit/optim tests/unit/sifters tests/unit/artifacts/test_checkpoint.py \
 	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
-	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/e2e/test_commands.py
+	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: run test test-xla test-floor gpu soak bench lint clean
@@ -34,7 +34,7 @@ test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
 
 test-floor: $(FLOOR)/.floor
-	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile $(FLOOR_TESTS)
+	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow" $(FLOOR_TESTS)
 
 # With the packages that are there: PYTHON's where there is no $(VENV). OUT: folder of the CSV. TIMM: a checkout of timm.
 gpu:

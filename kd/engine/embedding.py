@@ -91,7 +91,9 @@ class EmbeddingEvaluator:
         """
         self.backend, self.loader, self.plan, self.val, self.bank = backend, val.loader, val.plan, val, bank
         self.teacher, self.criterion, self.num_classes, self.members = teacher, criterion, num_classes, members
-        self.decides = "agreement" if bank is None else "knn"
+        self.labelled = bank is not None
+        """Whether neighbours and the probe are scored."""
+        self.decides = "knn" if self.labelled else "agreement"
         """Which value says what the best checkpoint is."""
         self._outputs: list[Outputs] = []
         self._bytes = 0

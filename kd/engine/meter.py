@@ -48,7 +48,8 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
-        means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
+        with self.run.span("wait"):
+            means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
@@ -59,7 +60,7 @@ class Meter:
         if self.run.skip_nonfinite:
             values["skipped"] = float(skipped)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
-        values |= self.run.backend.counters()
+        values |= {**self.run.backend.counters(), **self.run.window(state)}
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
         self.run.store.log("train", state, values)

@@ -1,4 +1,4 @@
-"""Classify many images: each is one job (read, decode, crop, graph) on one of as many threads as there are cores."""
+"""Classify many images: each is read, decoded, cropped and classified on one of as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from kd.serve.answers import embeddings, predictions
 from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
 
-AHEAD = 8
-"""Images in work or waiting to be written, per thread."""
+CHUNK = 8
+"""Images of a job: one image would wake the main thread, which writes the rows, once an image."""
+AHEAD = 3
+"""Jobs that run, wait, or wait to be written, per thread."""
 READERS = 32
 """Threads that wait for a network."""
 SHOW_SECONDS = 5.0
@@ -51,7 +53,7 @@ class Summary:
     resumed: int
     """Images that an earlier start had classified."""
     unreadable: tuple[str, ...]
-    """The first names among them."""
+    """Name and error of the first few."""
     num_unreadable: int
     seconds: float
 
@@ -89,19 +91,16 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        resumed, shown, broken, count = journal.done, started, [], 0
+        resumed, shown = journal.done, started
         for row in _classified(images, model, limits, top, cores, resumed):
             journal.add(row)
-            if "error" in row:
-                count += 1
-                broken = [*broken, f"{row['image']}: {row['error']}"][:10]
             if time.monotonic() - shown > SHOW_SECONDS:
                 shown = time.monotonic()
                 _show(journal, len(images.names), resumed, shown - started, out)
         seconds = time.monotonic() - started
         journal.finish(settings.to, top)
     shutil.rmtree(copies, ignore_errors=True)
-    return Summary(len(images.names), resumed, tuple(broken), count, seconds)
+    return Summary(len(images.names), resumed, tuple(journal.unreadable), journal.num_unreadable, seconds)
 
 
 def _classified(
@@ -124,16 +123,21 @@ def _classified(
         found = embeddings(values) if model.output.embeds else predictions(values, model.labels, top)
         return {"image": name, **found[0]}
 
+    def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
+        return list(map(row, ids, contents))
+
+    ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
-        window: deque[Future[Row]] = deque()
+        window: deque[Future[list[Row]]] = deque()
         try:
-            for id in range(start, len(images.names)):
-                content = readers.submit(images.content, id) if images.remote else None
-                window.append(workers.submit(row, id, content))
-                if len(window) > max(AHEAD * cores, READERS if images.remote else 0):
-                    yield window.popleft().result()
+            for first in range(start, len(images.names), CHUNK):
+                ids = range(first, min(first + CHUNK, len(images.names)))
+                contents = [readers.submit(images.content, id) if images.remote else None for id in ids]
+                window.append(workers.submit(rows, ids, contents))
+                if len(window) > ahead:
+                    yield from window.popleft().result()
             while window:
-                yield window.popleft().result()
+                yield from window.popleft().result()
         finally:
             for pool in (workers, readers):
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -23,6 +23,7 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
 from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.cache import open_cache
@@ -180,16 +181,20 @@ def build_run(
     visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
     asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
     reads = "teacher" in recipe.needs
-    report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
-    answering = _answering(recipe, session, report, teacher)
+    with region("choose teacher"):
+        report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
+    with region("open cache"):
+        answering = _answering(recipe, session, report, teacher)
     student = (session, distillation, recipe.student, recipe.backend.precision)
-    mode = choose_student(*student, report.live, visits, chosen.student)
-    apply_mode(mode.mode, distillation, backend)
+    with region("choose student"):
+        mode = choose_student(*student, report.live, visits, chosen.student)
+        apply_mode(mode.mode, distillation, backend)
     for name, summary in (("teacher", report.summary), ("student", mode.summary)):
         logger.info(f"{name}: {summary}" if summary else "")
     search = ""
     if searching:
-        found = choose_batch(session, distillation, report.live, recipe.optimizer)
+        with region("choose batch size"):
+            found = choose_batch(session, distillation, report.live, recipe.optimizer)
         chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
         split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
@@ -199,7 +204,8 @@ def build_run(
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
     gated = (session, distillation, recipe.sifter, context, loader, answering, share)
-    sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
+    with region("choose sifter"):
+        sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
     evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)

@@ -28,7 +28,7 @@ from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts")
+COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts", "report", "plan")
 WITH_CONFIG = ("train", "teach", "cache")
 NOT_RUN = {
     "git": "needs a network",

@@ -30,6 +30,7 @@ def food(settings, tmp_path):
     """A configuration whose data lies on S3."""
     settings["data"]["root"] = "s3://bucket/food"
     settings["teacher"]["model"] = "vit_tiny_patch16_224"
+    settings["backend"] = {"kind": "auto"}
     path = tmp_path / "food_1.yaml"
     del settings["run"]["name"]
     path.write_text(yaml.safe_dump(settings))
@@ -67,7 +68,7 @@ def test_a_configuration_survives_as_texts(food):
             {"InstanceType": "ml.g5.xlarge"},
             {"backend.kind": "smddp"},
         ),
-        (("--instance", "ml.trn1.32xlarge", "backend.kind=auto"), {}, {"backend.kind": "xla"}),
+        (("--instance", "ml.trn1.32xlarge"), {}, {"backend.kind": "xla"}),
         (
             ("--instance", "ml.p4d.24xlarge", "--data-group", "ml.c5.18xlarge:2"),
             {
