@@ -13,7 +13,7 @@ FLOOR := .venv-floor
 FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contracts/test_losses.py tests/reference \
 	tests/unit/engine tests/unit/optim tests/unit/sifters tests/unit/artifacts/test_checkpoint.py \
 	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
-	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/e2e/test_commands.py
+	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: run test test-xla test-floor gpu soak bench lint clean
@@ -34,7 +34,7 @@ test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
 
 test-floor: $(FLOOR)/.floor
-	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile $(FLOOR_TESTS)
+	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow" $(FLOOR_TESTS)
 
 # With the packages that are there: PYTHON's where there is no $(VENV). OUT: folder of the CSV. TIMM: a checkout of timm.
 gpu:
@@ -53,7 +53,7 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/seeds.py
 	$(VENV)/bin/python benchmarks/cached_run.py
 	$(VENV)/bin/python tools/sift_study.py food_mini
-	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
+	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/remote.py --data FOLDER; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

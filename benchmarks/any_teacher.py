@@ -3,7 +3,7 @@
 The teachers are small models made here (examples/any_teacher.py), fitted on the labels for a few epochs. The resumed
 run is the live one, from its first checkpoint on; its last weights are compared bit for bit.
 
-Run: python benchmarks/any_teacher.py --data PATH/grocery-fruit [--epochs 3]
+Run: python benchmarks/any_teacher.py --data PATH/grocery-fruit [--epochs 3] [--images 10]
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 
+def subset(root: Path, target: Path, images: int) -> Path:
+    """Link the first images of each class of `train` and `val`."""
+    for split in ("train", "val"):
+        for folder in sorted((root / split).iterdir()):
+            (target / split / folder.name).mkdir(parents=True)
+            for file in sorted(folder.iterdir())[: images or None]:
+                (target / split / folder.name / file.name).symlink_to(file.resolve())
+    return target
+
+
 def weights(run: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a run's newest checkpoint."""
     return load_file(max((run.folder / "checkpoints").iterdir()) / "tensors.safetensors")
@@ -45,7 +55,7 @@ def measure(kind: str, teacher: dict[str, Any], given: argparse.Namespace, work:
                 "student": {**shipped["student"], "compile": "off"},
                 "losses": shipped["losses"],
                 "optimizer": shipped["optimizer"],
-                "backend": {"kind": "cpu", "precision": "fp32"},
+                "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
             }
         )
 
@@ -74,15 +84,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--images", type=int, default=0, help="of each class and split; 0: all")
     given = parser.parse_args()
     from any_teacher import make
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        given.data = str(subset(Path(given.data), Path(folder, "photographs"), given.images))
         for kind, teacher in make(Path(given.data), Path(folder, "teachers")).items():
             rows.append(measure(kind, teacher, given, Path(folder)))
             print(rows[-1], flush=True)
-    write("any_teacher", f"python benchmarks/any_teacher.py --data FOLDER --epochs {given.epochs}", rows)
+    write(
+        "any_teacher",
+        f"python benchmarks/any_teacher.py --data FOLDER --epochs {given.epochs} --images {given.images}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

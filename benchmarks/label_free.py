@@ -3,7 +3,7 @@
 One teacher is fitted for all. vit_food's loss is KL alone: its labels only choose the best checkpoint. The run without
 labels chooses it by agreement with the teacher; its student is then scored on the labels.
 
-Run: python benchmarks/label_free.py [--seeds 0 1 2] [--epochs 5] [--fit 5]
+Run: python benchmarks/label_free.py [--seeds 0 1 2] [--steps 465] [--fit 465]
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def main() -> None:
     """Run all seeds and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--fit", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=465, help="of each student")
+    parser.add_argument("--fit", type=int, default=465, help="steps of the teacher")
     given = parser.parse_args()
-    fitted = teach(kd.load_config(CONFIG, [f"teacher.fit.epochs={given.fit}"]))[0]
+    fitted = teach(kd.load_config(CONFIG, [f"teacher.fit.steps={given.fit}"]))[0]
     settings = yaml.safe_load(CONFIG.read_text())
     settings["teacher"] = {"model": str(fitted)}
     terms = {
@@ -43,7 +43,7 @@ def main() -> None:
         row: dict[str, float] = {"seed": seed}
         for name, overrides in terms.items():
             shared = [f"run.seed={seed}", f"run.name=label_free_{name}_{seed}", "run.baseline=false"]
-            shared += [f"run.epochs={given.epochs}", "run.every.evaluate=93", "teacher.precision=fp32"]
+            shared += [f"run.steps={given.steps}", "teacher.precision=fp32", "backend.threads=1"]
             run = kd.train(settings, *shared, *overrides)
             values = evaluate(run.folder, ["data.labels=all"]) if name == "withheld" else run.metrics
             row |= {name: round(values["accuracy"], 4), f"{name}_agreement": round(values["agreement"], 4)}

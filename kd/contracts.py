@@ -308,6 +308,10 @@ class Backend(Protocol):
         """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
         ...
 
+    def communication_ms(self) -> float:
+        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        ...
+
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""
         ...

@@ -24,6 +24,12 @@ def tiny(depth: int = 1, width: int = 24) -> dict[str, Any]:
     }
 
 
+def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of metrics without what a clock told."""
+    clocks = ("seconds", "images_per_second", "step_ms", "data_wait")
+    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("ms_")} for row in rows]
+
+
 def listing(folder: Path) -> list[str]:
     """Every file below a folder."""
     return sorted(os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file())

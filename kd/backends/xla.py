@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kd.backends._guard import hold
 from kd.backends._launch import Place, announce, place
+from kd.backends._uploads import Uploads
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
 
@@ -113,7 +114,7 @@ class XLA:
 
         torch_xla's thread drops exceptions and just ends; they are stored and raised here.
         """
-        source = _Uploads(batches)
+        source = Uploads(batches)
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
@@ -179,7 +180,7 @@ class XLA:
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
             optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
-            inner = _guarded(optimizer)
+            inner = optimizer.base_optimizer
         else:
             optimizer = inner = cls(groups, **options)
         inner.load_state_dict(_fresh_state(inner))
@@ -228,7 +229,7 @@ class XLA:
             optimizer.load_state_dict(state)
             return
         optimizer.init_zero()  # its shards are still copies of the weights before the restore
-        self._optimizer = _guarded(optimizer)
+        self._optimizer = optimizer.base_optimizer
         parameters = _parameters(optimizer)
         shared = {
             index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
@@ -253,6 +254,10 @@ class XLA:
             "executions": float(_samples("ExecuteReplicatedTime" if self.spmd else "ExecuteTime")),
             "optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20,
         }
+
+    def communication_ms(self) -> float:
+        """Return 0.0: the reduction is a part of the graph, whose times are not known here."""
+        return 0.0
 
     def end_step(self) -> None:
         """Cut the graph: compile it if it is new, and start it."""
@@ -302,40 +307,6 @@ def _all_devices(where: Place) -> Any:
     return xs.Mesh(list(range(devices)), (devices,), ("data",))
 
 
-class _Uploads:
-    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.batches = batches
-        self.heads: dict[int, Batch] = {}
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
-        try:
-            for number, batch in enumerate(self.batches):
-                self.heads[number] = batch
-                yield _tensors(batch), number
-        except Exception as error:
-            self.error = error
-
-    def whole(self, tensors: list[Tensor], number: int) -> Batch:
-        """Return batch `number` with its tensors on the device."""
-        arrived = iter(tensors)
-        return self.heads.pop(number).map(lambda _: next(arrived))
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in the order of `map`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    batch.map(note)
-    return found
-
-
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
     """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level.
 
@@ -364,17 +335,6 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
         if "step" in entries:
             entries["step"].zero_()
     return state
-
-
-def _guarded(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of the shards, whose step changes nothing where the gradient's norm is not finite.
-
-    Put back after the step, the gathered weights would be computed apart from the shards, and rounded otherwise.
-    """
-    inner, settles = optimizer.base_optimizer, []
-    inner.register_step_pre_hook(lambda *_: settles.append(hold(inner)))
-    inner.register_step_post_hook(lambda *_: settles.pop()(optimizer.grad_norm))
-    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

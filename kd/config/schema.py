@@ -331,6 +331,15 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSection:
+    """torch.profiler for a few steps."""
+
+    steps: tuple[int, ...] = ()
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
+    the memory. They are slower. Empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSection:
     """The machine."""
 
@@ -366,4 +375,5 @@ class Config:
     sifter: SifterSection = field(default_factory=SifterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
     price: PriceSection = field(default_factory=PriceSection)

@@ -16,6 +16,7 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    ProfileSection,
     StudentSection,
     TeacherSection,
 )
@@ -44,12 +45,16 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _labels(config, needed)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
+    if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
+        wrong = "is 'skip', but torch_xla's ZeRO applies every step"
+        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
     yield from _price(config.price)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
+    yield from _profile(config.profile)
     yield from _execution(config.teacher, config.student, config.backend.kind, features, here)
 
 
@@ -186,6 +191,13 @@ def _student(student: StudentSection) -> Iterator[KdError]:
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
+
+
+def _profile(profile: ProfileSection) -> Iterator[KdError]:
+    steps = profile.steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        allowed = "The first and the last step, counted from 1"
+        yield ConfigError("profile.steps", f"is {list(steps)}", allowed, "Set profile.steps=[20, 30]")
 
 
 def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:

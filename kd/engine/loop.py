@@ -46,7 +46,8 @@ def _train(run: Run) -> State:
         state = conclude(run, state, stop, evaluating=True, checkpointing=True)
     meter = Meter(run, state)
     while not length.finished(state):
-        plan = run.sifter.plan(state.epoch, length.share(state))
+        with run.span("sifting"):
+            plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as steps:
             for micros in steps:
@@ -76,7 +77,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Bat
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation), start)
+    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))
@@ -98,7 +99,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
                 logits_BC, scores = run.module(batch, teacher)
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
-        run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
+        with run.span("sifting"):
+            run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
         if logits_BC.shape[1] and run.evaluator.labelled:  # an embedding model has no answers to count
             scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():

@@ -48,7 +48,8 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
-        means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
+        with self.run.span("wait"):
+            means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
@@ -59,7 +60,7 @@ class Meter:
         if self.run.skip_nonfinite:
             values["skipped"] = float(skipped)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
-        values |= self.run.backend.counters()
+        values |= {**self.run.backend.counters(), **self.run.window(state)}
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
         self.run.store.log("train", state, values)
@@ -88,7 +89,7 @@ class Meter:
             terms = [name for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True) if fatal]
             more = f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be" if longest > MOST_SKIPPED else ""
             raise diverged(terms, [self.places[row][0].step + 1 for row in rows], self.places[rows[0]], more)
-        means = table_SN[~skipped_S].mean(0).tolist()
+        means = table_SN[~skipped_S].double().mean(0).tolist()
         values = {} if skipped_S.all() else dict(zip(names, means, strict=True))
         return values, int(skipped_S.sum()), in_a_row
 

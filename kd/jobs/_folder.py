@@ -47,6 +47,7 @@ FREE = (
     "teacher.pipeline",
     "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
     "backend.timeout_seconds",
+    "profile.",
     "teacher.cache.path",
     "price.",
     "teacher.cache.max_gb",  # it can only refuse

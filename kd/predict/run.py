@@ -16,9 +16,10 @@ from typing import IO
 
 import numpy as np
 
+from kd.errors import RunError
 from kd.predict import images as listing
-from kd.predict.results import Journal, Row, check_format, opened
-from kd.serve.answers import predictions
+from kd.predict.results import WHERE, Journal, Row, check_format, opened
+from kd.serve.answers import embeddings, predictions
 from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
 
@@ -60,7 +61,7 @@ class Summary:
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images and write one row for each, in the order of their names.
+    """Classify images, or embed them, and write one row for each, in the order of their names.
 
     Raises:
         ModelError: the folder is not a whole export.
@@ -71,6 +72,9 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
+    if described.output.embeds and settings.to.suffix != ".jsonl":
+        wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
+        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
     cores = settings.cores or usable_cores()
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
@@ -105,23 +109,13 @@ def _classified(
     images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
 ) -> Iterator[Row]:
     """Yield the rows of all images from `start` on, in order."""
-    from kd.serve.images import prepare
-    from kd.serve.problems import Problem
 
     def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
-        made: list[Row] = [{"image": images.names[id]} for id in ids]
-        logits = []
-        for id, content, row in zip(ids, contents, made, strict=True):
-            try:
-                data = images.content(id) if content is None else content.result()
-                pixels = prepare(data, model.size, model.crop, limits).pixels
-            except listing.GONE as error:
-                row["error"] = error.strerror or type(error).__name__
-            except Problem as problem:
-                row["error"] = problem.detail
-            else:
-                logits.append(model.engine(pixels[None]))
-        found = iter(predictions(np.concatenate(logits), model.labels, top) if logits else ())
+        made, outputs = _run(images, model, limits, ids, contents)
+        if not outputs:
+            return made
+        values = np.concatenate(outputs)
+        found = iter(embeddings(values) if model.output.embeds else predictions(values, model.labels, top))
         return [row if "error" in row else {**row, **next(found)} for row in made]
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
@@ -139,6 +133,28 @@ def _classified(
         finally:
             for pool in (workers, readers):
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(
+    images: listing.Images, model: Model, limits: Limits, ids: range, contents: Sequence[Future[bytes] | None]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """Return a row for each image, with the error of one that cannot be read, and the outputs of the others."""
+    from kd.serve.images import prepare
+    from kd.serve.problems import Problem
+
+    made: list[Row] = [{"image": images.names[id]} for id in ids]
+    outputs = []
+    for id, content, row in zip(ids, contents, made, strict=True):
+        try:
+            data = images.content(id) if content is None else content.result()
+            pixels = prepare(data, model.size, model.crop, limits).pixels
+        except listing.GONE as error:
+            row["error"] = error.strerror or type(error).__name__
+        except Problem as problem:
+            row["error"] = problem.detail
+        else:
+            outputs.append(model.engine(pixels[None]))
+    return made, outputs
 
 
 def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:

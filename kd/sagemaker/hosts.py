@@ -114,15 +114,23 @@ def accelerated() -> bool:
 # ------------------------------------------------------------------------------------------------ marked processes
 
 
+def marks(mark: str, name: str = MARK) -> dict[str, str]:
+    """Return variables for processes that `marked` shall find.
+
+    Two, because a process that sets its title may overwrite one: Ray's agents do.
+    """
+    return {name: mark, f"{name}_AGAIN": mark}
+
+
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the living processes, without this one, that were started with `name=mark` in their environment.
+    """Yield the living processes, without this one, that were started with these `marks` in their environment.
 
     Unlike a process group, this finds what has become a daemon; unlike `ray stop`, nothing that is somebody else's.
     """
-    wanted = f"{name}={mark}".encode()
+    wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+            if wanted & set((folder / "environ").read_bytes().split(b"\0")) and int(folder.name) != os.getpid():
                 yield int(folder.name)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kd.errors import BackendError
 from kd.host import cores
-from kd.sagemaker.hosts import end_marked
+from kd.sagemaker.hosts import end_marked, marks
 
 RUN_MARK = "KD_RUN"
 """The variable that all processes of a local job have."""
@@ -46,7 +46,7 @@ class LocalJob:
         listed = {name: {"instance_group_name": name, "hosts": group} for name, group in self.groups.items()}
         self._environ = {
             **os.environ,
-            RUN_MARK: self.mark,
+            **marks(self.mark, RUN_MARK),
             "SM_HOSTS": json.dumps(hosts),
             "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
             "KD_PORTS": ",".join(str(port) for port in free_ports(3)),

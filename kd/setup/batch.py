@@ -102,7 +102,6 @@ def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Foun
             raise ConfigError("data.batch_size", wrong, "One image a rank at least", remedy)
         return size
 
-    @find_executable_batch_size(starting_batch_size=size, reduce_batch_size_fn=halve)
     def attempt(batch_size: int) -> int:
         fits = each * batch_size <= room and (each > 0 or _executes(trial, batch_size))
         tried.append(f"{batch_size} {'fits' if fits else 'does not'}")
@@ -111,7 +110,8 @@ def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Foun
             raise RuntimeError(FULL)
         return batch_size
 
-    found = attempt()  # type: ignore[call-arg]
+    # not as a decorator: with arguments, older accelerate forgets reduce_batch_size_fn
+    found = find_executable_batch_size(attempt, starting_batch_size=size, reduce_batch_size_fn=halve)()
     if each:
         summary = f"{each:.2f} MiB an image measured, {room:.0f} MiB to spend ({100 * SHARE:.0f} % of what is free)"
     else:

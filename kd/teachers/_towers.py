@@ -77,6 +77,14 @@ def read_config(spec: Spec, hub: Any) -> Any:
         raise refused(spec, error) from error
 
 
+def vision_config(config: Any) -> Any:
+    """Return the configuration of the image tower; its projection is as wide as the whole model's."""
+    vision = getattr(config, "vision_config", config)
+    if hasattr(config, "projection_dim"):
+        vision.projection_dim = config.projection_dim
+    return vision
+
+
 def preprocessing(spec: Spec, hub: Any, config: Any) -> dict[str, Any]:
     """Return `input_size`, `mean` and `std` as a Classifier takes them, from the model's own preprocessing.
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import STEPS, Trained
-from pieces import tiny
+from pieces import tiny, without_clocks
 from ranks import HERE, environment, start
 from test_resume import same_bits
 
 OURS = ("data.kind=outside.signalling", "optimizer.ema=0.9", f"run.every.checkpoint={STEPS}")
 SLOW = {"KD_SLOW": "0.02"}
-CLOCKS = ("seconds", "images_per_second")
 
 
 def newest(run: Trained) -> int:
@@ -27,7 +26,7 @@ def newest(run: Trained) -> int:
 
 
 def rows(run: Trained, kind: str) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in run.rows(kind)]
+    return without_clocks(run.rows(kind))
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.spmd [xla]": ("FR", "true", "backend.kind=xla"),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
+    "profile.steps": ("", "[3, 5]"),
     "price.instance": ("", "ml.p4d.24xlarge"),
     "price.per_hour": ("", "2.5"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 
 import pytest
@@ -123,10 +124,9 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
     assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3
 
 
-@pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_a_step_whose_gradient_is_not_finite_changes_nothing(zero, clip):
-    """Neither in the first step nor later, and the step after it is as if it had not been."""
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
+    """Neither weights nor moments, in the first step or later. AdamW counts its steps on the host, which goes on."""
     from kd.backends.xla import Options, build
 
     backend = build(Options(), "fp32", 5.0)
@@ -134,17 +134,14 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(zero, clip):
 
     def made(gradients):
         weight = torch.nn.Parameter(torch.ones(4, 3, device=backend.device))
-        optimizer = backend.optimizer([{"params": [weight]}], torch.optim.AdamW, zero, lr=0.1)
-        norms = []
+        optimizer = backend.optimizer([{"params": [weight]}], torch.optim.AdamW, False, lr=0.1)
         for gradient in gradients:
             weight.grad = torch.full((4, 3), gradient, device=backend.device)
-            norms.append(backend.step(optimizer, clip))
+            assert bool(backend.step(optimizer, clip).isfinite()) == math.isfinite(gradient)
             backend.end_step()
-        return [weight.detach().cpu(), *backend.optimizer_state(optimizer)["state"][0].values()], norms
+        state = backend.optimizer_state(optimizer)["state"][0]
+        return [weight.detach().cpu(), *(value for name, value in state.items() if name != "step")]
 
-    nan = float("nan")
-    found, norms = made([nan, 0.5, float("inf"), -0.25])
-    expected, _ = made([0.5, -0.25])
-    assert [bool(norm.isfinite()) for norm in norms] == [False, True, False, True]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-6, atol=1e-7)
+    assert all(map(torch.equal, made([math.nan]), made([])))
+    assert all(map(torch.equal, made([0.5, math.inf]), made([0.5])))
+    assert not torch.equal(made([0.5, 0.5])[0], made([0.5])[0])

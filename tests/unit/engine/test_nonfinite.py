@@ -34,8 +34,9 @@ def steps_with(run, image: int, epochs: int) -> list[int]:
     return [number for number, ids in enumerate(torch.cat(plans), 1) if image in ids]
 
 
-def test_term_step_and_layer_are_named(make):
-    made = make("run.epochs=2", "run.every.log=4", BAD)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_term_step_and_layer_are_named(make, workers):
+    made = make("run.epochs=2", "run.every.log=4", BAD, f"data.workers={workers}")
     bad = steps_with(made.run, IMAGE, 2)
     before = {name: tensor.clone() for name, tensor in made.run.distillation.state_dict().items()}
     with pytest.raises(
