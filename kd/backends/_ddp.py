@@ -263,9 +263,14 @@ class DDPBackend:
         """Leave the process group."""
         if self._joined:
             self._joined = False
+            if torch.__version__ < _FSDP2:
+                _ENDED.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
+_ENDED: list[object] = []
+"""Process groups of an older torch, never freed. Freed right after a collective, gloo of torch 2.4.1 may hang:
+it waits for its thread, which waits for the interpreter's lock to free a tensor."""
 _FSDP2, _PIPELINE = "2.9", "2.13"
 """Oldest torch of each. Older ones were not tried with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
 

@@ -81,9 +81,10 @@ def train(settings) -> Callable[..., Trained]:
     """Train in this process, each run once: `train("live")`, `train("cached", "teacher.cache.views=2")`."""
     made: dict[tuple[str, ...], Trained] = {}
 
-    def run(*key: str) -> Trained:
+    def run(*key: str, backend: dict[str, Any] = settings["backend"]) -> Trained:
         if key not in made:
-            made[key] = Trained(job(config.load(settings, [f"run.name={key[0]}", *key[1:]])).folder)
+            loaded = config.load({**settings, "backend": backend}, [f"run.name={key[0]}", *key[1:]])
+            made[key] = Trained(job(loaded).folder)
         return made[key]
 
     return run
@@ -106,7 +107,7 @@ def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
 
 def test_the_run_is_the_cpus(train):
     here = train("live")
-    cpu = train("on_the_cpu", "backend={kind: cpu, precision: fp32, threads: 1}")
+    cpu = train("on_the_cpu", backend={"kind": "cpu", "precision": "fp32", "threads": 1})
     assert here.losses() == pytest.approx(cpu.losses(), rel=1e-3)
     assert here.losses()[-1] < 0.8 * here.losses()[0]
 

@@ -78,10 +78,15 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
         env: Mapping[str, str] = MappingProxyType({}),
         launcher: str = "torchrun",
         path: Sequence[Path] = (),
+        backend: Mapping[str, Any] = MappingProxyType({}),
     ) -> Trained:
         record = folder / f"{name}.record"
         record.mkdir(exist_ok=True)
-        argv = [config_file, f"run.folder={folder}", f"run.name={name}", *overrides]
+        file = config_file
+        if backend:
+            file = folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump({**yaml.safe_load(config_file.read_text()), "backend": dict(backend)}))
+        argv = [file, f"run.folder={folder}", f"run.name={name}", *overrides]
         world = start(
             "kd.cli.train:main", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
         )

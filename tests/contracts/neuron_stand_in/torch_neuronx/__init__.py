@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import backend_registration
 
 OPERATIONS: Counter[str] = Counter()
 """Number of calls of each collective in this process."""
 SHAPES: set[tuple[str, torch.dtype, tuple[int, ...]]] = set()
 """What the device would have compiled for collectives."""
+SEEDS: list[int] = []
+"""What torch.manual_seed handed on to the device."""
 _groups: list[Any] = []
 
 
@@ -110,10 +113,20 @@ class _Neuron(ModuleType):
     def current_device(self) -> int:
         return 0
 
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        SEEDS.append(seed)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
 
-torch.utils.rename_privateuse1_backend("neuron")
-torch._register_device_module("neuron", _Neuron("torch.neuron"))
+_module = _Neuron("torch.neuron")
+if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    backend_registration._setup_privateuseone_for_python_backend("neuron", _module)
+else:  # older torch
+    torch.utils.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", _module)
 dist.Backend.register_backend("neuron", _create, devices=["cpu", "neuron"])
