@@ -216,7 +216,7 @@ class DDPBackend:
         if isinstance(self._module, DistributedDataParallel):
             times = self._module._get_ddp_logging_data()
             end = times.get("backward_comm_time_end", 0)
-            if end != self._last_wait:
+            if end != self._last_wait and "backward_comm_time" in times:  # absent before the first timed step
                 self._last_wait = end
                 exposed = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
                 self._waits.append(max(0.0, exposed / 1e6))

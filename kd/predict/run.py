@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from kd.errors import RunError
 from kd.predict import images as listing
 from kd.predict.results import WHERE, Journal, Row, check_format, opened
@@ -22,7 +24,7 @@ from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
 
 CHUNK = 8
-"""Images of a job: one image would wake the main thread, which writes the rows, once an image."""
+"""Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
 AHEAD = 3
 """Jobs that run, wait, or wait to be written, per thread."""
 READERS = 32
@@ -107,24 +109,14 @@ def _classified(
     images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
 ) -> Iterator[Row]:
     """Yield the rows of all images from `start` on, in order."""
-    from kd.serve.images import prepare
-    from kd.serve.problems import Problem
-
-    def row(id: int, content: Future[bytes] | None) -> Row:
-        name = images.names[id]
-        try:
-            data = images.content(id) if content is None else content.result()
-            pixels = prepare(data, model.size, model.crop, limits).pixels
-        except listing.GONE as error:
-            return {"image": name, "error": error.strerror or type(error).__name__}
-        except Problem as problem:
-            return {"image": name, "error": problem.detail}
-        values = model.engine(pixels[None])
-        found = embeddings(values) if model.output.embeds else predictions(values, model.labels, top)
-        return {"image": name, **found[0]}
 
     def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
-        return list(map(row, ids, contents))
+        made, outputs = _run(images, model, limits, ids, contents)
+        if not outputs:
+            return made
+        values = np.concatenate(outputs)
+        found = iter(embeddings(values) if model.output.embeds else predictions(values, model.labels, top))
+        return [row if "error" in row else {**row, **next(found)} for row in made]
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
@@ -141,6 +133,28 @@ def _classified(
         finally:
             for pool in (workers, readers):
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(
+    images: listing.Images, model: Model, limits: Limits, ids: range, contents: Sequence[Future[bytes] | None]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """Return a row for each image, with the error of one that cannot be read, and the outputs of the others."""
+    from kd.serve.images import prepare
+    from kd.serve.problems import Problem
+
+    made: list[Row] = [{"image": images.names[id]} for id in ids]
+    outputs = []
+    for id, content, row in zip(ids, contents, made, strict=True):
+        try:
+            data = images.content(id) if content is None else content.result()
+            pixels = prepare(data, model.size, model.crop, limits).pixels
+        except listing.GONE as error:
+            row["error"] = error.strerror or type(error).__name__
+        except Problem as problem:
+            row["error"] = problem.detail
+        else:
+            outputs.append(model.engine(pixels[None]))
+    return made, outputs
 
 
 def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:

@@ -22,7 +22,17 @@ from pathlib import Path
 
 from kd.errors import BackendError, KdError
 from kd.host import cores
-from kd.sagemaker.hosts import Hosts, accelerated, end_marked, hyperparameters, marked, marks, processes, read_hosts
+from kd.sagemaker.hosts import (
+    Hosts,
+    accelerated,
+    end_marked,
+    free_ports,
+    hyperparameters,
+    marked,
+    marks,
+    processes,
+    read_hosts,
+)
 
 BEAT, SILENCE = 5.0, 60.0
 """Seconds between two signs of life, and without one until a host counts as lost."""
@@ -197,6 +207,7 @@ class Node:
         if self.head:
             port = self.address.rpartition(":")[2]
             place = ["--head", "--port", port, "--include-dashboard", "false", "--temp-dir", self.folder]
+            place += ["--ray-client-server-port", str(free_ports(1)[0])]  # by default one that another cluster may have
         else:
             place = ["--address", self.address]
         return [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *common, "--disable-usage-stats"]

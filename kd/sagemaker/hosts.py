@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -109,6 +110,15 @@ def processes(environ: Mapping[str, str] = os.environ) -> int:
 def accelerated() -> bool:
     """Return whether this host computes on something else than its CPU."""
     return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses now."""
+    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in with_sockets]
+    for each in with_sockets:
+        each.close()
+    return ports
 
 
 # ------------------------------------------------------------------------------------------------ marked processes

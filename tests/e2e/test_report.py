@@ -147,7 +147,7 @@ def test_plans_and_checks_answer_with_money(written, command):
         (["plan", "CONFIG", "--on", "p4d.24xlarg"], "Did you mean 'p4d.24xlarge'?"),
         (["plan", "CONFIG", "--on", "p4d.24xlarge", "many"], "--on: 'many'"),
         (["plan", "CONFIG", "--on", "p4d.24xlarge", "--mfu", "2"], "--mfu: is 2"),
-        (["train", "CONFIG", "price.instance=ml.p4d"], "Did you mean"),
+        (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),
     ],
 )
 def test_refusals(argv, words, run, written, refused):

@@ -1,4 +1,4 @@
-"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with two data hosts."""
+"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with data hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kd.types import TENSORS, Batch, Plan
 
 DEADLINE = 2.0
 COMPARED = ("kind", "step", "loss", "kl", "lr", "accuracy", "nll", "agreement")
-DATA_HOSTS = ("127.0.0.3", "127.0.0.4")
+DATA_HOSTS = json.loads(os.environ["SM_INSTANCE_GROUPS_DICT"])["data"]["hosts"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def pools(datasets) -> list[Pool]:
     """What rank 0 and rank 1 see of the same decoders, one on each host."""
     made = [Pool(datasets, rank, 7, 30.0) for rank in range(2)]
     for pool in made:
-        assert wait(lambda pool=pool: len(pool.trusted()) == 3), [slot.name for slot in pool.slots]
+        assert wait(lambda pool=pool: len(pool.trusted()) == 1 + len(DATA_HOSTS)), [slot.name for slot in pool.slots]
     return made
 
 
@@ -138,22 +138,24 @@ def test_images_that_only_the_trainer_has(datasets, pools):
     assert pools[1].slots == []
 
 
-def test_a_data_host_is_killed_another_is_frozen_and_both_come_back(datasets, pools, monkeypatch):
+def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkeypatch):
     monkeypatch.setattr(pools[0], "deadline", DEADLINE)
     here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
     plan, longest, before = plan_of(240), 0.0, time.monotonic()
-    frozen: list[int] = []
+    frozen, killed = [], []
     expected = LocalLoader(datasets[0], 6, 1, 0, 1, 0).epoch(plan, 1)
     for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
         assert same(a, b)
         longest, before = max(longest, time.monotonic() - before), time.monotonic()
         if number == 8:
-            signal_all(of_ray(DATA_HOSTS[0]), signal.SIGKILL)
-        if number == 16:
-            frozen = of_ray(DATA_HOSTS[1])
+            frozen = of_ray(DATA_HOSTS[-1])
             signal_all(frozen, signal.SIGSTOP)
+        if number == 24:
+            signal_all(frozen, signal.SIGCONT)
+            killed = of_ray(DATA_HOSTS[0])
+            signal_all(killed, signal.SIGKILL)
     assert frozen
-    signal_all(frozen, signal.SIGCONT)
+    assert killed
     print(f"longest wait {longest:.1f} s, {there.made_here} of 240 images made here")
     assert 0 < there.made_here < 120
     back = set(DATA_HOSTS)
@@ -178,6 +180,7 @@ def ray_started() -> set[int]:
     return found
 
 
+@pytest.mark.skipif(not os.environ.get("KD_SOAK"), reason="15 s of CPU; equal batches make equal runs")
 def test_a_run_with_a_teacher_cache_is_the_same_run(photos, tmp_path, capfd):
     rows = []
     settings = base(photos, tmp_path)

@@ -1,12 +1,8 @@
-"""The rules on rows of real runs that were slowed down on purpose, and at their thresholds.
-
-`recorded/` was written by `python benchmarks/rules.py --rounds 1 --record tests/unit/monitor/recorded`.
-"""
+"""The rules at their thresholds. Whole runs with a fault: `test_observer.py` and `benchmarks/rules.py`."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,19 +11,7 @@ from kd.monitor import rules
 from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts
 from kd.monitor.rules import find
 
-RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
-DEBUGGER = {
-    "CPUBottleneck",
-    "IOBottleneck",
-    "LowGPUUtilization",
-    "StepOutlier",
-    "LoadBalancing",
-    "Dataloader",
-    "BatchSize",
-    "GPUMemoryIncrease",
-    "MaxInitializationTime",
-    "OverallSystemUsage",
-}
+WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
 
 
 def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
@@ -52,37 +36,24 @@ def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, ru
     return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, told, known))}
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_a_run_that_was_slowed_down_is_diagnosed_as_that(path, monkeypatch):
-    content = json.loads(path.read_text())
-    monkeypatch.setattr(rules, "SETUP_SECONDS", 2.0)  # so that a short start was enough to record
-    timelines = {int(rank): rows for rank, rows in content["timelines"].items()}
-    found = find(Evidence(timelines, content["samples"], Facts(**content["facts"])))
-    if content["rule"]:
-        assert content["rule"] in [finding.rule for finding in found]
-    else:
-        assert not [finding for finding in found if finding.severity == "warning"]
-    for finding in found:
+def test_each_rule_says_what_to_set():
+    """Every finding of the tests below has this form, and its key is one of the configuration."""
+    reading = steady(ms=WAITING, data_busy_ms=40.0)
+    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0) | ask(threads=1)
+    assert found.keys() == {"IOBottleneck", "Dataloader", "OverallSystemUsage"}
+    for finding in found.values():
         section, _, key = finding.key.partition(".")
-        assert key in {field for field in config.to_dict(config.Config())[section]} or section == "backend"
+        known = config.to_dict(config.Config())[section]
+        assert key in known or (section, key) == ("backend", "threads")
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
-        assert finding.rule in DEBUGGER
         assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
-
-
-def test_each_rule_has_a_recorded_run_or_a_test_of_a_gpu():
-    recorded = {json.loads(path.read_text())["rule"] for path in RECORDED} - {""}
-    assert recorded | {"LowGPUUtilization"} == DEBUGGER
-    assert len(rules.RULES) == len(DEBUGGER)
+    assert len(rules.RULES) == 10
 
 
 def test_a_healthy_run_has_no_finding():
     assert ask() == {}
     assert find(Evidence({}, [])) == []
     assert find(Evidence({0: [steady(steps=5)]}, [sample()])) == []
-
-
-WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
 
 
 def test_waiting_for_data_is_told_from_its_cause():

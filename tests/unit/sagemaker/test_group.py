@@ -9,8 +9,7 @@ import pytest
 
 from kd.sagemaker import group
 from kd.sagemaker.group import Meeting, Member
-from kd.sagemaker.hosts import Hosts
-from kd.sagemaker.local import free_ports
+from kd.sagemaker.hosts import Hosts, free_ports
 
 TRAINERS, DATA = ("127.0.0.2", "127.0.0.3"), ("127.0.0.4",)
 
