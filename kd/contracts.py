@@ -25,7 +25,6 @@ class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
     `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all".
-
     `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
     split gets the training classes and must use their order, even where it lacks some of them.
     """
