@@ -64,7 +64,7 @@ MAY_IMPORT_OUTSIDE = {
     "transformers": ("teachers/_towers.py",),
     "pickle": (),
 }
-LIMITS = {"kd/contracts.py": 362}
+LIMITS = {"kd/contracts.py": 363}
 
 
 def name_of(path: Path) -> str:
