@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,11 +59,12 @@ class Hostile:
         writer.transport.abort()
 
     async def _attack(self, name: str) -> None:
-        attack = ATTACKS[name]
+        attack, end = ATTACKS[name], time.monotonic() + PATIENCE
         reader, writer = await asyncio.open_connection(self.parts.hostname, self.parts.port)
         try:
             pending = attack.begin or attack.repeat
-            while not reader.at_eof():
+            # its own deadline: in Python 3.11 a time-out inside may swallow the cancellation from outside
+            while not reader.at_eof() and time.monotonic() < end:
                 for start in range(0, len(pending), PIECE):
                     writer.write(pending[start : start + PIECE])
                     await writer.drain()

@@ -152,7 +152,7 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
     module = parts.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)
-    model = load(Spec("teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]), scale.size, False)
+    model = load(Spec("teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]), scale.size)
     factory = TeacherFactory(TeacherSection(), model, backend, scale.size)
     batch = noise(scale.batch, scale.size, backend)
     exact = factory("fp32+unfused")(batch).logits

@@ -114,7 +114,7 @@ def processes(export: Path, paths: Sequence[Path], script: Path, folder: Path) -
         os.link(path, images / f"{number:05d}.jpg")
     theirs = [sys.executable, str(script), str(images.parent), "--model", f"local-dir:{export}", "--pretrained"]
     theirs += ["--device", "cpu", "--batch-size", "64", "--workers", "1", "--no-console-results"]
-    theirs += ["--results-dir", str(folder), "--label-type", "name"]
+    theirs += ["--results-dir", str(folder), "--results-file", "timm", "--label-type", "name"]
     own = [sys.executable, "-m", "kd.cli.predict", str(export), str(images.parent), "--to", str(folder / "process.csv")]
     return {
         "timm inference.py, process": lambda: subprocess.run(theirs, check=True, capture_output=True),
@@ -151,6 +151,7 @@ def main() -> None:
                 wall, cpu = timed(lambda way=way, part=part, target=target: ways[way](part, target))
                 results[way] = answers(target)
                 rows.append({"round": round, "way": way, "images": len(part), "seconds": wall, "cpu_seconds": cpu})
+                print(f"round {round}: {way}: {wall:.1f} s, {cpu:.1f} s of CPU time", flush=True)
             assert results["kd-predict"] == results["bare loop on threads"], "the labels differ"
         if given.timm:
             for way, run in processes(export, paths[:size], given.timm, folder).items():

@@ -94,12 +94,12 @@ def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Ca
     pair = Logits(teacher), Logits(copy.deepcopy(student))
     run, _ = api._run(settings, *pair, data, data, criterion, "none", world, 0, console)
     run.distillation.train()
-    state, meter = State(), Meter(run, State())
+    state, meter, plan = State(), Meter(run, State()), run.sifter.plan(0, 0.0)
 
     def step(i: int) -> None:
         run.backend.seed(seed_from(0, "step", i, 0))
         run.schedule.apply(run.optimizer, 0.5)
-        meter.add(update(run, [batches[i % len(batches)]], state))
+        meter.add(update(run, [batches[i % len(batches)]], state), state, plan)
         run.logger.step(state, 0.5)
 
     return step

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from kd.config import Config
     from kd.config import load as load_config
     from kd.errors import KdError
+    from kd.monitor.region import region
 
 # Read by OpenMP when torch starts. Its threads otherwise spin while they wait: beside any busy neighbour, such as the
 # loader's own worker, a step on two cores was measured to take fifty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "train"]
+__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "train"]
 
 _HOMES = {
     "Config": ("kd.config", "Config"),
@@ -32,6 +33,7 @@ _HOMES = {
     "KdError": ("kd.errors", "KdError"),
     "distill": ("kd.api", "distill"),
     "load_config": ("kd.config", "load"),
+    "region": ("kd.monitor.region", "region"),
     "train": ("kd.api", "train"),
 }
 

@@ -27,9 +27,11 @@ from kd.engine.run import Run
 from kd.errors import ConfigError
 from kd.jobs._distill import Result
 from kd.jobs._folder import different_keys, require_same
+from kd.jobs._observe import clock_of, where_the_time_went
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
+from kd.monitor.timeline import Timeline
 from kd.parts import build as build_part
 from kd.report.console import Console
 from kd.setup.build import assemble, distributed, run_length
@@ -66,7 +68,7 @@ class Distilled:
     metrics: dict[str, float]
     """The last validation row."""
     rows: list[dict[str, Any]]
-    """Every row of metrics, oldest first."""
+    """Every row of metrics, oldest first; training rows say where the time went."""
     state: State
 
 
@@ -133,7 +135,13 @@ def distill(
         _sink(folder, settings, world) as sink,
     ):
         run = _run(settings, teacher, student, train, val, losses, sifter, world, workers, sink, console)
-        state = engine_train(run)
+        own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
+        start = sink.step() if isinstance(sink, RunDir) else 0
+        clock = clock_of(settings.backend.kind, world.device)
+        with Timeline(clock, own, start, world.communication_ms) as timeline:
+            state = engine_train(replace(run, span=timeline.span, window=timeline.window))
+        for line in where_the_time_went("distill", timeline):
+            console.info(line)
         if run.average is not None:
             run.average.apply()
         world.barrier()  # rank 0 has written its rows

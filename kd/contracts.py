@@ -25,7 +25,6 @@ class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
     `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all".
-
     `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
     split gets the training classes and must use their order, even where it lacks some of them.
     """
@@ -289,7 +288,11 @@ class Backend(Protocol):
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device."""
+        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
+
+        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
+        does not wait to find out.
+        """
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -302,6 +305,10 @@ class Backend(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
+        ...
+
+    def communication_ms(self) -> float:
+        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
         ...
 
     def end_step(self) -> None:

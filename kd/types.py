@@ -274,6 +274,8 @@ class State:
     first one."""
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
+    skipped: int = 0
+    """Steps in a row, up to this one, that were not applied because their gradient was not finite."""
     threads: int = 0
     """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""
 

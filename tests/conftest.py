@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import os
+import subprocess
 import tarfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import yaml
-from pieces import tiny
-from PIL import Image
+from pieces import merged, paint, tiny
 
 import kd  # before torch: it tells OpenMP how to wait
 
 assert kd.__version__
-CLASSES = ("apple", "fig", "pear")
 SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 """Where real photographs lie, if they do."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -40,17 +37,6 @@ def alone(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> None:
-    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns them within seconds."""
-    generator = np.random.default_rng(seed)
-    for channel, (name, count) in enumerate(zip(CLASSES, per_class, strict=True)):
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = generator.integers(0, 120, (size + number % 3, size, 3), np.uint8)
-            pixels[..., channel] += 100
-            Image.fromarray(pixels).save(folder / name / f"{number:02d}.jpg", quality=90)
-
-
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
     """A folder of 36 training and 13 validation images of three classes. Do not write into it."""
@@ -58,6 +44,18 @@ def photos(tmp_path_factory) -> Path:
     paint(root / "train", (12, 12, 12), seed=1)
     paint(root / "val", (4, 4, 5), seed=2)
     return root
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB; needs root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:
@@ -131,15 +129,6 @@ def written(settings, tmp_path) -> Callable[..., str]:
         return str(path)
 
     return write
-
-
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `old` with `new` laid over it, section by section; `args` belong to one model and are replaced."""
-    result = copy.deepcopy(old)
-    for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
-        result[key] = merged(result[key], value) if both else value
-    return result
 
 
 @pytest.fixture

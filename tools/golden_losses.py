@@ -117,6 +117,9 @@ SOURCES = [
 
 WITHOUT_OFFICIAL_CODE = {
     "ce": "cross-entropy has no official code; see test_ce.py for its formula",
+    "cosine": "one line; see test_cosine.py for its formula",
+    "tokens": "the paper's formula on resampled grids; see test_tokens.py",
+    "relational": "the paper's formula with one of its kernels; see test_relational.py",
     "feature": "our own combination of two papers; see test_feature.py for its formula",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def export(
         tensors: weights by timm's names.
         provenance: written to kd.json: metrics, run, hashes.
         extras: a flat folder whose files are added: graphs, the model card.
-        facts: written to manifest.json, beside size and sha256 of every other file.
+        facts: written to manifest.json, beside size and sha256 of every other file and a checksum of all this.
 
     Raises:
         RunError: something else lies at `folder`, the disk is full or not writable.
@@ -47,7 +48,14 @@ def export(
             for path in extras.iterdir():
                 shutil.copyfile(path, draft / path.name)
         files = {path.relative_to(draft).as_posix(): _entry(path) for path in draft.rglob("*") if path.is_file()}
-        write_json(draft / MANIFEST, {**(facts or {}), "files": files})
+        content = {**(facts or {}), "files": files}
+        write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the sha256 of a manifest without its checksum: of its JSON with sorted keys and no other spaces."""
+    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def refuse_other(folder: Path) -> None:

@@ -91,6 +91,10 @@ class RunDir:
         """Return the configuration of the run that this folder holds, or None."""
         return self.config_file.read_text() if self.config_file.is_file() else None
 
+    def step(self) -> int:
+        """Return the step of the newest checkpoint; 0 where there is none."""
+        return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
+
     def manifest(self) -> dict[str, Any]:
         """Return what manifest.json records; empty before the first `record`."""
         file = self.path / "manifest.json"

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kd.backends._guard import hold
 from kd.backends._launch import Place, announce, place
+from kd.backends._uploads import Uploads
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
 
@@ -112,7 +114,7 @@ class XLA:
 
         torch_xla's thread drops exceptions and just ends; they are stored and raised here.
         """
-        source = _Uploads(batches)
+        source = Uploads(batches)
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
@@ -193,9 +195,11 @@ class XLA:
             optimizer.step()
             norm = optimizer.grad_norm
         else:
+            settle = hold(optimizer)
             # torch calls a closure before the update, so here after the reduction, and returns its value
             clip = partial(nn.utils.clip_grad_norm_, _parameters(optimizer), max_norm or math.inf, foreach=False)
             norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
+            settle(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -251,6 +255,10 @@ class XLA:
             "optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20,
         }
 
+    def communication_ms(self) -> float:
+        """Return 0.0: the reduction is a part of the graph, whose times are not known here."""
+        return 0.0
+
     def end_step(self) -> None:
         """Cut the graph: compile it if it is new, and start it."""
         torch_xla.sync()
@@ -297,40 +305,6 @@ def _all_devices(where: Place) -> Any:
     xr.use_spmd()
     devices = xr.global_runtime_device_count()
     return xs.Mesh(list(range(devices)), (devices,), ("data",))
-
-
-class _Uploads:
-    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.batches = batches
-        self.heads: dict[int, Batch] = {}
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
-        try:
-            for number, batch in enumerate(self.batches):
-                self.heads[number] = batch
-                yield _tensors(batch), number
-        except Exception as error:
-            self.error = error
-
-    def whole(self, tensors: list[Tensor], number: int) -> Batch:
-        """Return batch `number` with its tensors on the device."""
-        arrived = iter(tensors)
-        return self.heads.pop(number).map(lambda _: next(arrived))
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in the order of `map`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    batch.map(note)
-    return found
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:

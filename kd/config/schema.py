@@ -321,10 +321,22 @@ class OptimizerSection:
     """SGD's momentum (Nesterov)."""
     clip: float = ranged(1.0, low=0.0)
     """Largest gradient norm. 0: do not clip."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
+    it, count it in the rows, and end the run after more than 10 such steps in a row."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema: float = ranged(0.0, low=0.0, high=0.99999)
     """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSection:
+    """torch.profiler for a few steps."""
+
+    steps: tuple[int, ...] = ()
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
+    the memory. They are slower. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,4 +375,5 @@ class Config:
     sifter: SifterSection = field(default_factory=SifterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
     price: PriceSection = field(default_factory=PriceSection)

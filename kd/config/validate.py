@@ -16,6 +16,7 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    ProfileSection,
     StudentSection,
     TeacherSection,
 )
@@ -44,12 +45,16 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
     yield from _labels(config, needed)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
+    if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
+        wrong = "is 'skip', but torch_xla's ZeRO applies every step"
+        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
     yield from _price(config.price)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
+    yield from _profile(config.profile)
     yield from _execution(config.teacher, config.student, config.backend.kind, features, here)
 
 
@@ -188,6 +193,13 @@ def _student(student: StudentSection) -> Iterator[KdError]:
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
 
 
+def _profile(profile: ProfileSection) -> Iterator[KdError]:
+    steps = profile.steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        allowed = "The first and the last step, counted from 1"
+        yield ConfigError("profile.steps", f"is {list(steps)}", allowed, "Set profile.steps=[20, 30]")
+
+
 def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
@@ -226,6 +238,10 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
     if not (teacher.shard or teacher.pipeline):
         return
+    key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
+    if teacher.kind not in kinds:
+        wrong = f"is set, but kd does not divide a teacher of kind '{teacher.kind}'"
+        yield ConfigError(f"teacher.{key}", wrong, f"Models of {' and '.join(kinds)}", f"Leave teacher.{key} out")
     named = {"runtime": teacher.runtime in RUNTIMES, "precision": teacher.precision in QUANTIZED}
     for key, on in {**named, "compile": teacher.compile == "on"}.items():
         if on:

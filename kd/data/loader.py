@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
@@ -88,15 +89,7 @@ class LocalLoader:
             DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
             RunError: a worker process has ended, or makes no batch in time.
         """
-        micro = self.batch_size // (self.accumulate * self.world_size)
-        # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
-        ids, weights = plan.ids.tolist(), plan.weights.tolist()
-        requests = []
-        for step in range(start, len(ids) // self.batch_size):
-            for i in range(self.accumulate):
-                first = step * self.batch_size + (i * self.world_size + self.rank) * micro
-                requests.append(Request(ids[first : first + micro], weights[first : first + micro], view))
-        self._requests.now = requests
+        self._requests.make = partial(self._of_this_rank, plan, view, start)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
@@ -106,6 +99,16 @@ class LocalLoader:
             self.unreadable.update(batch.unreadable)
             self._require_few_skipped()
             yield batch
+
+    def _of_this_rank(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
+        """Cut this rank's micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
+        micro = self.batch_size // (self.accumulate * self.world_size)
+        for step in range(start, len(plan.ids) // self.batch_size):
+            for i in range(self.accumulate):
+                first = step * self.batch_size + (i * self.world_size + self.rank) * micro
+                ids, weights = (tensor[first : first + micro] for tensor in (plan.ids, plan.weights))
+                # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
+                yield Request(ids.tolist(), weights.tolist(), view)
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         """Yield what is loaded. If a worker ends or stands still, that is one line instead of a traceback or a wait."""
@@ -177,13 +180,10 @@ class _Requests(Sampler[Request]):
     """The requests of the epoch at hand; the DataLoader asks anew each epoch and keeps its workers."""
 
     def __init__(self) -> None:
-        self.now: Sequence[Request] = ()
+        self.make: Callable[[], Iterator[Request]] = lambda: iter(())
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self.now)
-
-    def __len__(self) -> int:
-        return len(self.now)
+        return self.make()
 
 
 class Fetch(TorchDataset[Batch | KdError]):

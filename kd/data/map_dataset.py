@@ -79,18 +79,17 @@ def split_item(item: Any, subject: str, where: str, labels: str) -> tuple[Any, A
     Raises:
         DataError: it is an image alone, and labels are read.
     """
-    pair = isinstance(item, (tuple, list)) and len(item) >= 2
+    parts = [*item] if isinstance(item, (tuple, list)) and item else [item]
     if labels == "none":
-        image = item[0] if isinstance(item, (tuple, list)) else item
-        return image, -1
-    if not pair:
+        return parts[0], -1
+    if len(parts) < 2:
         raise DataError(
             where,
             f"{subject} is not (image, label): it is {type(item).__name__}",
             "Pairs; images alone go with labels='none'",
             "Return pairs, or pass labels='none'",
         )
-    return item[0], item[1]
+    return parts[0], parts[1]
 
 
 def check_labels(labels_B: torch.Tensor, subject: str, where: str, labels: str, num_classes: int) -> None:
@@ -102,9 +101,8 @@ def check_labels(labels_B: torch.Tensor, subject: str, where: str, labels: str, 
     if labels == "none":
         return
     lowest = 0 if labels == "all" else -1
-    wrong_B = (labels_B < lowest) | ((labels_B >= num_classes) if num_classes else torch.zeros_like(labels_B).bool())
-    if wrong_B.any():
-        value = int(labels_B[wrong_B][0])
+    value = next((one for one in labels_B.tolist() if one < lowest or (num_classes and one >= num_classes)), None)
+    if value is not None:
         most = f" to {num_classes - 1}" if num_classes else " or above"
         remedy = "Pass labels='some' where -1 means that there is none" if value == -1 else "Correct the labels"
         raise DataError(where, f"{subject} has the label {value}", f"Whole numbers from {lowest}{most}", remedy)

@@ -1,274 +1,32 @@
 """`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, the bits and the order of the local loader.
 
-Ray places the decoders, restarts them and moves arrays. The rest is here. An image is a pure function of (seed, view,
-id), so a call may be made twice, elsewhere, or in this process, and the batch is the same. Each rank keeps its own
-queue of calls in its plan's order. Nothing is waited for longer than the deadline.
+Ray places the decoders, restarts them and moves arrays (`kd.data.decoders`). Order and deadlines are here. An image is
+a pure function of (seed, view, id), so a call may be made twice, elsewhere, or in this process, and the batch is the
+same. Each rank keeps its own queue of calls in its plan's order. It waits for none longer than the deadline.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
-import ray
-import torch
-from PIL import features
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from typing import Any, TypeVar
 
 from kd.contracts import Dataset
+from kd.data.decoders import WHERE, Call, Pool, Slot, Unanswered, pack, unpack
 from kd.data.loader import Fetch, LocalLoader, Request
-from kd.errors import KdError, RunError
-from kd.host import versions
-from kd.types import TENSORS, Batch
+from kd.errors import KdError
+from kd.types import Batch
 
-WHERE = "data.loader"
 CHUNK = 32
 """Images of one call at most."""
-AHEAD = 2
-"""Calls for each decoder that are on their way, of all ranks together."""
 
 log = logging.getLogger("kd")
 T = TypeVar("T")
-
-
-class Decoder:
-    """What a Ray actor runs: it makes parts of batches, one at a time, from datasets that it was started with."""
-
-    def __init__(self, datasets: Sequence[Dataset], folder: str) -> None:
-        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path."""
-        torch.set_num_threads(1)
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        self._fetch = [Fetch(dataset) for dataset in datasets]
-
-    def ping(self) -> tuple[str, str, dict[str, str]]:
-        """Return the id and the address of this host, and the versions that pixels depend on."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions()
-
-    def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
-        """Return a batch as arrays, or the error that the dataset raised."""
-        return pack(self._fetch[dataset][request])
-
-
-def decoding_versions() -> dict[str, str]:
-    """Return the versions of what decodes and transforms an image here."""
-    decoders = {name: features.version(name) or "" for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
-    return versions("kd", "torch", "timm", "numpy", "pillow") | decoders
-
-
-def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
-    """Return a batch as arrays, which Ray moves without pickling them; an error as it is."""
-    if isinstance(batch, KdError):
-        return batch
-    arrays = {name: getattr(batch, name).numpy() for name in TENSORS}
-    return {**arrays, "view": batch.view, "unreadable": batch.unreadable, "crc": batch.crc}
-
-
-def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
-    """Join the parts of a micro-batch; their arrays may be read-only, the batch has its own memory."""
-    fields: dict[str, Any] = {n: torch.from_numpy(np.concatenate([part[n] for part in parts])) for n in TENSORS}
-    fields |= {n: tuple(value for part in parts for value in part[n]) for n in ("unreadable", "crc")}
-    return Batch(**fields, view=parts[0]["view"])
-
-
-# --------------------------------------------------------------------------------------------------- the decoders
-
-
-@dataclass(eq=False)
-class Slot:
-    """One decoder as this rank sees it."""
-
-    name: str
-    actor: Any
-    probe: Any = None
-    """A ping that it has not answered; None: it is trusted."""
-    probed: float = 0.0
-    calls: int = 0
-    """Calls of this rank that it has not answered."""
-    host: str = ""
-    """Ray's id of its host; "": it has never answered."""
-    address: str = ""
-
-    def ping(self) -> None:
-        """Trust it again when it has answered; Ray repeats the ping where it starts the decoder anew."""
-        self.probe, self.probed = self.actor.ping.options(max_task_retries=-1).remote(), time.monotonic()
-
-
-class Call(NamedTuple):
-    """A request, and the decoder that has it; no decoder: this process."""
-
-    request: Request
-    slot: Slot | None = None
-    ref: Any = None
-
-
-class Pool:
-    """The decoders of a cluster, one a CPU of it, shared by all ranks. Rank 0 starts them; they end with its process.
-
-    A decoder gets calls once it has answered a ping. One that fails or misses a deadline is pinged again, with all
-    others on its host, and gets calls when it has answered.
-    """
-
-    def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
-        """Connect to the cluster that RAY_ADDRESS names.
-
-        Args:
-            datasets: what the decoders read; each by its position.
-            rank: of this process. Rank 0 must be first.
-            token: of this pool, the same on all ranks.
-            deadline: seconds that a call may take.
-
-        Raises:
-            RunError: there is no such cluster.
-        """
-        connect()
-        self.deadline, self.slots = deadline, list[Slot]()
-        self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
-        self._datasets = ray.put(list(datasets)) if rank == 0 else None
-        self._silent = set[str]()
-        self.grow()
-
-    def grow(self) -> None:
-        """Start a decoder on each CPU that has none (rank 0), or find those that rank 0 has started."""
-        with self._lock:
-            if self._datasets is not None:
-                names = [f"{self._prefix}{number}" for number in range(int(ray.cluster_resources().get("CPU", 0)))]
-            else:
-                names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
-            for name in sorted(set(names) - {slot.name for slot in self.slots}):
-                self.slots.append(Slot(name, self._actor(name)))
-                self.slots[-1].ping()
-
-    def _actor(self, name: str) -> Any:
-        if self._datasets is None:
-            return ray.get_actor(name)
-        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
-        return ray.remote(Decoder).options(name=name, **options).remote(self._datasets, os.getcwd())
-
-    def trusted(self) -> list[Slot]:
-        """Return the decoders that answer.
-
-        Raises:
-            RunError: a host would make other pixels than this one.
-        """
-        waiting = [slot for slot in self.slots if slot.probe is not None]
-        probes = [slot.probe for slot in waiting]
-        answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
-        for slot in waiting:
-            if slot.probe in answered:
-                self._answered(slot)
-            elif time.monotonic() - slot.probed > self.deadline:
-                slot.ping()  # the first one may be lost with its host
-        return [slot for slot in self.slots if slot.probe is None]
-
-    def _answered(self, slot: Slot) -> None:
-        try:
-            slot.host, slot.address, theirs = ray.get(slot.probe)
-        except ActorDiedError as error:
-            self.slots.remove(slot)
-            log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
-            return
-        except RayError:
-            slot.ping()
-            return
-        ours = decoding_versions()
-        if other := [f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs[name] != ours[name]]:
-            remedy = "Install the same packages on all hosts, or use one image for all"
-            raise RunError(WHERE, f"the host {slot.address} decodes with {', '.join(other)}", "", remedy)
-        slot.probe = None
-        if slot.address in self._silent:
-            self._silent.remove(slot.address)
-            log.warning("%s: the host %s answers again", WHERE, slot.address)
-
-    def send(self, dataset: int, request: Request) -> Call:
-        """Give a request to the trusted decoder that has least to do; to this process where there is none."""
-        with self._lock:
-            trusted = self.trusted()
-            if not trusted:
-                return Call(request)
-            self._turn += 1  # among equals in turns, and each rank begins at another one
-            slot = min(enumerate(trusted), key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)))[1]
-            slot.calls += 1
-            return Call(request, slot, slot.actor.load.remote(dataset, request))
-
-    def room(self, calls: int, ranks: int) -> int:
-        """Return how many calls more a rank may make: one at a time where it has to answer them itself."""
-        with self._lock:
-            return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
-
-    def get(self, call: Call) -> Any:
-        """Return what a decoder answers.
-
-        Raises:
-            RayError: it does not, or not in time.
-        """
-        try:
-            return ray.get(call.ref, timeout=self.deadline)
-        finally:
-            self.forget([call])
-
-    def forget(self, calls: Iterable[Call]) -> None:
-        """Count calls no longer as waiting."""
-        with self._lock:
-            for call in calls:
-                if call.slot is not None:
-                    call.slot.calls -= 1
-
-    def suspect(self, slot: Slot, why: str) -> list[Slot]:
-        """Trust no decoder of a host until it answers a ping; return them."""
-        with self._lock:
-            found = [other for other in self.slots if other is slot or other.host == slot.host]
-            for other in found:
-                other.ping()
-            if slot.address not in self._silent:
-                self._silent.add(slot.address)
-                log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
-            return found
-
-    def again(self, dataset: int, call: Call) -> Call:
-        """Send a call of a suspected decoder to another one, unless its answer is here already."""
-        if ray.wait([call.ref], timeout=0)[0]:
-            return call
-        self.forget([call])
-        return self.send(dataset, call.request)
-
-
-def connect() -> None:
-    """Connect this process to the cluster that RAY_ADDRESS names, once.
-
-    Raises:
-        RunError: it is not set, or there is no cluster.
-    """
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS", "")
-    remedy = "Start with kd-launch, or see docs/cluster.md"
-    if not address:
-        raise RunError(WHERE, "is ray, but the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
-    # Ray puts its own handler in the place of ours, which writes a checkpoint.
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise RunError(WHERE, f"there is no Ray cluster at RAY_ADDRESS={address} ({told})", "", remedy) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-# ------------------------------------------------------------------------------------------------------ the loader
 
 
 class RemoteLoader(LocalLoader):
@@ -296,14 +54,17 @@ class RemoteLoader(LocalLoader):
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
+        before = self.made_here
         yield from ahead(self._made())
+        if made := self.made_here - before:
+            log.info("%s: %d images of this pass were made by the trainer itself", WHERE, made)
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the requests at hand; keep a window of calls in the hands of the decoders."""
-        waiting = iter([part for request in self._requests.now for part in divided(request)])
+        waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
-            for request in self._requests.now:
+            for request in self._requests:
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
                     room = self.pool.room(len(calls), self.world_size)
@@ -326,20 +87,16 @@ class RemoteLoader(LocalLoader):
             answer = self.pool.get(call)
             if not isinstance(answer, KdError):
                 return answer
-        except GetTimeoutError:
-            self._reassign(call.slot, f"has not answered for {self.pool.deadline:g} seconds", others)
-            return self._here(call.request)
-        except RayError as error:
-            self._reassign(call.slot, f"has failed ({type(error).__name__})", others)
+        except Unanswered as error:
+            self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
         # An error counts where this process finds it too: the other host may lack a file.
         here = self._here(call.request)
         if not isinstance(here, KdError):
-            self._reassign(call.slot, f"cannot read what this one can ({answer})", others)
+            self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
         return here
 
-    def _reassign(self, slot: Slot, why: str, others: deque[Call]) -> None:
-        suspects = self.pool.suspect(slot, why)
+    def _reassign(self, suspects: Sequence[Slot], others: deque[Call]) -> None:
         for i, other in enumerate(others):
             if other.slot in suspects:
                 others[i] = self.pool.again(self.number, other)

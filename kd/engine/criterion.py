@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import Backend, Teacher
+from kd.engine.span import Span, no_span
 from kd.types import Batch, Outputs, TeacherOutputs
 
 
@@ -99,18 +100,23 @@ class Scoring:
     Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
     """
 
-    def __init__(self, backend: Backend, teacher: Teacher, distillation: Distillation) -> None:
-        self.backend, self.teacher, self.distillation = backend, teacher, distillation
+    def __init__(self, backend: Backend, teacher: Teacher, distillation: Distillation, span: Span = no_span) -> None:
+        self.backend, self.teacher, self.distillation, self.span = backend, teacher, distillation, span
 
-    @torch.no_grad()
     def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
         """Return the scores of all ranks' images in the plan's order, and the batches with the teacher's outputs."""
+        with self.span("sifting"):
+            return self._score(batches, by)
+
+    @torch.no_grad()
+    def _score(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
         backend, distillation = self.backend, self.distillation
         distillation.eval()  # batch norm's statistics and dropout's draws belong to training
         scored, values = [], []
         for batch in batches:
             if by == "loss":
-                batch = replace(batch, teacher_outputs=TeacherOutputs(self.teacher(batch)))
+                with self.span("teacher"):  # the step takes these outputs over
+                    batch = replace(batch, teacher_outputs=TeacherOutputs(self.teacher(batch)))
             with backend.autocast():
                 value_M = _score(distillation, batch, by)
             scored.append(batch)

@@ -23,7 +23,8 @@ STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
 KEPT_BYTES = 1 << 30
 """Of the teacher's outputs for validation images that are kept for the next evaluations."""
-STUDENT = "student"
+STUDENT, LABELS = "{}", "labels"
+"""Names of vectors: a score of the student is called "knn", of a teacher "teacher_knn"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +36,36 @@ class Split:
     """Of ascending ids, padded with weight 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """The vectors of a split, of all ranks, on the CPU; images without a vector or a label are left out."""
+class Vectors:
+    """The vectors of a split, by image: each rank adds those of its own, and gets those of all."""
 
-    vectors: Mapping[str, Tensor]
-    """float32 [N, D] of length 1, by model: `STUDENT`, and the numbers of the teachers."""
-    labels: Tensor
-    """int64 [N]."""
+    def __init__(self, split: Split, backend: Backend) -> None:
+        self.backend = backend
+        self._ids_N = split.plan.ids[split.plan.weights > 0].to(backend.device)
+        self._rows: dict[str, Tensor] = {}
+
+    def add(self, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
+        """Add the vectors [B, D] of a batch, by model; they get the length 1. Images of weight 0 are left out."""
+        place_B = torch.searchsorted(self._ids_N, batch.ids)
+        known = torch.stack([torch.ones_like(batch.weight), batch.label.float()], dim=1)
+        unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
+        for name, value_BD in {**unit, LABELS: known}.items():
+            if name not in self._rows:
+                self._rows[name] = torch.zeros(len(self._ids_N), value_BD.shape[1], device=self.backend.device)
+            self._rows[name].index_add_(0, place_B, batch.weight[:, None] * value_BD)
+
+    def gather(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
+        whole = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
+        seen_N, label_N = whole.pop(LABELS).unbind(1)
+        return whole, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
 class EmbeddingEvaluator:
     """Score an embedding student. Called as `kd.engine.evaluate.Evaluator` is.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
-    They need labels, which the student never sees.
+    They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
     """
 
     def __init__(
@@ -75,24 +91,21 @@ class EmbeddingEvaluator:
         """
         self.backend, self.loader, self.plan, self.val, self.bank = backend, val.loader, val.plan, val, bank
         self.teacher, self.criterion, self.num_classes, self.members = teacher, criterion, num_classes, members
-        self.decides = "agreement" if bank is None else "knn"
-        """Which value says what the best checkpoint is."""
         self.labelled = bank is not None
         """Whether neighbours and the probe are scored."""
+        self.decides = "knn" if self.labelled else "agreement"
+        """Which value says what the best checkpoint is."""
         self._outputs: list[Outputs] = []
         self._bytes = 0
-        self._of_teacher: dict[str, Tensor] = {}
-        """The teacher's vectors of the bank."""
+        self._searched: dict[str, Tensor] = {}
+        """The teachers' vectors of the bank."""
 
     @torch.no_grad()
-    def __call__(
-        self, student: nn.Module, limit: int = 0, stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Evaluate over all ranks.
 
         Args:
             student: maps uint8 images [B, 3, H, W] to Outputs with "pooled".
-            limit: not used: neighbours need the whole split.
             stop: asked before each batch, on all ranks alike; True gives the evaluation up.
 
         Returns:
@@ -107,87 +120,73 @@ class EmbeddingEvaluator:
         training = student.training
         student.eval()
         try:
-            asking = self._embed(student, self.val, stop, agreeing=True)
-            searched = self._embed(student, self.bank, stop) if asking is not None and self.bank is not None else None
+            values = self._agree(student, stop)
         finally:
             student.train(training)
-        if asking is None or (self.bank is not None and searched is None):
+        if not values:
             return {}
-        embedded, agreement = asking
-        values = {"agreement": agreement}
-        if searched is not None:
-            values |= self._scores(searched[0], embedded)
         shared = torch.tensor(list(values.values()), device=self.backend.device)
-        self.backend.broadcast_([shared])  # a library may round otherwise on another machine
+        self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def _scores(self, bank: Embedded, asking: Embedded) -> dict[str, float]:
-        values = {}
-        for name, bank_ND in bank.vectors.items():
-            prefix, suffix = ("", "") if name == STUDENT else ("teacher_", "" if name == "0" else f"_{int(name) + 1}")
-            given = (bank_ND, bank.labels, asking.vectors[name], self.num_classes)
-            for kind, classify in (("knn", nearest), ("probe", ridge)):
-                right_M = classify(*given).argmax(-1) == asking.labels
-                values[f"{prefix}{kind}{suffix}"] = right_M.double().mean().item()
-        return values
-
-    def _embed(
-        self, student: nn.Module, split: Split, stop: Callable[[], bool], agreeing: bool = False
-    ) -> tuple[Embedded, float] | None:
-        """Return the vectors of a split and, if `agreeing`, the mean agreement; None where `stop` said so."""
-        backend, known = self.backend, {} if agreeing else self._of_teacher
-        ids_N = split.plan.ids[split.plan.weights > 0].to(backend.device)
-        rows: dict[str, Tensor] = {}
+    def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
+        """Return all values, or none where `stop` said so."""
+        backend, asking = self.backend, Vectors(self.val, self.backend)
         sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
-        for number, batch in enumerate(backend.put(split.loader.epoch(split.plan, view=0))):
+        for number, batch in enumerate(backend.put(self.val.loader.epoch(self.val.plan, view=0))):
             if stop():
-                return None
+                return {}
             with backend.autocast():
                 outputs = student(batch.image)
-            vectors = {STUDENT: outputs.features["pooled"]}
-            if agreeing or not known:
-                of_teacher = self._teacher_outputs(number, batch, keep=agreeing)
-                vectors |= {str(k): of_teacher.of(k).features["pooled"] for k in range(self.members)}
-                if agreeing:
-                    agreement_B = self.criterion.agreement(outputs, of_teacher).double()
-                    sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
-            found = {name: F.normalize(value.float(), dim=1) for name, value in vectors.items()}
-            found |= {"label": batch.label.float()[:, None], "seen": torch.ones_like(batch.weight)[:, None]}
-            place_B = torch.searchsorted(ids_N, batch.ids)
-            for name, value_BD in found.items():
-                if name not in rows:
-                    rows[name] = torch.zeros(len(ids_N), value_BD.shape[1], device=backend.device)
-                rows[name].index_add_(0, place_B, batch.weight[:, None] * value_BD)
+            teacher = self._ask(number, batch)
+            agreement_B = self.criterion.agreement(outputs, teacher).double()
+            sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
+            asking.add(batch, {STUDENT: outputs.features["pooled"], **self._pooled(teacher)})
             backend.end_step()
-        return self._gather(rows, known, agreeing), self._mean(sums) if agreeing else 0.0
+        total, images = backend.reduce_sum(sums).tolist()
+        if images == 0:
+            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
+            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        scores = {} if self.bank is None else self._search(student, self.bank, asking, stop)
+        return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
-    def _teacher_outputs(self, number: int, batch: Batch, keep: bool) -> Outputs:
-        """Return the teacher's outputs for a batch; those of the validation split from memory, as far as it goes."""
-        if keep and number < len(self._outputs):
+    def _search(self, student: nn.Module, bank: Split, asking: Vectors, stop: Callable[[], bool]) -> dict[str, float]:
+        """Return the accuracies of what training images tell about validation images; none where `stop` said so."""
+        backend, searched = self.backend, Vectors(bank, self.backend)
+        for batch in backend.put(bank.loader.epoch(bank.plan, view=0)):
+            if stop():
+                return {}
+            with backend.autocast():
+                vectors = {STUDENT: student(batch.image).features["pooled"]}
+            searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.teacher(batch))})
+            backend.end_step()
+        (found, label_N), (asked, wanted_M) = searched.gather(), asking.gather()
+        student_ND = found.pop(STUDENT)
+        self._searched = self._searched or found
+        use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
+        for name, bank_ND in {STUDENT: student_ND, **self._searched}.items():
+            given = (bank_ND[use_N], label_N[use_N], asked[name][use_M], self.num_classes)
+            for kind, classify in (("knn", nearest), ("probe", ridge)):
+                right_M = classify(*given).argmax(-1) == wanted_M[use_M]
+                scores[name.format(kind)] = right_M.double().mean().item()
+        return scores
+
+    def _ask(self, number: int, batch: Batch) -> Outputs:
+        """Return the teacher's outputs for a batch of the validation split, from memory as far as that goes."""
+        if number < len(self._outputs):
             return self._outputs[number]
         outputs = self.teacher(batch)
         size = sum(tensor.nbytes for tensor in outputs.features.values())
-        if keep and number == len(self._outputs) and self._bytes + size <= KEPT_BYTES:
+        if number == len(self._outputs) and self._bytes + size <= KEPT_BYTES:
             self._outputs.append(outputs)
             self._bytes += size
         self.backend.end_step()
         return outputs
 
-    def _gather(self, rows: dict[str, Tensor], known: dict[str, Tensor], agreeing: bool) -> Embedded:
-        whole = {name: self.backend.reduce_sum(value).cpu() for name, value in rows.items()}
-        label_N, seen_N = whole.pop("label")[:, 0], whole.pop("seen")[:, 0]
-        if not agreeing:
-            self._of_teacher = known or {name: value for name, value in whole.items() if name != STUDENT}
-            whole = {STUDENT: whole[STUDENT], **self._of_teacher}
-        use_N = (seen_N > 0) & (label_N >= 0)
-        return Embedded({name: value[use_N] for name, value in whole.items()}, label_N[use_N].long())
-
-    def _mean(self, sums: Tensor) -> float:
-        total, images = self.backend.reduce_sum(sums).tolist()
-        if images == 0:
-            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
-            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
-        return total / images
+    def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
+        """Return the pooled features of each teacher, by the name of their scores."""
+        names = ["teacher_{}", *(f"teacher_{{}}_{number}" for number in range(2, self.members + 1))]
+        return {name: teacher.of(member).features["pooled"] for member, name in enumerate(names)}
 
 
 def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kd.engine.criterion import Scoring
+from kd.engine.diagnosis import Diverged, located
 from kd.engine.meter import Meter
 from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
@@ -25,9 +27,18 @@ def train(run: Run) -> State:
     (seed, epoch): a run that is killed and resumed computes what an unbroken one does.
 
     Raises:
-        NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed.
+        NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed. Term, steps and layer are named.
         Interrupted: `run.stop` asked for it; a checkpoint of the last step was written.
     """
+    try:
+        return _train(run)
+    except Diverged as error:  # the data of the epoch is closed by now
+        state, plan = error.at
+        with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as again:
+            raise located(run, error, next(again, [])) from None
+
+
+def _train(run: Run) -> State:
     length, backend, stop = run.length, run.backend, Stopping(run)
     state = restore(run)
     run.distillation.train()
@@ -35,36 +46,38 @@ def train(run: Run) -> State:
         state = conclude(run, state, stop, evaluating=True, checkpointing=True)
     meter = Meter(run, state)
     while not length.finished(state):
-        plan = run.sifter.plan(state.epoch, length.share(state))
+        with run.span("sifting"):
+            plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
-        for micros in steps_of(run, plan, state.epoch, state.step_in_epoch):
-            state = run.threads(state)
-            backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
-            progress = length.progress(state, steps_in_epoch)
-            lr = run.schedule.apply(run.optimizer, progress)
-            meter.add(update(run, micros, state))
-            backend.end_step()
-            state = advance(state, length.batch_size, steps_in_epoch)
-            run.logger.step(state, progress)
-            last = length.finished(state)
-            evaluating = due(length.evaluate, state) or last
-            checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
-            if stop() or due(length.log, state) or evaluating or checkpointing:
-                state = meter.flush(state, lr)
-            if state.step_in_epoch == 0:
-                meter.log_epoch(state, plan, steps_in_epoch)
-            state = conclude(run, state, stop, evaluating, checkpointing)
-            meter.resume()
-            if last:
-                break
+        with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as steps:
+            for micros in steps:
+                state = run.threads(state)
+                backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
+                progress = length.progress(state, steps_in_epoch)
+                lr = run.schedule.apply(run.optimizer, progress)
+                meter.add(update(run, micros, state), state, plan)
+                backend.end_step()
+                state = advance(state, length.batch_size, steps_in_epoch)
+                run.logger.step(state, progress)
+                last = length.finished(state)
+                evaluating = due(length.evaluate, state) or last
+                checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
+                if stop() or due(length.log, state) or evaluating or checkpointing:
+                    state = meter.flush(state, lr)
+                if state.step_in_epoch == 0:
+                    meter.log_epoch(state, plan, steps_in_epoch)
+                state = conclude(run, state, stop, evaluating, checkpointing)
+                meter.resume()
+                if last:
+                    break
     return state
 
 
-def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batch]]:
+def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Batch], None, None]:
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation), start)
+    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))
@@ -76,6 +89,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Iterator[list[Batc
 def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
     """Make one optimizer step over the micro-batches; return means over this rank's images, still on the device."""
     sums: dict[str, Tensor] = {}
+    before = statistics(run) if run.skip_nonfinite else []
     for i, batch in enumerate(micros):
         with run.span("teacher"):
             teacher = run.teacher(batch)  # first, so that no student activations are alive beside it
@@ -85,7 +99,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
                 logits_BC, scores = run.module(batch, teacher)
             with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
                 (scores["loss"].mean() / len(micros)).backward()
-        run.sifter.observe(batch.ids, scores.pop("per_image"))
+        with run.span("sifting"):
+            run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
         if logits_BC.shape[1] and run.evaluator.labelled:  # an embedding model has no answers to count
             scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
@@ -93,9 +108,18 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             sums[name] = sums[name] + mean if name in sums else mean
     with run.span("optimizer"):
         sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
+        for tensor, kept in before:
+            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, kept))
         if run.average is not None:
             run.average.update(state.step + 1)
     return sums
+
+
+def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
+    """Return the student's statistics of images (batch norm's), each with a copy; no optimizer protects them."""
+    buffers = run.distillation.student.named_buffers()
+    kept = run.distillation.student.state_dict().keys()
+    return [(b, b.clone()) for name, b in buffers if name in kept and b.is_floating_point()]
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:

@@ -9,10 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kd.engine.diagnosis import diverged
 from kd.engine.run import Run
-from kd.engine.snapshot import AFTER_DIVERGING
-from kd.errors import NonFiniteLoss
 from kd.types import Plan, State
+
+MOST_SKIPPED = 10
+"""Steps in a row that may be skipped: a run that has diverged makes no good step any more."""
 
 
 class Meter:
@@ -24,18 +26,20 @@ class Meter:
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state
         self.rows: list[dict[str, Tensor]] = []
+        self.places: list[tuple[State, Plan]] = []
         self.teacher_images = run.teacher.images
         self.clock = time.perf_counter()
 
-    def add(self, values: dict[str, Tensor]) -> None:
-        """Keep the means of one step."""
+    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:
+        """Keep the means of one step, the state before it and its epoch's plan."""
         self.rows.append(values)
+        self.places.append((state, plan))
 
     def flush(self, state: State, lr: float) -> State:
         """Log the means since the last flush and return the state with the time spent.
 
         Raises:
-            NonFiniteLoss: naming the term and the window of steps.
+            NonFiniteLoss: naming the terms and the steps.
         """
         steps = state.step - self.since.step
         if not steps:
@@ -44,27 +48,50 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
-        means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
+        with self.run.span("wait"):
+            means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
-        broken = [name for name, value in values.items() if not math.isfinite(value)]
-        if broken:
-            raise NonFiniteLoss(
-                "losses" if broken != ["grad_norm"] else "optimizer",
-                f"{', '.join(broken)} became NaN or infinite in steps {self.since.step + 1} to {state.step}",
-                "All terms must stay finite",
-                AFTER_DIVERGING,
-            )
-        state = replace(state, seconds=state.seconds + seconds)
+        skipped, in_a_row = 0, 0
+        if not all(map(math.isfinite, means)):
+            values, skipped, in_a_row = self._applied()
+        state = replace(state, seconds=state.seconds + seconds, skipped=in_a_row)
+        if self.run.skip_nonfinite:
+            values["skipped"] = float(skipped)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
-        values |= self.run.backend.counters()
+        values |= {**self.run.backend.counters(), **self.run.window(state)}
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
         self.run.store.log("train", state, values)
         self.run.logger.log("train", state, values)
-        self.since, self.rows = state, []
+        self.since, self.rows, self.places = state, [], []
         return state
+
+    def _applied(self) -> tuple[dict[str, float], int, int]:
+        """Return the means of the steps that were applied, how many were not, and how many of those end the window.
+
+        Raises:
+            NonFiniteLoss: no step may be skipped, too many were in a row, or a term is not finite in one that was not.
+        """
+        names, run = list(self.rows[0]), self.run
+        table_SN = torch.stack([torch.stack([row[name].float() for name in names]) for row in self.rows])
+        table_SN = run.backend.reduce_mean(table_SN).cpu()  # only here: with all numbers finite one row is reduced
+        wrong_SN = ~table_SN.isfinite()
+        skipped_S = wrong_SN[:, names.index("grad_norm")] & run.skip_nonfinite
+        in_a_row, longest = self.since.skipped, 0
+        for skipped in skipped_S.tolist():
+            in_a_row = in_a_row + 1 if skipped else 0
+            longest = max(longest, in_a_row)
+        fatal_SN = wrong_SN if longest > MOST_SKIPPED else wrong_SN & ~skipped_S[:, None]
+        if fatal_SN.any():
+            rows = fatal_SN.any(1).nonzero()[:, 0].tolist()
+            terms = [name for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True) if fatal]
+            more = f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be" if longest > MOST_SKIPPED else ""
+            raise diverged(terms, [self.places[row][0].step + 1 for row in rows], self.places[rows[0]], more)
+        means = table_SN[~skipped_S].double().mean(0).tolist()
+        values = {} if skipped_S.all() else dict(zip(names, means, strict=True))
+        return values, int(skipped_S.sum()), in_a_row
 
     def log_epoch(self, state: State, plan: Plan, steps: int) -> None:
         """Log an epoch's plan: images trained, and how many equally weighted ones they are worth.

@@ -12,7 +12,7 @@ from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers
 from kd.errors import NonFiniteLoss
 from kd.seeds import seed_from
-from kd.types import Batch, State
+from kd.types import Batch, Plan, State
 
 FEWEST = 3
 """Steps: the first two may be graphs of their own."""
@@ -28,10 +28,10 @@ def precompile(run: Run) -> int:
     steps = max(FEWEST, length.log)
     meter, stop = Meter(run, state), Stopping(run)
     run.distillation.train()
-    for micros in itertools.islice(_steps(run), steps):
+    for plan, micros in itertools.islice(_steps(run), steps):
         run.backend.seed(seed_from(run.seed, "step", state.step, run.backend.rank))
         lr = run.schedule.apply(run.optimizer, state.step / steps)
-        meter.add(update(run, micros, state))
+        meter.add(update(run, micros, state), state, plan)
         run.backend.end_step()
         state = replace(state, step=state.step + 1, images=state.images + length.batch_size)
         stop()
@@ -47,6 +47,7 @@ def precompile(run: Run) -> int:
     return state.step
 
 
-def _steps(run: Run) -> Iterator[list[Batch]]:
+def _steps(run: Run) -> Iterator[tuple[Plan, list[Batch]]]:
     for epoch in itertools.count():
-        yield from steps_of(run, run.sifter.plan(epoch, 0.0), epoch, 0)
+        plan = run.sifter.plan(epoch, 0.0)
+        yield from ((plan, micros) for micros in steps_of(run, plan, epoch, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,16 +15,13 @@ from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
 from kd.engine.embedding import EmbeddingEvaluator
 from kd.engine.evaluate import Evaluator
+from kd.engine.span import Span, Window, no_span, no_window
 from kd.types import State
 
 STOP_SECONDS = 1.0
 """About how long a rank waits before it tells the others. torchrun kills 30 s after its signal."""
 STOP_CALLS = 50
 """Calls between two reductions at most, in case the next calls are slower than the last."""
-Span = Callable[[str], AbstractContextManager[object]]
-"""`with span(NAME):` around a part of a step: data, teacher, forward, backward, optimizer, evaluation, checkpoint."""
-
-_NOTHING = nullcontext()
 
 
 def never() -> bool:
@@ -35,11 +32,6 @@ def never() -> bool:
 def unchanged(state: State) -> State:
     """Return the state as it is."""
     return state
-
-
-def no_span(name: str) -> AbstractContextManager[object]:
-    """Mark nothing."""
-    return _NOTHING
 
 
 class Schedule(Protocol):
@@ -116,8 +108,12 @@ class Run:
     evaluator: Evaluator | EmbeddingEvaluator
     store: RunStore
     logger: Logger
+    skip_nonfinite: bool = False
+    """Go on after a step whose gradient is not finite; such a step is never applied."""
     span: Span = no_span
     """Marks what the loop is doing; free unless somebody listens."""
+    window: Window = no_window
+    """Ends a log window of whoever listens."""
     threads: Callable[[State], State] = unchanged
     """Called before each step: sets torch's threads on a CPU."""
     stop: Callable[[], bool] = never
@@ -142,7 +138,7 @@ class Stopping:
     def __call__(self) -> bool:
         """Return whether all ranks stop here. All ranks must call it equally often."""
         backend = self.run.backend
-        if backend.world_size == 1:
+        if backend.world_size == 1 or self.run.stop is never:  # on all ranks alike
             self.agreed = self.agreed or self.run.stop()
             return self.agreed
         self._calls += 1
@@ -150,7 +146,8 @@ class Stopping:
             return self.agreed
         seconds = (time.perf_counter() - self._clock) / self._calls
         mine = torch.tensor([float(self.run.stop()), seconds], device=backend.device)
-        asked, total = backend.reduce_sum(mine).tolist()
+        with self.run.span("wait"):
+            asked, total = backend.reduce_sum(mine).tolist()
         self.agreed = asked > 0
         self.restart()
         self._every = max(1, min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))))

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from kd.contracts import Backend
+from kd.engine.diagnosis import AFTER_DIVERGING
 from kd.engine.run import Run
 from kd.errors import NonFiniteLoss, RunError
 from kd.types import State
 
 DIGEST = 8
 """Bytes of a hash that are compared; each is sent as a float32, which holds it exactly."""
-# The same command would resume from the last checkpoint and diverge in the same step again.
-AFTER_DIVERGING = (
-    "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
-)
 
 
 @torch.no_grad()
@@ -51,9 +48,11 @@ def snapshot(run: Run, state: State, best: bool) -> None:
     Raises:
         NonFiniteLoss: the weights are not finite; a run could never resume from them.
     """
-    weights = [tensor for tensor in run.distillation.state_dict().values() if tensor.is_floating_point()]
-    if not torch.stack([tensor.isfinite().all() for tensor in weights]).all().item():  # all ranks hold the same
-        wrong = f"the student's weights became NaN or infinite in step {state.step} or before"
+    weights = {name: tensor for name, tensor in run.distillation.state_dict().items() if tensor.is_floating_point()}
+    finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # all ranks hold the same
+    if not all(finite):
+        name = list(weights)[finite.index(False)]
+        wrong = f"the student's '{name}' became NaN or infinite in step {state.step} or before"
         raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
     optimizer, sifter = run.backend.optimizer_state(run.optimizer), run.sifter.state_dict()
     if run.backend.rank == 0:

@@ -21,6 +21,7 @@ from kd.engine.snapshot import agree
 from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
 from kd.jobs._folder import require_same
+from kd.jobs._observe import Observer
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
@@ -59,6 +60,7 @@ def distill(
     folder: RunDir,
     title: str,
     batch_size: int = 0,
+    samples: bool = True,
 ) -> Result:
     """Train one student in an opened run folder, from where it stands.
 
@@ -70,6 +72,7 @@ def distill(
         folder: of the run.
         title: what a person sees.
         batch_size: where `data.batch_size` is auto and another run has found it.
+        samples: sample the machine while the run goes.
     """
     backend.barrier()  # rank 0 has opened the folder
     known = folder.manifest()
@@ -77,37 +80,18 @@ def distill(
     names = recipe.run.trackers if backend.rank == 0 else ()
     trackers = Trackers(names, recipe.name, folder.path, recipe.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers) as console:
-        recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
-        built = build_run(recipe, data, backend, teacher, folder, console, recorded)
-        run, facts = built.run, built.facts
-        facts |= {
-            "world_size": backend.world_size,
-            "machines": backend.world_size // backend.local_world_size,
-            "images": len(data.train),
-            "batch_size": run.length.batch_size,
-            "backend": backend.kind,
-            "classes": list(data.classes),
-            "data": data.fingerprint,
-            "environment": environment(),
-        }
-        if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
-            facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
-        require_same("data", known, facts)
-        require_same("teacher", known, facts)
-        if recorded:
-            facts["measured_ms"] = known.get("measured_ms", {})
-        folder.record(**facts)
-        console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
-        if "batch_search" in facts:
-            console.info(f"{title}: batch_size auto: {facts['batch_search']}")
-        if "teacher_mib" in facts:
-            rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
-            console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
-        folder.record(before=check_before(recipe, run, teacher, console))
-        with signals.training():
-            state = engine_train(replace(run, stop=signals.requested))
+        with Observer(recipe, backend, folder, console, samples) as observer:
+            recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
+            built = build_run(recipe, data, backend, teacher, folder, console, recorded)
+            run = observer.watch(built.run, built.facts["choices"])
+            record(built.facts, run, data, teacher, folder, known, console, title)
+            with run.span("evaluation"):
+                folder.record(before=check_before(recipe, run, teacher, console))
+            with signals.training():
+                state = engine_train(replace(run, stop=signals.requested))
+        observer.conclude(title)
         sifting = sifting_report(run, data.train, folder)
-        console.info(f"{title}: {memory(recipe.optimizer.zero, run, facts['choices'])}")
+        console.info(f"{title}: {memory(recipe.optimizer.zero, run, built.facts['choices'])}")
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)
@@ -121,6 +105,47 @@ def distill(
         sifting=sifting,
         batch_size=run.length.batch_size,
     )
+
+
+def record(
+    facts: dict[str, Any],
+    run: Run,
+    data: Data,
+    teacher: TeacherModel | None,
+    folder: RunDir,
+    known: dict[str, Any],
+    console: Console,
+    title: str,
+) -> None:
+    """Write what the set-up found out into the manifest, and show what a person wants to know of it.
+
+    Raises:
+        RunError: the run was started with other data or with another teacher.
+    """
+    backend = run.backend
+    facts |= {
+        "world_size": backend.world_size,
+        "machines": backend.world_size // backend.local_world_size,
+        "images": len(data.train),
+        "batch_size": run.length.batch_size,
+        "backend": backend.kind,
+        "classes": list(data.classes),
+        "data": data.fingerprint,
+        "environment": environment(),
+    }
+    if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
+        facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
+    require_same("data", known, facts)
+    require_same("teacher", known, facts)
+    if known.get("choices"):
+        facts["measured_ms"] = known.get("measured_ms", {})
+    folder.record(**facts)
+    console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+    if "batch_search" in facts:
+        console.info(f"{title}: batch_size auto: {facts['batch_search']}")
+    if "teacher_mib" in facts:
+        rank, whole = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
+        console.info(f"teacher: {rank:.2f} of {whole:.2f} MiB on this rank, divided over {backend.world_size}")
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:

@@ -45,7 +45,9 @@ FREE = (
     "data.max_skipped",  # it can only end a run
     "teacher.shard",
     "teacher.pipeline",
+    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
     "backend.timeout_seconds",
+    "profile.",
     "teacher.cache.path",
     "price.",
     "teacher.cache.max_gb",  # it can only refuse

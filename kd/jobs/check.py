@@ -98,7 +98,7 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
     told = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
     lines = [
         f"time      about {clock(guess.total)}: {parts}",
-        f"          {guess.images_per_second:.0f} images/s ({told}; another load of this machine changes it)",
+        f"speed     {guess.images_per_second:.0f} images/s; {told}; another load of this machine changes it",
     ]
     hourly = recipe.price.per_hour or getattr(instances.find(recipe.price.instance), "per_hour", 0.0)
     if hourly:

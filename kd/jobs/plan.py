@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kd import instances
 from kd.errors import ConfigError, did_you_mean
+from kd.host import cores
 from kd.instances import Instance
 from kd.jobs.report import read
 from kd.report.console import percent, table
@@ -46,17 +47,8 @@ def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | Non
     split = split_batch(recipe.data, 1, len(data.train))
     with distributed(recipe.backend) as backend:
         found = measure(recipe, data, split, backend)
-    cost = step_cost(found, recipe)
-    here, told = cost, f"step      measured here: {describe(found)}"
-    if run is not None:
-        cost, told = of_run(run, cost)
-    elif instance.tflops:
-        cost = on(instance, cost, mfu)
-        told += (
-            f"\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
-            f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
-            "          (assumptions: --mfu, or --run RUN made on such devices)"
-        )
+    here = step_cost(found, recipe)
+    cost, told = of_run(run, here) if run is not None else elsewhere(instance, here, found, mfu)
     job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
     lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
     return "\n".join([_table(lines, instance), "", told, *_assumptions(lines[-1], here, instance, job)])
@@ -78,6 +70,33 @@ def parse(place: Sequence[str]) -> tuple[Instance, int]:
     if count is None or len(rest) > 1:
         raise ConfigError("--on", f"'{' '.join(rest)}' is no number of machines", "x1 to x9999", "Such as x4")
     return instance, int(count[1])
+
+
+def elsewhere(instance: Instance, here: StepCost, found: Measured, mfu: float) -> tuple[StepCost, str]:
+    """Return the cost of a step on a device of a machine, from what was measured here, and lines about it.
+
+    Raises:
+        ConfigError: the machine has no accelerator, and the step was measured on one.
+    """
+    told = f"step      measured here: {describe(found)}"
+    if not instance.tflops:
+        if found.accelerator:
+            wrong = f"{instance.name} has no accelerator, but the step is measured on {found.device}"
+            raise ConfigError("--on", wrong, "A CPU for a CPU", "Add backend.kind=cpu")
+        scale = cores() / (instance.vcpus / 2)
+        cost = replace(here, fixed=scale * here.fixed, image=scale * here.image, backward=scale * here.backward)
+        return (
+            cost,
+            f"{told}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
+        )
+    if found.accelerator:
+        return here, f"{told}\n          taken for a device of {instance.name} (an assumption where it is another one)"
+    cost = on(instance, here, mfu)
+    return cost, (
+        f"{told}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
+        f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
+        "          (assumptions: --mfu, or --run RUN made on such devices)"
+    )
 
 
 def listing() -> str:

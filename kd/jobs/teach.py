@@ -172,6 +172,7 @@ def _content(path: Path) -> str:
             state = file.stat()
         except OSError:  # removed since it was listed
             continue
-        if file.name != ".lock":  # a look at it changes nothing, but its time
+        # a look at the lock changes its time, and the monitor goes on where the run is stuck
+        if file.name != ".lock" and not file.name.startswith("monitor_"):
             found.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(found)

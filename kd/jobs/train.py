@@ -12,9 +12,11 @@ from kd.config import Config
 from kd.jobs._distill import Result, distill
 from kd.jobs._folder import open_run
 from kd.jobs.check import check
+from kd.jobs.report import read
 from kd.jobs.teach import obtain_teacher
 from kd.references import redact
 from kd.report.console import percent, table
+from kd.report.text import curves
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
@@ -39,8 +41,9 @@ def train(settings: Config) -> Result:
                 with open_run(alone, backend.rank) as inner:
                     baseline = distill(alone, data, backend, None, inner, title, result.batch_size)
                 result = replace(result, baseline=baseline)
-            result = replace(result, report=redact(report(recipe.name, recipe.seed, result)))
+            told = report(recipe.name, recipe.seed, result)
             if backend.rank == 0:
+                result = replace(result, report=redact(told + curves(read(recipe.path, images=-1))))
                 write_text(recipe.path / "report.md", result.report)
     return result
 
@@ -87,7 +90,8 @@ def _closing(seed: int, result: Result) -> list[str]:
     return [
         f"Best of the evaluations on the validation split; seed {seed}; run folder `{result.folder}`.",
         "",
-        f"Next: `kd-export {result.folder}` writes a folder that timm loads.",
+        f"Next: `kd-export {result.folder}` writes a folder that timm loads; `kd-report {result.folder}` a page about "
+        "the run.",
         "",
     ]
 

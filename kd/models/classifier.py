@@ -152,7 +152,7 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def feature_shapes(model: nn.Module, image_size: int) -> dict[str, tuple[int, ...]]:
+def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's features by name, without B: those that it computes for a black image."""
     if not getattr(model, "features", ()):
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -292,6 +293,7 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
     own = network.state_dict()
     if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
+    tensors = _at_this_size(tensors, own, network)
     head = next((name for name in _head_names(network) if name in tensors), None)
     if head is not None and spec.exact_head and spec.classes:
         _check_count(where, tensors[head].shape[0], classes)
@@ -308,6 +310,20 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
         raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
     network.load_state_dict(tensors)
+
+
+def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Resample the position embedding of a vision transformer that was trained on another image size, as timm does."""
+    given, needed = tensors.get("pos_embed"), own.get("pos_embed")
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    if given is None or needed is None or grid is None or given.ndim != 3 or given.shape[1] == needed.shape[1]:
+        return tensors
+    from timm.layers import resample_abs_pos_embed
+
+    kept = 0 if getattr(network, "no_embed_class", False) else int(getattr(network, "num_prefix_tokens", 1))
+    if math.isqrt(given.shape[1] - kept) ** 2 != given.shape[1] - kept:
+        return tensors
+    return {**tensors, "pos_embed": resample_abs_pos_embed(given, list(grid), num_prefix_tokens=kept)}
 
 
 def _of_a_head(name: str, network: nn.Module) -> bool:

@@ -109,7 +109,12 @@ def _folder(root: str) -> Images:
         kept = (name for name in files if _is_image(name) and not name.startswith("."))
         names += [name if inside == "." else f"{inside}/{name}" for name in kept]
     names.sort()
-    return Images(names, lambda id: Path(root, names[id]).read_bytes())
+    return Images(names, lambda id: _content(os.path.join(root, names[id])))
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def _unlisted(error: OSError) -> None:
@@ -124,11 +129,11 @@ def _list(path: str) -> Images:
         allowed = "Text with a path a line"
         raise DataError(WHERE, f"the list '{path}' cannot be read ({error})", allowed, "Check the file") from error
     names = [line.strip() for line in text.splitlines() if line.strip()]
-    folder = Path(path).parent
+    folder = os.path.dirname(path)
 
     def content(id: int) -> bytes:
         name = names[id]
-        return object_store.read(name, WHERE) if object_store.is_url(name) else (folder / name).read_bytes()
+        return object_store.read(name, WHERE) if object_store.is_url(name) else _content(os.path.join(folder, name))
 
     return Images(names, content, remote=any(map(object_store.is_url, names)))
 

@@ -20,6 +20,8 @@ from kd.storage import atomic_file, disk_error
 
 WHERE = "--to"
 FORMATS = (".csv", ".jsonl", ".parquet")
+SHOWN = 10
+"""Unreadable images whose names are kept for messages."""
 ROWS = 65_536
 """Rows of a group of a Parquet file."""
 Row = dict[str, Any]
@@ -28,8 +30,11 @@ Row = dict[str, Any]
 class Journal:
     """The rows so far. Made by `opened`."""
 
-    def __init__(self, path: Path, file: IO[bytes], done: int) -> None:
-        self.path, self.done, self._file = path, done, file
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self._file = path, file
+        self.done = self.num_unreadable = 0
+        self.unreadable: list[str] = []
+        """Name and error of the first few."""
 
     def add(self, row: Row) -> None:
         """Append the row of the next image.
@@ -41,7 +46,14 @@ class Journal:
             self._file.write(_line(row))
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
+        self.count(row)
+
+    def count(self, row: Row) -> None:
+        """Note a row that is in the file."""
         self.done += 1
+        if "error" in row:
+            self.num_unreadable += 1
+            self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
 
     def flush(self) -> None:
         """Give the rows to the system, where they survive the end of this process.
@@ -90,32 +102,34 @@ def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it") from error
-        journal = Journal(path, file, _resume(path, file, dict(identity)))
+        journal = Journal(path, file)
+        _resume(journal, file, dict(identity))
         try:
             yield journal
         finally:
             journal.flush()
 
 
-def _resume(path: Path, file: IO[bytes], identity: Row) -> int:
-    """Cut off what is not whole; return how many rows there are."""
-    whole, lines = 0, 0
+def _resume(journal: Journal, file: IO[bytes], identity: Row) -> None:
+    """Count the rows that are there; cut off what is not whole."""
+    whole = 0
     file.seek(0)
     for line in file:
         content = _parsed(line)
         if content is None:
             break
-        if not lines and content != json.loads(_line(identity)):
+        if whole:
+            journal.count(content)
+        elif content != json.loads(_line(identity)):
             changed = ", ".join(key for key in identity if content.get(key) != identity[key])
-            wrong = f"'{path}' was begun with other values of: {changed}"
+            wrong = f"'{journal.path}' was begun with other values of: {changed}"
             raise RunError(WHERE, wrong, "A result has one model and one list of images", "Remove it, or set --to")
-        whole, lines = whole + len(line), lines + 1
+        whole += len(line)
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
-    if not lines:
+    if not whole:
         file.write(_line(identity))
         file.flush()
-    return max(0, lines - 1)
 
 
 def _parsed(line: bytes) -> Row | None:

@@ -1,4 +1,4 @@
-"""Classify many images: each is one job (read, decode, crop, graph) on one of as many threads as there are cores."""
+"""Classify many images: each is read, decoded, cropped and classified on one of as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
+from kd.errors import RunError
 from kd.predict import images as listing
-from kd.predict.results import Journal, Row, check_format, opened
-from kd.serve.answers import predictions
+from kd.predict.results import WHERE, Journal, Row, check_format, opened
+from kd.serve.answers import embeddings, predictions
 from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
 
-AHEAD = 8
-"""Images in work or waiting to be written, per thread."""
+CHUNK = 8
+"""Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
+AHEAD = 3
+"""Jobs that run, wait, or wait to be written, per thread."""
 READERS = 32
 """Threads that wait for a network."""
 SHOW_SECONDS = 5.0
@@ -50,13 +55,13 @@ class Summary:
     resumed: int
     """Images that an earlier start had classified."""
     unreadable: tuple[str, ...]
-    """The first names among them."""
+    """Name and error of the first few."""
     num_unreadable: int
     seconds: float
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images and write one row for each, in the order of their names.
+    """Classify images, or embed them, and write one row for each, in the order of their names.
 
     Raises:
         ModelError: the folder is not a whole export.
@@ -67,6 +72,9 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
+    if described.output.embeds and settings.to.suffix != ".jsonl":
+        wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
+        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
     cores = settings.cores or usable_cores()
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
@@ -85,52 +93,68 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        resumed, shown, broken, count = journal.done, started, [], 0
+        resumed, shown = journal.done, started
         for row in _classified(images, model, limits, top, cores, resumed):
             journal.add(row)
-            if "error" in row:
-                count += 1
-                broken = [*broken, f"{row['image']}: {row['error']}"][:10]
             if time.monotonic() - shown > SHOW_SECONDS:
                 shown = time.monotonic()
                 _show(journal, len(images.names), resumed, shown - started, out)
         seconds = time.monotonic() - started
         journal.finish(settings.to, top)
     shutil.rmtree(copies, ignore_errors=True)
-    return Summary(len(images.names), resumed, tuple(broken), count, seconds)
+    return Summary(len(images.names), resumed, tuple(journal.unreadable), journal.num_unreadable, seconds)
 
 
 def _classified(
     images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
 ) -> Iterator[Row]:
     """Yield the rows of all images from `start` on, in order."""
+
+    def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
+        made, outputs = _run(images, model, limits, ids, contents)
+        if not outputs:
+            return made
+        values = np.concatenate(outputs)
+        found = iter(embeddings(values) if model.output.embeds else predictions(values, model.labels, top))
+        return [row if "error" in row else {**row, **next(found)} for row in made]
+
+    ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
+    with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
+        window: deque[Future[list[Row]]] = deque()
+        try:
+            for first in range(start, len(images.names), CHUNK):
+                ids = range(first, min(first + CHUNK, len(images.names)))
+                contents = [readers.submit(images.content, id) if images.remote else None for id in ids]
+                window.append(workers.submit(rows, ids, contents))
+                if len(window) > ahead:
+                    yield from window.popleft().result()
+            while window:
+                yield from window.popleft().result()
+        finally:
+            for pool in (workers, readers):
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(
+    images: listing.Images, model: Model, limits: Limits, ids: range, contents: Sequence[Future[bytes] | None]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """Return a row for each image, with the error of one that cannot be read, and the outputs of the others."""
     from kd.serve.images import prepare
     from kd.serve.problems import Problem
 
-    def row(id: int, content: Future[bytes] | None) -> Row:
-        name = images.names[id]
+    made: list[Row] = [{"image": images.names[id]} for id in ids]
+    outputs = []
+    for id, content, row in zip(ids, contents, made, strict=True):
         try:
             data = images.content(id) if content is None else content.result()
             pixels = prepare(data, model.size, model.crop, limits).pixels
         except listing.GONE as error:
-            return {"image": name, "error": error.strerror or type(error).__name__}
+            row["error"] = error.strerror or type(error).__name__
         except Problem as problem:
-            return {"image": name, "error": problem.detail}
-        return {"image": name, **predictions(model.engine(pixels[None]), model.labels, top)[0]}
-
-    with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
-        window: deque[Future[Row]] = deque()
-        try:
-            for id in range(start, len(images.names)):
-                content = readers.submit(images.content, id) if images.remote else None
-                window.append(workers.submit(row, id, content))
-                if len(window) > max(AHEAD * cores, READERS if images.remote else 0):
-                    yield window.popleft().result()
-            while window:
-                yield window.popleft().result()
-        finally:
-            for pool in (workers, readers):
-                pool.shutdown(wait=False, cancel_futures=True)
+            row["error"] = problem.detail
+        else:
+            outputs.append(model.engine(pixels[None]))
+    return made, outputs
 
 
 def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:

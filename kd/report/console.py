@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -94,9 +95,14 @@ class Console:
 
 def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> str:
     """Return a row as text; `news` has the values that changed, so that constant counts are shown once."""
-    skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm")
-    terms = " ".join(f"{name} {_number(value)}" for name, value in news.items() if name not in skip)
-    return f"loss {values['loss']:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+    skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait")
+    shown = {name: value for name, value in news.items() if name not in skip and not name.startswith("ms_")}
+    terms = " ".join(f"{name} {_number(value)}" for name, value in shown.items())
+    loss = values.get("loss", math.nan)  # no step of the window was applied
+    text = f"loss {loss:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+    if "step_ms" in values:
+        text += f", {values['step_ms']:.1f} ms a step, data wait {percent(values['data_wait'])}"
+    return text
 
 
 def _number(value: float) -> str:

@@ -19,6 +19,7 @@ SPANS = (
     "wait",
     "evaluation",
     "checkpoint",
+    "profile",
     "setup",
     "other",
 )
@@ -85,7 +86,10 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by host and rank."""
     findings: Sequence[Mapping[str, Any]] = ()
-    operators: Sequence[Mapping[str, Any]] = ()
+    operators: Mapping[str, Any] = field(default_factory=dict)
+    """Of the profiled steps: `by` (which time decides), `total_ms`, `operators`."""
+    memory: Sequence[Sequence[float]] = ()
+    """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
     sheet: bytes = b""
     """The contact sheet of a sifted run, JPEG."""
@@ -97,7 +101,8 @@ class RunRecord:
     @property
     def decides(self) -> str:
         """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
-        return next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+        known = next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
+        return str(self.manifest.get("decides", known))
 
     @property
     def best(self) -> Mapping[str, Any]:
@@ -174,7 +179,8 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 def time_parts(run: RunRecord) -> dict[str, float]:
     """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
     rows = run.timeline.get(0, ())
-    names = [name for name in SPANS if any(name in row["ms"] for row in rows)]
+    found = {name for row in rows for name in row["ms"]}
+    names = [*(name for name in SPANS if name in found), *sorted(found - set(SPANS))]
     return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
 
 

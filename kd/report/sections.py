@@ -13,6 +13,8 @@ from kd.report.sifting import saving_text
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
+APART = ("evaluation", "checkpoint", "profile", "setup")
+"""Parts of the time that are no part of a step."""
 COLUMNS = 240
 """Columns of a heat map at most."""
 
@@ -20,6 +22,11 @@ COLUMNS = 240
 def color(number: int) -> str:
     """Return the colour of a run."""
     return COLORS[number % len(COLORS)]
+
+
+def span_color(name: str) -> str:
+    """Return the colour of a part of the time."""
+    return f"--{name}" if name in SPANS else "--other"
 
 
 def section(title: str, hint: str, *content: str) -> str:
@@ -64,8 +71,9 @@ def findings(runs: Sequence[RunRecord]) -> str:
         who = f"{run.name}: " if len(runs) > 1 else ""
         for one in run.findings:
             change = f"<code>{esc(one['key'])}={esc(one['value'])}</code>" if one.get("key") else ""
+            evidence = one["evidence"].rstrip(".")
             found.append(
-                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {esc(one["evidence"])} '
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {esc(evidence)}. '
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
                 f"<p>{esc(one['advice'])} {change}</p></div>"
             )
@@ -146,12 +154,12 @@ def _speed(runs: Sequence[RunRecord]) -> str:
 
 def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
     total = sum(parts.values()) or 1.0
-    drawn = {name: parts[name] for name in SPANS if parts.get(name)}
+    drawn = {name: ms for name, ms in parts.items() if ms / total >= 0.0005}
     bar, named = "", []
     for name, ms in drawn.items():
         share = 100 * ms / total
-        bar += f'<i style="width:{share:.2f}%;background:var(--{name})" title="{name} {share:.1f} %"></i>'
-        named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", f"--{name}"))
+        bar += f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{name} {share:.1f} %"></i>'
+        named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
     wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
     told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
     return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'
@@ -163,10 +171,10 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
     if not rows:
         return ""
     rows = rows if len(rows) <= 80 else [rows[i * (len(rows) - 1) // 79] for i in range(80)]
-    inside = [name for name in SPANS if parts.get(name) and name not in ("evaluation", "checkpoint", "setup")]
+    inside = [name for name, ms in parts.items() if ms and name not in APART]
     steps = [float(row["step"]) for row in rows]
     layers = [
-        Series(name, f"--{name}", steps, [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows])
+        Series(name, span_color(name), steps, [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows])
         for name in inside
     ]
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
@@ -245,19 +253,24 @@ def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str
 
 def operators(runs: Sequence[RunRecord]) -> str:
     """Show the operators that took the most time; of two runs, before and after."""
-    profiled = [run for run in runs if run.operators][:2]
+    profiled = [run for run in runs if run.operators.get("operators")][:2]
     if not profiled:
         return ""
-    times = [{str(row["name"]): float(_operator_ms(row)) for row in run.operators} for run in profiled]
+    times = [
+        {str(row["name"]): float(row[run.operators["by"]]) for row in run.operators["operators"]} for run in profiled
+    ]
     names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
     rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
     named = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
-    hint = "Own time of the operators in the profiled steps. profile/trace.json.gz opens in Perfetto."
-    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named))
-
-
-def _operator_ms(row: Mapping[str, Any]) -> float:
-    return row.get("device_ms") or row.get("cpu_ms") or row.get("ms") or 0.0
+    whole = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
+    hint = f"Own time of each operator in the profiled steps ({whole} in all). profile/trace.json.gz opens in Perfetto."
+    memory = [
+        Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])
+        for i, run in enumerate(profiled)
+    ]
+    drawn = [one for one in memory if one.x]
+    held = card("Allocated memory, MiB", lines(drawn, 1060, 180, "ms", "MiB", True), named) if drawn else ""
+    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
 
 
 # ------------------------------------------------------------------------------------------------------------- sifting

@@ -69,9 +69,9 @@ def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, An
         epochs: the rows of kind "epoch", oldest first.
         manifest: of the run; `images` and `batch_size` are those of the training split and of a step.
     """
-    images, batch = int(manifest.get("images", 0)), int(manifest.get("batch_size", 0))
+    images, batch = manifest.get("images", 0), int(manifest.get("batch_size", 0))
     trained = sum(row["trained"] for row in epochs)
-    if not epochs or not images or all(row["trained"] > images - batch for row in epochs):
+    if not isinstance(images, int) or not images or all(row["trained"] > images - batch for row in epochs):
         return ""
     return (
         f"{trained:,.0f} of {images * len(epochs):,} images were trained: "
@@ -84,7 +84,8 @@ def describe_images(
 ) -> str:
     """Return the kept share of each class, and the names of the images kept and left out most, as Markdown."""
     share_N = visits_N / visits_N.max().clamp(min=1)
-    owns = {kind: label_N == number for number, kind in enumerate(classes) if (label_N == number).any()}
+    kinds = [*enumerate(classes), (-1, "without a label")]
+    owns = {kind: label_N == number for number, kind in kinds if (label_N == number).any()}
     rows = [
         {
             "class": kind,

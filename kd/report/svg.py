@@ -10,6 +10,7 @@ import html
 import io
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,7 @@ def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, na
     picture.save(file, "PNG")
     data = base64.b64encode(file.getvalue()).decode()
     size = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{cell * len(rows)}"'
-    mask = f"m{abs(hash((columns, data))) % 10**9}"
+    mask = f"m{zlib.crc32(data.encode()):x}"
     parts = [
         f'<mask id="{mask}"><image {size} preserveAspectRatio="none" style="image-rendering:pixelated" '
         f'href="data:image/png;base64,{data}"/></mask>',

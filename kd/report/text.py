@@ -28,7 +28,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
-        lines += [*_results(run), *_curves(run), *where_time_went(run), *_findings(run)]
+        lines += [*_results(run), curves(run), *where_time_went(run), *_findings(run)]
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
@@ -53,8 +53,8 @@ def _results(run: RunRecord) -> list[str]:
     return [", ".join(parts) + ".", ""]
 
 
-def _curves(run: RunRecord) -> list[str]:
-    """Return the curves as sparklines, with their first and last values."""
+def curves(run: RunRecord) -> str:
+    """Return the curves as sparklines, with their first and last values; empty before the second row."""
     lines = []
     for name, rows, key, unit in (
         ("loss", run.train, "loss", ""),
@@ -68,7 +68,7 @@ def _curves(run: RunRecord) -> list[str]:
         if len(values) > 1:
             first, last = (percent(v) if unit else f"{v:.4g}" for v in (values[0], values[-1]))
             lines.append(f"{name:10s} {sparkline(values)} {first} -> {last}")
-    return ["```", *lines, "```", ""] if lines else []
+    return "\n".join(["```", *lines, "```", ""]) if lines else ""
 
 
 def where_time_went(run: RunRecord) -> list[str]:
@@ -89,5 +89,5 @@ def _findings(run: RunRecord) -> list[str]:
     lines = []
     for one in run.findings:
         advice = f"{one['advice']} `{one['key']}={one['value']}`" if one.get("key") else one["advice"]
-        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']} {advice}")
+        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence'].rstrip('.')}. {advice}")
     return [*lines, ""] if lines else []

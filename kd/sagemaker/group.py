@@ -22,7 +22,17 @@ from pathlib import Path
 
 from kd.errors import BackendError, KdError
 from kd.host import cores
-from kd.sagemaker.hosts import MARK, Hosts, accelerated, end_marked, hyperparameters, marked, processes, read_hosts
+from kd.sagemaker.hosts import (
+    Hosts,
+    accelerated,
+    end_marked,
+    free_ports,
+    hyperparameters,
+    marked,
+    marks,
+    processes,
+    read_hosts,
+)
 
 BEAT, SILENCE = 5.0, 60.0
 """Seconds between two signs of life, and without one until a host counts as lost."""
@@ -31,7 +41,9 @@ JOIN_SECONDS = 300.0
 MEET_SECONDS = 900.0
 """How long a host tries to reach the first trainer: hosts of a job start minutes apart."""
 RAY_MARK = "KD_RAY"
-"""Like `MARK`, for Ray's processes alone."""
+"""As `kd.sagemaker.hosts.MARK`, of Ray's processes alone."""
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+"""Ray prints pages about each lost host in the log of a run; `data.loader` tells it in a line."""
 GRACE = 30.0
 """Seconds that a trainer has to end by itself when another one has failed."""
 
@@ -181,7 +193,7 @@ class Node:
     """This host's part of the Ray cluster. It is told of no accelerator: those are torchrun's."""
 
     def __init__(self, hosts: Hosts, mark: str) -> None:
-        self.hosts, self.mark, self.head = hosts, mark, hosts.me == hosts.first
+        self.hosts, self.mark, self.head, self.failures = hosts, mark, hosts.me == hosts.first, 0
         self.folder = tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp") if self.head else ""  # sockets need short paths
         self.address = f"{socket.gethostbyname(hosts.first)}:{hosts.ports[1]}"
 
@@ -195,13 +207,15 @@ class Node:
         if self.head:
             port = self.address.rpartition(":")[2]
             place = ["--head", "--port", port, "--include-dashboard", "false", "--temp-dir", self.folder]
+            place += ["--ray-client-server-port", str(free_ports(1)[0])]  # by default one that another cluster may have
         else:
             place = ["--address", self.address]
         return [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *common, "--disable-usage-stats"]
 
     async def start(self) -> bool:
         """Start Ray's processes and return whether they have joined the cluster."""
-        environ = {**os.environ, MARK: self.mark, RAY_MARK: self.mark, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+        environ = {**os.environ, **marks(self.mark), **marks(self.mark, RAY_MARK)}
+        environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
         process = await asyncio.create_subprocess_exec(
             *self.command(),
             env=environ,
@@ -211,8 +225,9 @@ class Node:
             stderr=asyncio.subprocess.STDOUT,
         )
         told, _ = await process.communicate()
-        if process.returncode and self.head:
-            say(self.hosts.me, f"Ray's head did not start: {told.decode(errors='replace').strip()[-2000:]}")
+        self.failures = self.failures + 1 if process.returncode else 0
+        if self.failures == (1 if self.head else 20):  # others fail while the head is not there yet
+            say(self.hosts.me, f"Ray does not start here: {told.decode(errors='replace').strip()[-2000:]}")
         return process.returncode == 0
 
     async def keep(self, member: Member) -> None:
@@ -278,9 +293,16 @@ async def decode(member: Member, node: Node) -> int:
 
 async def train(hosts: Hosts, member: Member, node: Node, argv: Sequence[str]) -> int:
     """Run this host's trainers; return their exit code, or that of others."""
-    loop, process = asyncio.get_running_loop(), None
+    process: asyncio.subprocess.Process | None = None
+
+    def stop() -> None:
+        if process is None:
+            member.end(1)
+        elif process.returncode is None:
+            process.terminate()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: process.terminate() if process is not None else member.end(1))
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     keeper = None
     if not node.head:
         keeper = asyncio.create_task(node.keep(member))
@@ -291,7 +313,8 @@ async def train(hosts: Hosts, member: Member, node: Node, argv: Sequence[str]) -
     await asyncio.wait([member.begun, member.ended], return_when=asyncio.FIRST_COMPLETED)
     code = 1
     if not member.ended.done():
-        environ = {**os.environ, MARK: node.mark, "RAY_ADDRESS": node.address, "SM_HOSTS": json.dumps(hosts.trainers)}
+        environ = {**os.environ, **marks(node.mark), "RAY_ADDRESS": node.address}
+        environ |= {"SM_HOSTS": json.dumps(hosts.trainers), **QUIET}
         process = await asyncio.create_subprocess_exec(*command(hosts, argv), env=environ)
         code = await _finished(process, member)
         member.tell(f"done {code}")

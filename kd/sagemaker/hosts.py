@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -111,18 +112,35 @@ def accelerated() -> bool:
     return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses now."""
+    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in with_sockets]
+    for each in with_sockets:
+        each.close()
+    return ports
+
+
 # ------------------------------------------------------------------------------------------------ marked processes
 
 
+def marks(mark: str, name: str = MARK) -> dict[str, str]:
+    """Return variables for processes that `marked` shall find.
+
+    Two, because a process that sets its title may overwrite one: Ray's agents do.
+    """
+    return {name: mark, f"{name}_AGAIN": mark}
+
+
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the living processes, without this one, that were started with `name=mark` in their environment.
+    """Yield the living processes, without this one, that were started with these `marks` in their environment.
 
     Unlike a process group, this finds what has become a daemon; unlike `ray stop`, nothing that is somebody else's.
     """
-    wanted = f"{name}={mark}".encode()
+    wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+            if wanted & set((folder / "environ").read_bytes().split(b"\0")) and int(folder.name) != os.getpid():
                 yield int(folder.name)
 
 

@@ -129,7 +129,7 @@ def _channels(given: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str,
     """Turn `s3://...` values into channels; return those and the keys with the paths in the container."""
     channels, keys, errors = [], {}, []
     for key, value in given.items():
-        if not value.startswith("s3://"):
+        if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
             if key in MUST_EXIST and value and "${" not in value:
                 wrong = f"'{value}' is a path of this machine; a training job does not see it"
                 errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from kd.errors import BackendError
 from kd.host import cores
-from kd.sagemaker.hosts import end_marked
+from kd.sagemaker.hosts import end_marked, free_ports, marks
 
 RUN_MARK = "KD_RUN"
 """The variable that all processes of a local job have."""
@@ -46,7 +45,7 @@ class LocalJob:
         listed = {name: {"instance_group_name": name, "hosts": group} for name, group in self.groups.items()}
         self._environ = {
             **os.environ,
-            RUN_MARK: self.mark,
+            **marks(self.mark, RUN_MARK),
             "SM_HOSTS": json.dumps(hosts),
             "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
             "KD_PORTS": ",".join(str(port) for port in free_ports(3)),
@@ -99,12 +98,3 @@ def launch(groups: Mapping[str, int], argv: Sequence[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
         job.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses now."""
-    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in with_sockets]
-    for each in with_sockets:
-        each.close()
-    return ports

@@ -88,6 +88,8 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
         ModelError: not an export, an export without this graph, or a file that was changed after the export.
     """
     manifest, config = _json(folder, "manifest.json"), _json(folder, "config.json")
+    if isinstance(manifest, dict) and manifest.pop("checksum", None) not in (None, _checksum(manifest)):
+        raise _invalid_export(f"'{folder / 'manifest.json'}' is not what was exported (its checksum differs)")
     try:
         size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
         files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
@@ -182,6 +184,12 @@ def _json(folder: Path, name: str) -> Any:
         raise ModelError("kd-serve", f"'{folder}' is not an export: it has no {name}", "", remedy) from error
     except (OSError, ValueError) as error:
         raise _invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """Return what `kd-export` wrote as the checksum of the rest. Exports of older builds have none."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:

@@ -23,6 +23,7 @@ from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
 from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.cache import open_cache
@@ -31,7 +32,6 @@ from kd.setup.gate import choose_sifter, sift_context
 from kd.setup.recipe import Choices, Recipe, Session
 from kd.setup.student import apply_mode, build_criterion, build_student, choose_student, sizes
 from kd.setup.teacher import TeacherReport, choose_teacher
-from kd.types import Plan
 
 BANK = 10_000
 """Training images at most, evenly spaced, that an embedding student's neighbours are looked for among."""
@@ -136,6 +136,7 @@ def assemble(
         evaluator=evaluator,
         store=store,
         logger=logger,
+        skip_nonfinite=section.on_nonfinite == "skip",
     )
 
 
@@ -180,19 +181,20 @@ def build_run(
     visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
     asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
     reads = "teacher" in recipe.needs
-    report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
-    answering: Teacher = report.live if reads else NoTeacher()
-    if teacher is not None and kept and reads:
-        answers = len(data.classes) if recipe.reads.teacher_logits else 0
-        answering = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
+    with region("choose teacher"):
+        report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
+    with region("open cache"):
+        answering = _answering(recipe, session, report, teacher)
     student = (session, distillation, recipe.student, recipe.backend.precision)
-    mode = choose_student(*student, report.live, visits, chosen.student)
-    apply_mode(mode.mode, distillation, backend)
+    with region("choose student"):
+        mode = choose_student(*student, report.live, visits, chosen.student)
+        apply_mode(mode.mode, distillation, backend)
     for name, summary in (("teacher", report.summary), ("student", mode.summary)):
         logger.info(f"{name}: {summary}" if summary else "")
     search = ""
     if searching:
-        found = choose_batch(session, distillation, report.live, recipe.optimizer)
+        with region("choose batch size"):
+            found = choose_batch(session, distillation, report.live, recipe.optimizer)
         chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
         split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
         session = replace(session, split=split)
@@ -202,11 +204,11 @@ def build_run(
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
     gated = (session, distillation, recipe.sifter, context, loader, answering, share)
-    sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
+    with region("choose sifter"):
+        sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
     chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
-    plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
-    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader, plan)
+    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
     if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
@@ -230,6 +232,16 @@ def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: Bat
     return run
 
 
+def _answering(recipe: Recipe, session: Session, report: TeacherReport, teacher: TeacherModel | None) -> Teacher:
+    """Return who answers in a step: the live teacher, its cache, or nobody where no loss reads a teacher."""
+    if teacher is None or "teacher" not in recipe.needs:
+        return NoTeacher()
+    if not recipe.teacher.cache.views:
+        return report.live
+    answers = len(session.data.classes) if recipe.reads.teacher_logits else 0
+    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, report, teacher, session, answers)
+
+
 def _evaluator(
     recipe: Recipe,
     session: Session,
@@ -237,15 +249,16 @@ def _evaluator(
     live: Teacher,
     teacher: TeacherModel | None,
     loader: Loader,
-    plan: Plan,
 ) -> Evaluator | EmbeddingEvaluator:
     """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
     backend, data, reads = session.backend, session.data, recipe.reads
+    plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
     classes = len(data.classes)
     if reads.student_logits:
         answers = teacher is not None and reads.teacher_logits
         return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
-    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if classes > 1 else None
+    known = data.labelled and classes > 1
+    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
     members = len(getattr(teacher, "members", [teacher]))
     return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
 

@@ -260,7 +260,8 @@ def _remote(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build loaders of one pool of decoders, which rank 0 starts."""
-    from kd.data.remote import Pool, RemoteLoader  # 1 s of imports, and an extra
+    from kd.data.decoders import Pool  # Ray: 1 s of imports, and an extra
+    from kd.data.remote import RemoteLoader
 
     token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
     pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []

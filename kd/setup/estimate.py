@@ -56,6 +56,7 @@ class Measured:
     kernels: int
     """Operators of both."""
     device: str
+    accelerator: bool
     precision: str
 
 
@@ -111,6 +112,7 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
         gflop=gflop / few,
         kernels=kernels,
         device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
+        accelerator=backend.device.type != "cpu",
         precision=str(dtype).removeprefix("torch."),
     )
 

@@ -17,6 +17,7 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    ProfileSection,
     RunSection,
     SifterSection,
     StudentSection,
@@ -55,6 +56,7 @@ class Recipe:
     sifter: SifterSection
     optimizer: OptimizerSection
     backend: BackendSection
+    profile: ProfileSection
     price: PriceSection
     baseline: Config | None
     """The run of the same student on the labels alone, where one is asked for."""

@@ -86,8 +86,6 @@ def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -
         "precision": section.precision not in ("auto", "fp32"),
         "runtime": section.runtime not in ("auto", "torch"),
         "compile": section.compile == "on",
-        "shard": section.shard,
-        "pipeline": section.pipeline > 0,
     }
     for key, on in asked.items():
         if on:

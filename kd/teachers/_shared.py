@@ -16,8 +16,6 @@ from torch import Tensor
 from kd.errors import ModelError
 from kd.models.load import Spec, check_classes
 
-MEANINGS = ("logits", "probabilities")
-
 
 def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
     """Check the options `mean` and `std`.
@@ -85,9 +83,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[str, .
         raise ModelError(where, wrong, "One name for each number", "Correct the names, or choose another output")
     if spec.classes is None:
         return tuple(names) or tuple(f"class_{label}" for label in range(count))
-    check_classes(
-        where, names or [*spec.classes[:count], *("?" for _ in range(count - len(spec.classes)))], spec.classes
-    )
+    believed = spec.classes if count == len(spec.classes) else ["?"] * count
+    check_classes(where, names or believed, spec.classes)
     return tuple(spec.classes)
 
 

@@ -77,6 +77,14 @@ def read_config(spec: Spec, hub: Any) -> Any:
         raise refused(spec, error) from error
 
 
+def vision_config(config: Any) -> Any:
+    """Return the configuration of the image tower; its projection is as wide as the whole model's."""
+    vision = getattr(config, "vision_config", config)
+    if hasattr(config, "projection_dim"):
+        vision.projection_dim = config.projection_dim
+    return vision
+
+
 def preprocessing(spec: Spec, hub: Any, config: Any) -> dict[str, Any]:
     """Return `input_size`, `mean` and `std` as a Classifier takes them, from the model's own preprocessing.
 
@@ -182,18 +190,19 @@ class Tower(nn.Module):
     def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
         """Return logits [B, C] (width 0 without classes) with the features that are named."""
         inner: Any = self.model
-        head = getattr(inner, "classifier", getattr(inner, "head", None)) if hasattr(inner.config, "id2label") else None
         if type(inner).__name__.endswith("ForImageClassification"):
-            caught: list[Tensor] = []
-            assert head is not None
-            hook = head.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
-            said = inner(pixel_values=pixels, output_hidden_states="tokens" in names)
-            hook.remove()
-            logits_BC, pooled_BD = said.logits, caught[0].flatten(1)
-            last = said.hidden_states[-1] if "tokens" in names else None
+            caught: list[Any] = []  # what the classifier takes, and what the backbone returns
+            head = getattr(inner, "classifier", None) or inner.head
+            hooks = [
+                head.register_forward_pre_hook(lambda _, given: caught.append(given[0])),
+                inner.base_model.register_forward_hook(lambda _, given, said: caught.append(said.last_hidden_state)),
+            ]
+            logits_BC = inner(pixel_values=pixels).logits
+            for hook in hooks:
+                hook.remove()
+            last, pooled_BD = caught[0], caught[1].flatten(1)
         else:
-            tower = getattr(inner, "vision_model", inner)
-            said = tower(pixel_values=pixels)
+            said = getattr(inner, "vision_model", inner)(pixel_values=pixels)
             pooled_BD = self.pooled(pixels) if self.projected else self._pooled(said)
             logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), said.last_hidden_state
         features = {"pooled": pooled_BD} if "pooled" in names else {}

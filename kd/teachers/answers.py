@@ -63,12 +63,12 @@ class TableTeacher(nn.Module):
         digest = hashlib.sha256()
         for tensor in (self.values, *self.rows):
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return {"teacher": digest.hexdigest(), "architecture": {"answers": self.probabilities}, "input": []}
 
     def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
         """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
-        rows_B = self.rows[self.split][ids.cpu() % len(self.rows[self.split])]  # noise in a trial has ids of its own
+        rows_B = self.rows[self.split][ids.cpu()]
         number = 0 if self.split else view % len(self.values)
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:

@@ -9,7 +9,7 @@ from typing import Any
 from kd.errors import ModelError
 from kd.models.load import Spec
 from kd.teachers._shared import named
-from kd.teachers._towers import Tower, TowerTeacher, library, loaded, preprocessing, read_config
+from kd.teachers._towers import Tower, TowerTeacher, library, loaded, preprocessing, read_config, vision_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     hub = library(spec.where)
     config = read_config(spec, hub)
     shown = preprocessing(spec, hub, config)
-    vision = getattr(config, "vision_config", config)
+    vision = vision_config(config)
     architecture: Any = {"transformers": type(config).__name__, "config": _kept(config)}
     common: dict[str, Any] = {**shown, "architecture": architecture, "features": features}
     patch = getattr(vision, "patch_size", 0)

@@ -20,7 +20,7 @@ from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.load import Spec
 from kd.teachers._shared import named, read_names
-from kd.teachers._towers import FAILURES, Tower, library, loaded, preprocessing, quiet, read_config
+from kd.teachers._towers import FAILURES, Tower, library, loaded, preprocessing, quiet, read_config, vision_config
 
 TOWERS = {
     "clip": ("CLIPModel", "CLIPVisionModelWithProjection"),
@@ -86,10 +86,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if options.vectors:
         names, vectors_CD = read_vectors(options.vectors, f"{spec.where}.vectors")
         names = file or names or list(spec.classes or [])
-        vision = getattr(config, "vision_config", config)
-        model = loaded(
-            spec, hub, both if both and not options.scale else alone, config if both and not options.scale else vision
-        )
+        whole = bool(both) and not options.scale  # the learned scale lies beside the towers
+        part = (both, config) if whole else (alone, vision_config(config))
+        model = loaded(spec, hub, *part)
     else:
         if not both:
             wrong = f"'{spec.model}' has no text tower"
@@ -130,6 +129,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
             "Its tokenizer beside the model, or a file of vectors",
             f"Add it to the folder, or set {spec.where}.vectors",
         ) from error
+    _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
     siglip = "siglip" in model.config.model_type  # trained on texts that are filled up to their full length
     most = model.config.text_config.max_position_embeddings
     found = []
@@ -142,6 +142,24 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
         vectors_PD = said if isinstance(said, Tensor) else said.pooler_output
         found.append(F.normalize(F.normalize(vectors_PD, dim=1).mean(0), dim=0))
     return torch.stack(found)
+
+
+def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) -> None:
+    """Require that the tokenizer tells the classes apart: where its files are missing, an empty one may be made.
+
+    Raises:
+        ModelError: naming a class that it does not know.
+    """
+    seen: dict[tuple[int, ...], str] = {}
+    for name in names:
+        ids = tuple(tokenizer(name, add_special_tokens=False)["input_ids"])
+        known = [id for id in ids if id != tokenizer.unk_token_id]
+        other = seen.setdefault(ids, name)
+        if not known or max(ids) >= size or other != name:
+            wrong = f"the tokenizer of '{spec.model}' does not know the class '{name}'"
+            wrong += f" from '{other}'" if other != name else ""
+            remedy = f"Add its tokenizer to the folder, or set {spec.where}.vectors"
+            raise ModelError(f"{spec.where}.model", wrong, "The tokenizer that the model was trained with", remedy)
 
 
 def image_tower(model: Any) -> nn.Module:

@@ -44,6 +44,16 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     assert values[0]["teacher_accuracy"] == values[1]["teacher_accuracy"]
 
 
+def test_vectors_of_all_ranks_are_searched(plain):
+    keys = (MICROS, "losses=[{kind: cosine}]", "student.args.drop_rate=0", "optimizer.kind=sgd", "optimizer.lr=0.05")
+    one, two = plain(1, *keys), plain(2, *keys)
+    rows = [run.rows("val") for run in (one, two)]
+    assert rows[0][-1]["knn"] > 0.5
+    for mine, theirs in zip(*rows, strict=True):
+        for name in ("agreement", "knn", "probe", "teacher_knn", "teacher_probe"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_zero_is_adamw_to_the_last_bit(plain, ranks):
     average = "optimizer.ema=0.9"

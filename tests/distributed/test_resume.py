@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import STEPS
+from pieces import without_clocks
 from ranks import environment, free_port, start
 from test_equal_worlds import difference
 
@@ -55,10 +56,7 @@ def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, d
     resumed.world.ended_well()
     undisturbed = plain(ranks, *overrides)
     assert same_bits(resumed.checkpoint(), undisturbed.checkpoint())
-    timing = ("seconds", "images_per_second")
-    rows = [
-        [{k: v for k, v in row.items() if k not in timing} for row in r.rows("train")] for r in (resumed, undisturbed)
-    ]
+    rows = [without_clocks(run.rows("train")) for run in (resumed, undisturbed)]
     assert rows[0] == rows[1]
     assert resumed.rows("val")[-1]["nll"] == undisturbed.rows("val")[-1]["nll"]
 

@@ -34,14 +34,14 @@ def fit_file(config_file, tmp_path):
 def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks):
     """The fit takes longer than the deadline, which counts only while it makes no progress."""
     argv = [sys.executable, "-m", "kd.cli.teach", str(fit_file), OURS]
-    environ = {**environment(), "KD_SLOW": "0.12"}
+    environ = {**environment(), "KD_SLOW": "0.07"}
     environ["PYTHONPATH"] += f":{HERE}"
     first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("teachers/*/metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.02)
-        second = start("kd.cli.teach:main", [fit_file, OURS, "backend.timeout_seconds=6"], ranks)
+        second = start("kd.cli.teach:main", [fit_file, OURS, "backend.timeout_seconds=4"], ranks)
         told = first.communicate(timeout=60)[0]
     finally:
         if first.poll() is None:

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import STEPS, Trained
-from pieces import tiny
+from pieces import tiny, without_clocks
 from ranks import HERE, environment, start
 from test_resume import same_bits
 
 OURS = ("data.kind=outside.signalling", "optimizer.ema=0.9", f"run.every.checkpoint={STEPS}")
 SLOW = {"KD_SLOW": "0.02"}
-CLOCKS = ("seconds", "images_per_second")
 
 
 def newest(run: Trained) -> int:
@@ -27,7 +26,7 @@ def newest(run: Trained) -> int:
 
 
 def rows(run: Trained, kind: str) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in run.rows(kind)]
+    return without_clocks(run.rows(kind))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_a_killed_data_worker_is_one_line(train):
     assert "bug" not in killed.world.logs[0]
 
 
-def launched(argv: list[str], rows_file: Path, send, **env: str) -> tuple[int, str, float]:
-    """Start a command in a process group of its own, call `send(process)` after some steps; return how it ended."""
+def launched(argv: list[str], rows_file: Path, send, steps: int = 4, **env: str) -> tuple[int, str, float]:
+    """Start a command in a process group of its own, call `send(process)` after `steps`; return how it ended."""
     environ = {**environment(), **env}
     environ["PYTHONPATH"] += f":{HERE}"
     log = rows_file.parent.with_suffix(".log")
@@ -114,7 +113,10 @@ def launched(argv: list[str], rows_file: Path, send, **env: str) -> tuple[int, s
         try:
             deadline = time.monotonic() + 90
             while process.poll() is None and time.monotonic() < deadline:
-                if rows_file.is_file() and sum('"train"' in line for line in rows_file.read_text().splitlines()) >= 4:
+                if (
+                    rows_file.is_file()
+                    and sum('"train"' in line for line in rows_file.read_text().splitlines()) >= steps
+                ):
                     break
                 time.sleep(0.02)
             asked = time.monotonic()
@@ -135,7 +137,7 @@ def test_a_second_signal_ends_at_once(config_file, tmp_path):
         time.sleep(1.5)
         process.send_signal(signal.SIGTERM)
 
-    code, told, seconds = launched(argv, tmp_path / "twice" / "metrics.jsonl", twice, KD_SLOW="2.0")  # 24 s a step
+    code, told, seconds = launched(argv, tmp_path / "twice" / "metrics.jsonl", twice, 1, KD_SLOW="0.5")  # 6 s a step
     assert code == -signal.SIGTERM, told
     assert "a second signal ends now" in told
     assert seconds < 20

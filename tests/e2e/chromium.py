@@ -55,9 +55,11 @@ class Page:
             os.close(end)
         self._count, self._buffer, self._session = 0, b"", ""
         self.problems: list[str] = []
+        self.requests: list[str] = []
+        """What was asked for, in order."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "DOM", "Log"):
+        for domain in ("Page", "Runtime", "DOM", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def __enter__(self) -> Page:
@@ -84,6 +86,8 @@ class Page:
                 return answer["result"]
             if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.problems.append(json.dumps(answer["params"]))
+            elif answer.get("method") == "Network.requestWillBeSent":
+                self.requests.append(answer["params"]["request"]["url"])
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

@@ -260,6 +260,7 @@ def test_check_answers_and_writes_nothing(fitted, settings, written, command, tm
         "backend",
         "memory",
         "time",
+        "speed",
     ]
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
     assert said["batch"].endswith("8 images = 1 ranks x 1 micros x 8")

@@ -12,14 +12,14 @@ import sys
 import time
 
 import pytest
+from pieces import without_clocks
 
 from kd.host import cores
 
 
 def rows(tmp_path, name: str, kind: str) -> list[dict]:
     found = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "images_per_second")
-    return [{k: v for k, v in row.items() if k not in timed} for row in found if row["kind"] == kind]
+    return without_clocks([row for row in found if row["kind"] == kind])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

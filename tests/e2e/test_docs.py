@@ -28,7 +28,7 @@ from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts")
+COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts", "report", "plan")
 WITH_CONFIG = ("train", "teach", "cache")
 NOT_RUN = {
     "git": "needs a network",
@@ -188,6 +188,8 @@ class Session:
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
+        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
+            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
@@ -203,7 +205,9 @@ class Session:
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
-            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, PINNED)))
+            foreign = written.get("teacher", {}).get("kind", "timm") != "timm"  # the page makes that teacher itself
+            pinned = {section: keys for section, keys in PINNED.items() if section != "teacher" or not foreign}
+            Path(name[1]).write_text(yaml.safe_dump(overlaid(written, pinned)))
 
     def short(self, text: str) -> str:
         if self.server is not None:

@@ -1,4 +1,4 @@
-"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with two data hosts."""
+"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with data hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from conftest import base
 from views_for_checks import Absent, Slow
 
 from kd.cli.train import main as train
+from kd.data.decoders import Pool
 from kd.data.loader import LocalLoader
-from kd.data.remote import Pool, RemoteLoader
+from kd.data.remote import RemoteLoader
 from kd.data.views import Mixing, Train, Views
 from kd.datasets.imagefolder import Options, build
 from kd.errors import KdError
@@ -27,7 +28,7 @@ from kd.types import TENSORS, Batch, Plan
 
 DEADLINE = 2.0
 COMPARED = ("kind", "step", "loss", "kl", "lr", "accuracy", "nll", "agreement")
-DATA_HOSTS = ("127.0.0.3", "127.0.0.4")
+DATA_HOSTS = json.loads(os.environ["SM_INSTANCE_GROUPS_DICT"])["data"]["hosts"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def broken(photos, tmp_path_factory) -> Path:
 def datasets(photos, broken) -> list:
     """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent."""
     source, torn = (build(Options(root=str(root)), "train", None) for root in (photos, broken))
-    seen = Train(16, 0.35, 0.5, 0.3, "rand-m9-mstd0.5")
+    seen = Train(16, 0.35, 0.5, 0.3)
     views = Views(source, seen, size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
     skip, refuse = (Views(torn, Train(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
     return [views, skip, refuse, Slow(views, 0.02), Absent(views)]
@@ -54,9 +55,9 @@ def datasets(photos, broken) -> list:
 @pytest.fixture(scope="module")
 def pools(datasets) -> list[Pool]:
     """What rank 0 and rank 1 see of the same decoders, one on each host."""
-    made = [Pool(datasets, rank, 7, DEADLINE) for rank in range(2)]
+    made = [Pool(datasets, rank, 7, 30.0) for rank in range(2)]
     for pool in made:
-        assert wait(lambda pool=pool: len(pool.trusted()) == 3), [slot.name for slot in pool.slots]
+        assert wait(lambda pool=pool: len(pool.trusted()) == 1 + len(DATA_HOSTS)), [slot.name for slot in pool.slots]
     return made
 
 
@@ -131,26 +132,30 @@ def test_an_image_that_nobody_can_read_is_the_same_error_after_the_same_batches(
 
 
 def test_images_that_only_the_trainer_has(datasets, pools):
-    here, there = both(datasets, pools[0], 4, 12, 1, 0, 1)
+    here, there = both(datasets, pools[1], 4, 12, 1, 0, 1)
     assert all(same(a, b) for a, b in zip(here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True))
-    assert wait(lambda: len(pools[0].trusted()) == 3, 10)
+    assert there.made_here == 48
+    assert pools[1].slots == []
 
 
-def test_a_data_host_is_killed_another_is_frozen_and_both_come_back(datasets, pools):
+def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkeypatch):
+    monkeypatch.setattr(pools[0], "deadline", DEADLINE)
     here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
     plan, longest, before = plan_of(240), 0.0, time.monotonic()
-    frozen: list[int] = []
+    frozen, killed = [], []
     expected = LocalLoader(datasets[0], 6, 1, 0, 1, 0).epoch(plan, 1)
     for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
         assert same(a, b)
         longest, before = max(longest, time.monotonic() - before), time.monotonic()
         if number == 8:
-            signal_all(of_ray(DATA_HOSTS[0]), signal.SIGKILL)
-        if number == 16:
-            frozen = of_ray(DATA_HOSTS[1])
+            frozen = of_ray(DATA_HOSTS[-1])
             signal_all(frozen, signal.SIGSTOP)
+        if number == 24:
+            signal_all(frozen, signal.SIGCONT)
+            killed = of_ray(DATA_HOSTS[0])
+            signal_all(killed, signal.SIGKILL)
     assert frozen
-    signal_all(frozen, signal.SIGCONT)
+    assert killed
     print(f"longest wait {longest:.1f} s, {there.made_here} of 240 images made here")
     assert 0 < there.made_here < 120
     back = set(DATA_HOSTS)
@@ -175,6 +180,7 @@ def ray_started() -> set[int]:
     return found
 
 
+@pytest.mark.skipif(not os.environ.get("KD_SOAK"), reason="15 s of CPU; equal batches make equal runs")
 def test_a_run_with_a_teacher_cache_is_the_same_run(photos, tmp_path, capfd):
     rows = []
     settings = base(photos, tmp_path)

@@ -1,8 +1,10 @@
-"""A job of one trainer and two data hosts, with a real Ray cluster, once: the trainer runs checks.py."""
+"""A job of one trainer and data hosts, with a real Ray cluster, once: the trainer runs checks.py."""
 
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,44 @@ pytest.importorskip("ray")
 HERE = Path(__file__).parent
 
 
-def test_images_of_data_hosts_whatever_happens_to_them(monkeypatch):
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
     monkeypatch.setenv("KD_DECODERS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-    script = ["-m", "pytest", "-q", "-x", "-s", "--durations=0", "-p", "no:cacheprovider", str(HERE / "checks.py")]
-    job = LocalJob({"dnn": 1, "data": 2}, script)
+
+
+def living(job: LocalJob) -> list[str]:
+    """Return the commands of the processes of a job."""
+    found = []
+    for pid in marked(job.mark, RUN_MARK):
+        with suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200])
+    return found
+
+
+def test_images_of_data_hosts_whatever_happens_to_them():
+    """With KD_SOAK=1 two data hosts, and whole runs."""
+    script = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "checks.py")]
+    job = LocalJob({"dnn": 1, "data": 2 if os.environ.get("KD_SOAK") else 1}, script)
     try:
         assert job.wait() == 0
         assert {host: process.poll() for host, process in job.processes.items()} == dict.fromkeys(job.processes, 0)
-        assert list(marked(job.mark, RUN_MARK)) == []
+        assert living(job) == []
     finally:
         job.close()
+
+
+def test_data_hosts_leave_when_the_trainer_is_killed():
+    job = LocalJob({"dnn": 1, "data": 1}, ["-m", "timeit", "-n1", "import time; time.sleep(60)"])
+    trainer, data = job.processes.values()
+    try:
+        for _ in range(300):  # until it starts Ray, which it does when it has reached the trainer
+            if set(marked("127.0.0.3", "SM_CURRENT_HOST")) & set(marked(job.mark, RUN_MARK)) - {data.pid}:
+                break
+            time.sleep(0.1)
+        trainer.kill()
+        assert data.wait(30) == 1
+    finally:
+        job.close()
+    assert living(job) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -190,3 +191,133 @@ def test_the_examples_run(name: str, check: object, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, "own_modules", raising=False)
     assert check(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]())  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------- labels, outputs, a folder to resume in
+
+
+class Said:
+    """What other libraries return."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Wrapped(nn.Module):
+    """Return the logits as another library does."""
+
+    def __init__(self, inner: nn.Module, form: str) -> None:
+        super().__init__()
+        self.inner, self.form = inner, form
+
+    def forward(self, image: torch.Tensor) -> object:
+        logits = self.inner(image)
+        return {"tuple": (logits, None), "object": Said(logits), "dict": {"logits": logits}}[self.form]
+
+
+class Alone(Dataset):
+    """Images without labels."""
+
+    def __init__(self, items: TensorDataset) -> None:
+        self.image = items.tensors[0]
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        return self.image[id]
+
+
+@pytest.mark.parametrize("form", ["tuple", "object", "dict"])
+def test_a_module_may_return_its_logits_in_any_form(form: str):
+    train, teacher = data(40, 3), network(16, 1)
+    plain, other = network(4, 2), network(4, 2)
+    distill(teacher, plain, train)
+    distill(Wrapped(teacher, form), Wrapped(other, form), train)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), other.parameters(), strict=True))
+
+
+def test_images_alone_are_distilled_like_labelled_ones():
+    train, teacher, losses = data(40, 3), network(16, 1), [{"kind": "kl", "temperature": 2.0}]
+    known, blind, batches = network(4, 2), network(4, 2), network(4, 2)
+    distill(teacher, known, train, losses=losses)
+    found = distill(teacher, blind, Alone(train), val=Alone(data(33, 9)), losses=losses, labels="none")
+    assert all(torch.equal(a, b) for a, b in zip(known.parameters(), blind.parameters(), strict=True))
+    assert {"agreement", "kl", "agreement_ece"} <= found.metrics.keys()
+    assert "accuracy" not in found.metrics
+    loader = DataLoader(Alone(train), batch_size=16)
+    again = distill(teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none")
+    assert "agreement" in again.metrics
+
+
+def test_some_labels_are_skipped():
+    train = data(40, 3)
+    train.tensors[1][::2] = -1
+    found = distill(network(16, 1), network(4, 2), train, labels="some")
+    assert 0 < found.rows[0]["ce"] < 3
+
+
+def test_a_folder_resumes(tmp_path: Path):
+    train, teacher = data(70, 3), network(16, 1)
+    whole, resumed = network(4, 2), network(4, 2)
+    expected = distill(teacher, whole, train, folder=tmp_path / "whole", sifter="history")
+    first = distill(teacher, resumed, train, folder=tmp_path / "cut", sifter="history")
+    newest = max((tmp_path / "cut" / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    again = network(4, 5)
+    found = distill(teacher, again, train, folder=tmp_path / "cut", sifter="history")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert found.state.step == expected.state.step == first.state.step
+    assert [row["step"] for row in found.rows] == [row["step"] for row in expected.rows]
+    done = network(4, 7)
+    assert distill(teacher, done, train, folder=tmp_path / "cut", sifter="history").metrics == found.metrics
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), done.parameters(), strict=True))
+
+
+def test_a_folder_holds_one_run(tmp_path: Path):
+    train, teacher = data(40, 3), network(16, 1)
+    distill(teacher, network(4, 2), train, folder=tmp_path / "run")
+    with pytest.raises(KdError, match=r"^run\.name: .*differs in optimizer\.lr"):
+        distill(teacher, network(4, 2), train, folder=tmp_path / "run", optimizer={"lr": 0.1})
+    with pytest.raises(KdError, match=r"^run\.name: .*another teacher"):
+        distill(network(16, 9), network(4, 2), train, folder=tmp_path / "run")
+    with pytest.raises(KdError, match=r"^run\.name: .*another student"):
+        distill(teacher, network(5, 2), train, folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"^folder: is set, but a DataLoader"):
+        distill(teacher, network(4, 2), DataLoader(train, 16), folder=tmp_path / "other")
+
+
+def alike(label: int) -> TensorDataset:
+    return TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), label))
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, width))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher": linear(10)}, r"teacher: answers with 10 classes, the student with 3\. Both must be equal"),
+        ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: answers with 4 classes, the student with 3"),
+        ({"student": nn.Identity()}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
+        ({"train": Alone(data(40, 3))}, r"train: item 0 is not \(image, label\).*labels='none'"),
+        ({"val": Alone(data(40, 3))}, r"val: item 0 is not \(image, label\)"),
+        ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
+        (
+            {"train": TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), -1))},
+            r"train: item \d+ has the label -1",
+        ),
+        (
+            {"val": TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), 3))},
+            r"val: item \d+ has the label 3.*to 2",
+        ),
+        ({"labels": "none"}, r"losses\[1\]\.kind: 'ce' learns from labels"),
+        ({"labels": "few"}, r"data\.labels: is 'few'"),
+    ],
+)
+def test_models_and_data_that_do_not_fit_are_one_line(changes: dict, message: str):
+    given = {"teacher": network(16, 1), "student": network(4, 2), "train": data(40, 3), **changes}
+    with pytest.raises(KdError, match=f"^{message}") as caught:
+        distill(given.pop("teacher"), given.pop("student"), given.pop("train"), **given)
+    assert "\n" not in str(caught.value)

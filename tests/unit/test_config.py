@@ -56,8 +56,8 @@ def test_everything_wrong_is_in_one_report():
     }
     found = errors_of(raw)
     expected = {
-        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, name, seed, steps, "
-        "trackers. Did you mean 'epochs'?",
+        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, mirror, name, seed, "
+        "steps, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
         "data.batch_size": "data.batch_size: is 'many'. Allowed: auto or a whole number >= 1. Change the value.",
@@ -72,7 +72,7 @@ def test_everything_wrong_is_in_one_report():
         "optimizer.betas": "optimizer.betas: is 'high'. Allowed: a list of 2 values, each a number. Change the value.",
     }
     assert {key: found.get(key) for key in expected} == expected
-    assert found["losses[0].kind"].startswith("losses[0].kind: no part named 'kll' in losses. Allowed: ce, dist, ")
+    assert found["losses[0].kind"].startswith("losses[0].kind: no part named 'kll' in losses. Allowed: ce, cosine, ")
     assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
     assert found["optimiser"].endswith("Did you mean 'optimizer'?")
     assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind, gate."
@@ -361,7 +361,9 @@ def test_dump_writes_every_key():
         place = written
         for part in key.split("."):
             if not isinstance(place, dict) or part not in place:
-                assert key.split(".")[0] in ("data", "sifter", "backend"), key  # keys of kinds that were not chosen
+                assert key.split(".")[0] in ("data", "teacher", "sifter", "backend"), (
+                    key
+                )  # keys of kinds that were not chosen
                 break
             place = place[part]
 
@@ -387,7 +389,8 @@ def test_explain_covers_every_key_with_a_meaning():
     fields = sum(len([f for f in dataclasses.fields(cls) if f.name != "options"]) for cls in sections())
     nested = len(sections()) - 1  # a field that holds a section has no row of its own
     options = sum(len(dataclasses.fields(parts.options_type(folder, name, ""))) for folder, name in PARTS)
-    assert len(rows) == fields - nested + options
+    also = sum(len(dataclasses.fields(parts.options_type("teachers", name, ""))) for name in parts.names("teachers"))
+    assert len(rows) == fields - nested + options + also  # a teacher's keys stand in teacher and in teacher.also
     for key, allowed, default, meaning in rows:
         assert allowed.startswith("Allowed: "), key
         assert not re.search("typing|<class", allowed), (key, allowed)

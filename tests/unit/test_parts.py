@@ -15,7 +15,7 @@ PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(fold
 CONTEXT = {
     "losses": ["options", "dims"],
     "sifters": ["options", "context"],
-    "datasets": ["options", "split", "classes"],
+    "datasets": ["options", "split", "classes", "labels"],
     "teachers": ["options", "spec", "image_size", "features"],
     "backends": ["options", "precision", "timeout_seconds"],
 }

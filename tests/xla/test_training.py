@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 
 import pytest
@@ -121,3 +122,26 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
     # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones
     assert _samples("CompileTime") - rehearsed <= 2
     assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
+    """Neither weights nor moments, in the first step or later. AdamW counts its steps on the host, which goes on."""
+    from kd.backends.xla import Options, build
+
+    backend = build(Options(), "fp32", 5.0)
+    backend.setup()
+
+    def made(gradients):
+        weight = torch.nn.Parameter(torch.ones(4, 3, device=backend.device))
+        optimizer = backend.optimizer([{"params": [weight]}], torch.optim.AdamW, False, lr=0.1)
+        for gradient in gradients:
+            weight.grad = torch.full((4, 3), gradient, device=backend.device)
+            assert bool(backend.step(optimizer, clip).isfinite()) == math.isfinite(gradient)
+            backend.end_step()
+        state = backend.optimizer_state(optimizer)["state"][0]
+        return [weight.detach().cpu(), *(value for name, value in state.items() if name != "step")]
+
+    assert all(map(torch.equal, made([math.nan]), made([])))
+    assert all(map(torch.equal, made([0.5, math.inf]), made([0.5])))
+    assert not torch.equal(made([0.5, 0.5])[0], made([0.5])[0])

@@ -31,7 +31,7 @@ def make(settings) -> Callable[..., Made]:
     def made(*overrides: str, folder: Path | None = None, logger: Any = None) -> Made:
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher = obtain_teacher(Recipe(chosen), data, backend)
+        teacher, data = obtain_teacher(Recipe(chosen), data, backend)
         store = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
         if isinstance(store, RunDir):
             store.open(config.dump(chosen))

@@ -8,14 +8,20 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.engine.embedding import STRENGTHS, nearest, ridge
+from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.map_dataset import MapDataset
+from kd.engine.criterion import Criterion
+from kd.engine.embedding import STRENGTHS, EmbeddingEvaluator, Split, nearest, ridge
 from kd.engine.loop import train
 from kd.errors import ConfigError, Interrupted, ModelError
+from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
-from kd.types import Outputs
+from kd.models.teacher import Uncached
+from kd.parts import build
+from kd.types import Batch, Dims, Outputs
 
 LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
 LOG = "run.every.log=1"
@@ -84,6 +90,15 @@ def test_a_resumed_run_computes_the_same_bits(make, tmp_path):
     train(second.run)
     for name, tensor in weights_of(whole).items():
         assert torch.equal(tensor, weights_of(second)[name]), name
+
+
+def test_without_labels_agreement_decides(make):
+    made = make(LOSSES, "data.labels=none", "run.steps=4", "run.every.evaluate=2")
+    state = train(made.run)
+    rows = [row for row in made.store.rows if row["kind"] == "val"]
+    assert [sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"}) for row in rows] == [["agreement"]] * 2
+    assert made.run.evaluator.decides == "agreement"
+    assert state.best == max(row["agreement"] for row in rows)
 
 
 def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path):
@@ -218,3 +233,54 @@ def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
     weights, bias = fit(x, y, best)
     assert best not in (STRENGTHS[0], STRENGTHS[-1])
     torch.testing.assert_close(ridge(bank, label, asking, 3), asking.double() @ weights + bias, rtol=1e-6, atol=1e-8)
+
+
+class Embeds(nn.Module):
+    """Maps images to pooled vectors by one product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, width)
+
+    def forward(self, image: Tensor) -> Outputs:
+        return Outputs(torch.zeros(len(image), 0), {"pooled": self.linear(image.flatten(1).float())})
+
+
+class Counted(Uncached):
+    """A teacher that counts its batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.batches = model, 0
+
+    def __call__(self, batch: Batch) -> Outputs:
+        self.batches += 1
+        return self.model(batch.image)
+
+
+def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once(make):
+    generator = torch.Generator().manual_seed(0)
+    bank, val = (
+        [(torch.randn(3, 2, 2, generator=generator) + i % 3, i % 3) for i in range(count)] for count in (50, 23)
+    )
+    torch.manual_seed(0)
+    student, teacher = Embeds(5), Counted(Embeds(7))
+    criterion = Criterion([("cosine", 1.0, build("losses", "cosine", Options(), "losses", dims=Dims(0, 5, 7)))])
+    splits = [
+        Split(LocalLoader(MapDataset(data, 0), 8, 1, 0, 1, 0), evaluation_plan(len(data), 8)) for data in (val, bank)
+    ]
+    evaluator = EmbeddingEvaluator(make().run.backend, *splits, teacher, criterion, 3, 1)
+    found = evaluator(student)
+    assert evaluator(student) == found
+    assert teacher.batches == 10  # 3 of the validation split, 7 of the bank
+    with torch.no_grad():
+        (bank_image, bank_label), (image, label) = (
+            (torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data]))
+            for data in (bank, val)
+        )
+        for prefix, model in (("", student), ("teacher_", teacher.model)):
+            searched, asked = (F.normalize(model(one).features["pooled"], dim=1) for one in (bank_image, image))
+            for kind, classify in (("knn", nearest), ("probe", ridge)):
+                right = classify(searched, bank_label, asked, 3).argmax(1) == label
+                assert found[prefix + kind] == pytest.approx(right.double().mean().item(), abs=1e-6)
+        agreement = criterion.agreement(student(image), teacher.model(image)).mean().item()
+    assert found["agreement"] == pytest.approx(agreement, abs=1e-6)

@@ -36,7 +36,7 @@ def up_to(limit: int):
     return lambda size: torch.empty(size if size <= limit else 2**60)
 
 
-@pytest.mark.parametrize(("limit", "most", "expected"), [(100, 1000, 64), (64, 1000, 64), (1000, 36, 32), (1, 9, 1)])
+@pytest.mark.parametrize(("limit", "most", "expected"), [(100, 200, 64), (64, 200, 64), (1000, 36, 32), (1, 3, 1)])
 def test_the_largest_power_of_two_that_is_executed(limit, most, expected):
     found = largest(up_to(limit), most, world())
     assert found.size == expected
@@ -45,7 +45,7 @@ def test_the_largest_power_of_two_that_is_executed(limit, most, expected):
 
 def test_not_even_one_image():
     with pytest.raises(ConfigError, match=r"data\.batch_size: is auto, but not even one image fits"):
-        largest(up_to(0), 8, world())
+        largest(up_to(0), 2, world())
 
 
 def test_another_error_is_not_taken_for_a_full_memory():

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
 from kd.errors import ModelError
@@ -285,3 +286,26 @@ def test_other_families_survive_an_export(tmp_path, name):
     theirs = timm.create_model(f"local-dir:{store(tmp_path / name, network)}", pretrained=True).eval()
     pixels = torch.rand(2, 3, 64, 64)
     assert torch.equal(network(pixels), theirs(pixels))
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2, "no_embed_class": True}]
+)
+def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_it(tmp_path, args):
+    sizes = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, **args}
+    torch.manual_seed(0)
+    large = timm.create_model("vit_tiny_patch16_224", img_size=28, num_classes=9, **sizes)
+    torch.nn.init.normal_(large.pos_embed)
+    file = tmp_path / "large.safetensors"
+    save_file(large.state_dict(), file)
+    spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file), logits=False)
+    found = load(spec, 16, ("pooled",))
+    timms = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes)
+    timms.load_state_dict(checkpoint_filter_fn(large.state_dict(), timms))  # as timm loads pretrained weights
+    assert found.num_classes == 0  # nine classes of other data play no part
+    torch.testing.assert_close(found.network.pos_embed, timms.pos_embed)
+    image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        pixels = found.normalize(image)
+        expected = timms.eval().forward_head(timms.forward_features(pixels), pre_logits=True)
+        torch.testing.assert_close(found.eval()(image).features["pooled"], expected)

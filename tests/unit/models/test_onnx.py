@@ -8,6 +8,7 @@ import numpy as np
 import onnx as onnx_package
 import pytest
 import torch
+from pieces import Asks
 
 from kd.errors import MissingExtra, ModelError
 from kd.jobs._parity import Row, check_drop, check_exact
@@ -77,14 +78,6 @@ def test_int8_is_smaller_and_near(tmp_path):
 
 
 def test_a_network_that_cannot_be_traced():
-    class Asks(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
-
     with pytest.raises(ModelError, match=r"^student\.model: torch\.export cannot express this network .*--no-onnx"):
         onnx.export_program(Classifier(Asks(), 3, 0), 8)
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from pieces import Asks
 
 from kd.errors import BackendError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, compile_forward
@@ -101,17 +102,6 @@ def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypat
     with pytest.raises(ModelError, match="cannot express"):
         exported(Classifier(Asks(), 3, 0), 16)
     assert list(tmp_path.iterdir()) == []
-
-
-class Asks(torch.nn.Module):
-    """A network that looks at its input's values: no tracer can follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
 
 
 def test_int8_is_near_and_smaller_and_not_the_same():

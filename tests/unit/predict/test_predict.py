@@ -167,6 +167,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert target.read_bytes() == whole
+    assert "1500 images are unreadable" in done.stderr
     assert int(done.stdout.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
 

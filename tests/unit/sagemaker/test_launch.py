@@ -30,6 +30,7 @@ def food(settings, tmp_path):
     """A configuration whose data lies on S3."""
     settings["data"]["root"] = "s3://bucket/food"
     settings["teacher"]["model"] = "vit_tiny_patch16_224"
+    settings["backend"] = {"kind": "auto"}
     path = tmp_path / "food_1.yaml"
     del settings["run"]["name"]
     path.write_text(yaml.safe_dump(settings))
@@ -67,7 +68,7 @@ def test_a_configuration_survives_as_texts(food):
             {"InstanceType": "ml.g5.xlarge"},
             {"backend.kind": "smddp"},
         ),
-        (("--instance", "ml.trn1.32xlarge", "backend.kind=auto"), {}, {"backend.kind": "xla"}),
+        (("--instance", "ml.trn1.32xlarge"), {}, {"backend.kind": "xla"}),
         (
             ("--instance", "ml.p4d.24xlarge", "--data-group", "ml.c5.18xlarge:2"),
             {
@@ -109,6 +110,7 @@ def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, t
 def test_shards_and_weights_become_channels(food):
     keys = {
         "run.name": "a",
+        "run.mirror": "s3://b/runs",
         "data.train": "s3://b/shards/train-{0..9}.tar",
         "teacher.checkpoint": "s3://b/teacher/model.safetensors",
         "student.checkpoint": "s3://b/student",
@@ -124,6 +126,7 @@ def test_shards_and_weights_become_channels(food):
         "student-checkpoint": "s3://b/student/",
     }
     found = request["HyperParameters"]
+    assert found["run.mirror"] == "s3://b/runs"
     assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
     assert found["teacher.checkpoint"] == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
     assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"

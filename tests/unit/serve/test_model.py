@@ -41,6 +41,25 @@ def test_a_loaded_model_answers(exported, file):
     assert np.allclose(together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05)
 
 
+def unsealed(folder: Path) -> dict:
+    """Return the manifest of an export as older builds wrote it: without a checksum of its own."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksum"]
+    return manifest
+
+
+def test_no_value_of_the_manifest_can_change(copy):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    for key, value in {"version": "0", "name": "other", "input": {**manifest["input"], "size": 32}}.items():
+        (copy / "manifest.json").write_text(json.dumps({**manifest, key: value}))
+        with pytest.raises(ModelError, match=r"manifest\.json' is not what was exported \(its checksum differs"):
+            describe(copy)
+    (copy / "manifest.json").write_text(
+        json.dumps({key: value for key, value in manifest.items() if key != "checksum"})
+    )
+    assert describe(copy).size == manifest["input"]["size"]
+
+
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 def test_no_export(copy, name):
     (copy / name).unlink()
@@ -73,7 +92,7 @@ def test_a_changed_file(copy, name):
 
 def test_a_graph_that_is_none(copy):
     (copy / "model.onnx").write_bytes(b"no graph")
-    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest = unsealed(copy)
     manifest["files"]["model.onnx"]["sha256"] = hashlib.sha256(b"no graph").hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelError, match=r"'model\.onnx' cannot be loaded"):
@@ -85,7 +104,7 @@ def test_labels_of_another_number(copy):
     config["label_names"].append("quince")
     text = json.dumps(config).encode()
     (copy / "config.json").write_bytes(text)
-    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest = unsealed(copy)
     manifest["files"]["config.json"]["sha256"] = hashlib.sha256(text).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelError, match=r"returns \(1, 3\), but there are 4 labels"):
@@ -98,7 +117,7 @@ def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
 
     folder = Path(shutil.copytree(exported, tmp_path / "export"))
     onnx.write_openvino(folder / "model.onnx", folder / "openvino.xml")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = unsealed(folder)
     for name in ("openvino.xml", "openvino.bin"):
         manifest["files"][name] = {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -80,7 +80,7 @@ def test_the_decision_is_pinned(settings, decided):
     """Measured once a run: a resumed run, which finds the decision in its manifest, must not decide otherwise."""
     chosen = config.load(settings, ["sifter.kind=relative"])
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
     pinned = {"sifter": decided} if decided else {}
     built = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True), pinned)
     run, facts = built.run, built.facts
@@ -96,7 +96,7 @@ def test_measuring_leaves_the_student_as_it_was(settings):
     for extra in ([], ["sifter.kind=history"]):
         chosen = config.load(settings, [*norm, *extra])
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
         runs.append(build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True)).run)
     one, other = (run.distillation.state_dict() for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from pieces import Asks
 
 from kd import config
 from kd.artifacts.memory import Memory
@@ -225,7 +226,7 @@ def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     chosen = config.load(settings, ["teacher.precision=int8"])
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size, False)
+    model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
     images = validation_images(data)
     assert images.shape == (13, 3, 16, 16)
     session = Session(backend, data, split_batch(chosen.data, 1, len(data.train)))
@@ -253,17 +254,6 @@ def test_several_teachers_are_as_many_graphs(built):
     assert facts["choices"]["teacher"] == "fp32+onnxruntime"
     assert facts["teacher_error"]["largest"] < 2e-5
     assert "its logits differ from torch float32's" in out
-
-
-class Asks(torch.nn.Module):
-    """A network that no exporter can follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
 
 
 def test_a_teacher_that_cannot_be_exported(built):

@@ -63,6 +63,16 @@ def test_the_graph_returns_timms_vector_with_length_1(embedded):
     assert b"head." not in names
 
 
+def test_a_folder_of_images_becomes_vectors(embedded, photos, command, refused, tmp_path):
+    export, target = embedded / "export", tmp_path / "vectors.jsonl"
+    answer = command("predict", export, photos / "val/fig", "--to", target)
+    assert answer.code == 0, answer
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(rows) == 4
+    assert all(np.linalg.norm(row["embedding"]) == pytest.approx(1, abs=1e-5) for row in rows)
+    assert "has no place for the vectors" in refused("predict", export, photos / "val/fig", "--to", tmp_path / "a.csv")
+
+
 def test_the_endpoint_returns_the_vector(embedded, photos):
     photo = next((photos / "val/fig").glob("*.jpg")).read_bytes()
     export = embedded / "export"

@@ -1,0 +1,57 @@
+"""A folder of images whose reading waits, stalls, or takes more work on one rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kd.contracts import Source
+from kd.datasets import imagefolder
+from kd.types import Decoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options(imagefolder.Options):
+    """Keys of `imagefolder`, and what is wrong with it."""
+
+    sleep_ms: float = 0.0
+    """Wait of each image, as for a storage far away."""
+    stall_ms: float = 0.0
+    """Wait of every 200th image."""
+    again: int = 0
+    """How often an image is decoded beside the first time, as if it were larger."""
+    rank: int = -1
+    """The only rank that this happens to; -1: all."""
+
+
+class Sabotaged:
+    """A source that takes its time with training images."""
+
+    def __init__(self, source: Source, options: Options, split: str) -> None:
+        self.source, self.options, self.decoded = source, options, 0
+        mine = options.rank in (-1, int(os.environ.get("RANK", "0")))
+        self.active = mine and split == "train"
+        self.classes, self.fingerprint = source.classes, source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def decode(self, id: int) -> Decoded:
+        """Decode an image, late."""
+        self.decoded += 1
+        if self.active:
+            stall = self.options.stall_ms if self.decoded % 200 == 0 else 0.0
+            time.sleep((self.options.sleep_ms + stall) / 1000)
+            for _ in range(self.options.again):
+                self.source.decode(id)
+        return self.source.decode(id)
+
+
+def build(options: Options, split: str, classes: list[str] | None) -> Sabotaged:
+    """Build the source of a split."""
+    return Sabotaged(imagefolder.build(options, split, classes), options, split)

@@ -1,0 +1,104 @@
+"""Where numbers stopped being finite: found afterwards, by computing the step again. A step itself checks nothing.
+
+A step whose gradient is not finite changes no weight (see `Backend.step`), so that the weights are those from before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from kd.engine.run import Run
+from kd.errors import NonFiniteLoss
+from kd.seeds import seed_from
+from kd.types import Batch, Plan, State
+
+# The same command would resume from the last checkpoint and diverge in the same step again.
+AFTER_DIVERGING = (
+    "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32; or go on "
+    "without such steps with optimizer.on_nonfinite=skip"
+)
+
+
+class Diverged(NonFiniteLoss):
+    """Terms are not finite in a step of this run."""
+
+    at: tuple[State, Plan]
+    """The state before the first such step, and its epoch's plan."""
+
+
+def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
+    """Return the error that names terms and steps."""
+    if len(steps) == 1:
+        told = f"step {steps[0]}"
+    elif len(steps) == steps[-1] - steps[0] + 1:
+        told = f"steps {steps[0]} to {steps[-1]}"
+    else:
+        told = f"steps {', '.join(map(str, steps))}"
+    where = "losses" if terms != ["grad_norm"] else "optimizer"
+    wrong = f"{', '.join(terms)} became NaN or infinite in {told}{more}"
+    error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)
+    error.at = at
+    return error
+
+
+def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
+    """Return the error with the first layer that is not finite on this rank. All ranks must call it.
+
+    Args:
+        run: whose student is as it was when the window was flushed.
+        error: terms and steps.
+        micros: this rank's micro-batches of the first of the steps, on the device.
+    """
+    run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
+    place = _first(run, micros)
+    told = f"{error.wrong}; first in {place}" if place else f"{error.wrong}; not in this rank's images"
+    return type(error)(error.where, told, error.allowed, error.remedy)
+
+
+def _first(run: Run, micros: list[Batch]) -> str:
+    """Return the first weight, input, layer, term or gradient of a step that is not finite; "" if all of them are."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str, *values: object) -> None:
+        found.extend((name, value.detach().isfinite().all()) for value in values if isinstance(value, Tensor))
+
+    named = dict(run.distillation.named_parameters())
+    for name, tensor in named.items():
+        note(f"weight '{name}'", tensor)
+    trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+    run.distillation.train()
+    for batch in micros:
+        note(f"the images {batch.ids.tolist()[:8]}", batch.image)
+        teacher = run.teacher(batch)
+        note("the teacher's logits", teacher.logits)
+        with _watched(run.distillation.student, note), run.backend.autocast():
+            _, scores = run.distillation(batch, teacher)
+        for name, score_B in scores.items():
+            note(f"loss term '{name}'", score_B)
+        gradients = torch.autograd.grad(scores["loss"].mean(), list(trained.values()), allow_unused=True)
+        for name, gradient in reversed(list(zip(trained, gradients, strict=True))):  # as it flows
+            note(f"the gradient of '{name}'", gradient)
+    flags = torch.stack([flag for _, flag in found]).tolist()
+    run.backend.end_step()
+    return next((name for (name, _), finite in zip(found, flags, strict=True) if not finite), "")
+
+
+@contextmanager
+def _watched(student: nn.Module, note: Callable[..., None]) -> Iterator[None]:
+    """Note the outputs of all layers inside, in the order in which they are computed, without compiled graphs."""
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: note(f"the output of layer '{name}'", output)
+
+    leaves = [(name, module) for name, module in student.named_modules() if not list(module.children())]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,165 @@
+"""Watch a run while it goes: timeline, samples of the machine, profiler; in the end, where the time went and why."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kd import parts
+from kd.artifacts.run_dir import RunDir
+from kd.contracts import Backend, Logger
+from kd.engine.run import Run
+from kd.errors import RunError
+from kd.host import cores
+from kd.monitor import system
+from kd.monitor.evidence import Evidence, Facts, Finding
+from kd.monitor.profiler import Profiler
+from kd.monitor.rules import find
+from kd.monitor.timeline import APART, LAST, Timeline, read_rows
+from kd.setup.recipe import Recipe
+from kd.storage import log, write_json
+from kd.types import BackendFacts, State
+
+LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
+"""Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
+ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait", "other")
+"""Spans in the order of the printed table; the others follow."""
+TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
+
+
+def clock_of(kind: str, device: torch.device) -> str:
+    """Return what the times of spans mean on a kind of backend. See `Timeline`."""
+    facts = getattr(parts.find("backends", kind, "backend.kind"), "FACTS", BackendFacts())
+    return "tracing" if facts.compiles else "device" if device.type == "cuda" else "host"
+
+
+class Observer:
+    """What is watched, from the opened run folder to the end of the loop. Used as a context."""
+
+    def __init__(self, recipe: Recipe, backend: Backend, folder: RunDir, logger: Logger, samples: bool = True) -> None:
+        """Prepare. All ranks must make one.
+
+        Args:
+            recipe: of the run.
+            backend: set up.
+            folder: of the run, opened; each rank writes files of its own into it.
+            logger: is told of what matters while the run goes.
+            samples: also sample the machine.
+        """
+        self.recipe, self.backend, self.folder, self.logger = recipe, backend, folder, logger
+        folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
+        start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
+        clock = clock_of(recipe.backend.kind, backend.device)
+        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step)
+        wanted = recipe.profile.steps if backend.rank == 0 else ()
+        self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
+        host = folder.path / system.file_name(socket.gethostname(), backend.rank)
+        sampled = samples and backend.local_rank == 0
+        self.monitor = system.Monitor(host, fresh=start == 0) if sampled else None
+        self._facts: Callable[[], Facts] = Facts
+        self._told: set[str] = set()
+        self._looked = time.monotonic()
+
+    def _step(self, number: int) -> None:
+        self._profiler.step(number)
+
+    def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
+        """Return the run with its spans and log windows listened to."""
+        self._facts = lambda: facts_of(self.recipe, run, choices)
+        return replace(run, span=self.timeline.span, window=self.window)
+
+    def __enter__(self) -> Observer:
+        self._stack = ExitStack()
+        self._stack.enter_context(self.timeline)
+        if self.monitor is not None:
+            self._stack.enter_context(self.monitor)
+        self._stack.callback(self._profiler.close)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def window(self, state: State) -> Mapping[str, float]:
+        """End a log window; now and then also ask the rules. See `kd.engine.span.Window`."""
+        values = self.timeline.window(state)
+        if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
+            self._looked = time.monotonic()
+            for finding in find(self._evidence(live=True)):
+                if finding.severity == "warning" and finding.rule not in self._told:
+                    self._told.add(finding.rule)
+                    self.logger.info(told(finding))
+        return values
+
+    def _evidence(self, live: bool = False) -> Evidence:
+        last = LIVE_BYTES if live else LAST
+        timelines = {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
+        path = self.monitor.path if self.monitor is not None else None
+        samples = read_rows(path, last) if path is not None else []
+        return Evidence(timelines, samples, self._facts())
+
+    def _file(self, rank: int) -> Path:
+        return self.folder.path / f"timeline_{rank}.jsonl"
+
+    def conclude(self, title: str) -> None:
+        """Say where the time went and what the rules found, after the end of the context. All ranks must call it."""
+        self.backend.barrier()  # every rank has written its rows
+        if self.backend.rank != 0:
+            return
+        evidence = self._evidence()
+        missing = [str(rank) for rank, rows in evidence.timelines.items() if not rows]
+        if missing:
+            ranks = ", ".join(missing)
+            self.logger.info(f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each host keeps its own")
+        for line in where_the_time_went(title, self.timeline):
+            self.logger.info(line)
+        findings = find(evidence)
+        for finding in findings:
+            self.logger.info(told(finding))
+        try:
+            write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
+        except RunError as error:  # the run has done its work
+            log.warning(str(error))
+
+
+def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
+    """Return what the rules must know of a run, as it is now: the number of workers may change."""
+    backend, most = run.backend, cores()
+    threads = getattr(recipe.backend.options, "threads", 0)  # 0: the run compares them itself
+    return Facts(
+        device=backend.device.type,
+        cores=most,
+        local_ranks=backend.local_world_size,
+        threads=threads or max(1, most // backend.local_world_size),
+        workers=getattr(run.loader, "workers", 0),
+        batch_size=run.length.batch_size,
+        store=recipe.data.store,
+        remote=recipe.data.loader != "local",
+        choices=choices,
+    )
+
+
+def told(finding: Finding) -> str:
+    """Return a finding as one line."""
+    return f"{finding.rule}: {finding.evidence}. {finding.advice}"
+
+
+def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
+    """Return the table of a run's time, as lines; empty where it made no step."""
+    totals, steps = timeline.totals, timeline.made
+    whole = sum(totals.values())
+    if not steps or not whole:
+        return []
+    names = [*(name for name in ORDER if name in totals), *sorted(totals.keys() - set(ORDER))]
+    rows = [(name, totals[name]) for name in names] + [("all", whole)]
+    note = f" ({TRACED})" if timeline.clock == "tracing" else ""
+    lines = [f"{title}: where the time of {steps} steps went{note}"]
+    for name, ms in rows:
+        each = f"{ms / steps:10.2f} ms a step" if name not in ("all", *APART) else ""
+        lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / whole:7.1f} %{each}")
+    return lines

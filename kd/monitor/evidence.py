@@ -1,0 +1,101 @@
+"""What the rules look at: rows of a run, and what is known of it beside them; and what they say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kd.monitor.timeline import APART, summed
+
+Row = Mapping[str, Any]
+
+MIN_SAMPLES = 5
+"""Samples of the machine below which its load is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the rules must know of a run, beside its rows."""
+
+    device: str = "cpu"
+    cores: int = 1
+    """Of the machine, for all of its ranks."""
+    local_ranks: int = 1
+    threads: int = 1
+    """Of torch in one rank, on a CPU."""
+    workers: int = 0
+    """Data workers of one rank."""
+    batch_size: int = 1
+    store: str = "none"
+    remote: bool = False
+    """Other hosts load the data: what keeps them busy is not known here."""
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def share(self) -> int:
+        """Cores of one rank."""
+        return max(1, self.cores // self.local_ranks)
+
+    @property
+    def room(self) -> int:
+        """Data workers that leave the step a core."""
+        return max(1, self.share - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found."""
+
+    rule: str
+    severity: str
+    """"warning" where at least a fifth of the time may be won, else "info"."""
+    evidence: str
+    threshold: str
+    advice: str
+    key: str
+    value: Any
+
+    def record(self) -> dict[str, Any]:
+        """Return the entry of findings.json."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The rows of a run."""
+
+    timelines: Mapping[int, Sequence[Row]]
+    """By rank."""
+    samples: Sequence[Row]
+    """Of rank 0's host."""
+    facts: Facts = Facts()
+
+    def steady(self, rank: int = 0) -> list[Row]:
+        """Return the rows of a rank's steady steps."""
+        return [row for row in self.timelines.get(rank, ()) if row["kind"] == "steady" and row["steps"]]
+
+    def steps(self, rank: int = 0) -> int:
+        """Return the number of a rank's steady steps."""
+        return sum(row["steps"] for row in self.steady(rank))
+
+    def step(self, rank: int = 0) -> dict[str, float]:
+        """Return the mean milliseconds of a steady step by span; of the device where it has events."""
+        rows = self.steady(rank)
+        total = summed([row.get("device_ms", row["ms"]) for row in rows])
+        count = max(1, self.steps(rank))
+        return {name: value / count for name, value in total.items() if name not in APART}
+
+    def during(self) -> list[Row]:
+        """Return the samples that were taken while the steps were steady."""
+        rows = self.steady()
+        if not rows:
+            return []
+        begin = rows[0]["time"] - rows[0]["wall_ms"] / 1000
+        return [sample for sample in self.samples if begin <= sample["time"] <= rows[-1]["time"]]
+
+    def median(self, read: Callable[[Row], float]) -> float | None:
+        """Return the median of a number over these samples; None where there are too few."""
+        values = [read(sample) for sample in self.during()]
+        return statistics.median(values) if len(values) >= MIN_SAMPLES else None

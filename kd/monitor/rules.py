@@ -1,0 +1,337 @@
+"""What slows a run down, by the names of SageMaker Debugger's rules: functions from rows to a finding or None.
+
+Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
+from kd.monitor.timeline import summed
+
+MIN_STEPS = 20
+"""Steady steps before anything is said: one log window by default."""
+DATA_WAIT = 0.10
+"""Share of a step. Below it, less than a tenth can be won, which is as much as a busy neighbour moves."""
+STORAGE_BOUND = 0.25
+"""Share of the loading time in which its processes compute or wait for a core. Decoding alone keeps a process busy;
+under a quarter, three quarters of the time go into waiting for bytes."""
+FULL_CORES = 90.0
+"""Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
+LOW_GPU = 70.0
+"""Percent, of the median sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
+HALF_MEMORY = 0.5
+"""Share of a GPU's memory: a batch twice as large still fits."""
+FIXED_SHARE = 0.20
+"""Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
+tenth of the time of an image."""
+OUTLIER_SHARE = 0.05
+"""Share of the time that outliers take beyond the median. SageMaker counts outliers; rare ones cost nothing."""
+IMBALANCE = 1.2
+"""Slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2."""
+GROWTH, GROWTH_MIB = 0.05, 64.0
+"""Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
+while its allocators settle."""
+SETUP_SHARE, SETUP_SECONDS = 0.25, 30.0
+"""Of all the time, and at least: a short start of a short run is nobody's problem."""
+SERIOUS = 0.20
+"""Share of the time that may be won from which a finding is a warning, and is shown while the run goes."""
+
+
+Rule = Callable[[Evidence], Finding | None]
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Return what all rules find, the most serious first."""
+    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    return sorted(found, key=lambda finding: finding.severity != "warning")
+
+
+def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: str, key: str, value: Any) -> Finding:
+    severity = "warning" if saves >= SERIOUS else "info"
+    return Finding(rule, severity, evidence, threshold, f"Set {key}={value}: {advice}", key, value)
+
+
+# -------------------------------------------------------------------------------------------------------- the data
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a step waits for its data, and what the loading does meanwhile."""
+
+    share: float
+    ms: float
+    step_ms: float
+    busy: float | None
+    """Share of the time in which the loading process computes or waits for a core; None: unknown."""
+    full: bool
+    """Another worker would take the last core from the step."""
+
+    @property
+    def text(self) -> str:
+        """The evidence."""
+        return f"a step waits {self.ms:.1f} of {self.step_ms:.1f} ms ({100 * self.share:.0f} %) for its data"
+
+
+def data_wait(evidence: Evidence) -> Wait | None:
+    """Return the wait for data; None where it is short or not known."""
+    step, facts = evidence.step(), evidence.facts
+    whole, data = sum(step.values()), step.get("data", 0.0)
+    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole:
+        return None
+    if facts.remote:
+        busy = None
+    elif facts.workers:
+        load = evidence.median(lambda sample: sample["workers_busy"])
+        busy = None if load is None else load / (100 * facts.workers)
+    else:
+        rows = evidence.steady()
+        waited = sum(row["ms"].get("data", 0.0) for row in rows)
+        busy = sum(row.get("data_busy_ms", 0.0) for row in rows) / max(waited, 1e-9)
+    return Wait(data / whole, data, whole, busy, facts.workers >= facts.room)
+
+
+def dataloader(evidence: Evidence) -> Finding | None:
+    """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
+    wait, facts = data_wait(evidence), evidence.facts
+    if wait is None or wait.busy is None or wait.busy < STORAGE_BOUND or wait.full:
+        return None
+    compute = max(wait.step_ms - wait.ms, 1e-9)
+    loading = wait.ms if facts.workers == 0 else facts.workers * wait.step_ms
+    value = max(facts.workers + 1, min(facts.room, math.ceil(loading / compute)))
+    text = f"{wait.text}, with {facts.workers} data workers on {facts.share} cores"
+    advice = "images are then decoded while the step computes."
+    return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice, "data.workers", value)
+
+
+def io_bottleneck(evidence: Evidence) -> Finding | None:
+    """The step waits for bytes: what loads does not compute."""
+    wait = data_wait(evidence)
+    if wait is None or wait.busy is None or wait.busy >= STORAGE_BOUND:
+        return None
+    text = f"{wait.text}, and the loading computes in only {100 * wait.busy:.0f} % of its time; the rest is reading"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step, loading busy less than {100 * STORAGE_BOUND:.0f} %"
+    if evidence.facts.store == "none":
+        advice = "each image is then read once, in the first epoch."
+        return _finding("IOBottleneck", wait.share, text, threshold, advice, "data.store", "ram")
+    advice = "more images are then read at the same time."
+    value = 2 * max(1, evidence.facts.workers)
+    return _finding("IOBottleneck", wait.share, text, threshold, advice, "data.workers", value)
+
+
+def cpu_bottleneck(evidence: Evidence) -> Finding | None:
+    """The cores have no room: more loader processes than cores, or decoding that no core is left for."""
+    facts, wait = evidence.facts, data_wait(evidence)
+    load = evidence.median(lambda sample: statistics.mean(sample["cpu"]) if sample["cpu"] else 0.0)
+    workers = evidence.median(lambda sample: sample["workers_cpu"])
+    if load is None or workers is None or evidence.steps() < MIN_STEPS:
+        return None
+    text = f"the cores are {load:.0f} % busy"
+    if facts.workers > facts.share and load >= FULL_CORES:
+        value = 1 if facts.device == "cpu" else facts.room
+        taken = workers / (100 * facts.share)
+        text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
+        text += f"{100 * taken:.0f} % of them"
+        threshold, advice = f"{FULL_CORES:.0f} % of all cores", "the step then gets its cores back."
+        return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
+    if wait is None or wait.busy is None or wait.busy < STORAGE_BOUND or not wait.full:
+        return None
+    text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step, and no core for another worker"
+    if facts.store == "none":
+        advice = "each image is then decoded once, in the first epoch."
+        return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.store", "ram")
+    advice = "augmenting an image then costs less."
+    return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.augment.jitter", 0)
+
+
+# --------------------------------------------------------------------------------------------------------- the GPU
+
+
+def _gpu(sample: Row, name: str) -> float:
+    return statistics.mean([gpu[name] for gpu in sample["gpu"] if name in gpu] or [math.nan])
+
+
+def low_gpu_utilization(evidence: Evidence) -> Finding | None:
+    """The GPU is idle: the data come late, or the host hands over too little work at a time."""
+    load = evidence.median(lambda sample: _gpu(sample, "utilization"))
+    if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
+        return None
+    wait, facts = data_wait(evidence), evidence.facts
+    text, threshold = f"the GPU is {load:.0f} % busy", f"{LOW_GPU:.0f} %"
+    saves = 1 - load / 100
+    if wait is not None:
+        value = max(facts.workers + 1, facts.share - 1)
+        text += f", and {wait.text}"
+        return _finding("LowGPUUtilization", saves, text, threshold, "the GPU then waits less.", "data.workers", value)
+    text += ", and its data are there in time"
+    advice = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
+    return _finding("LowGPUUtilization", saves, text, threshold, advice, "student.compile", "on")
+
+
+def gpu_memory_increase(evidence: Evidence) -> Finding | None:
+    """Memory grows from quarter to quarter of the run: the GPU's, and on a CPU the process's."""
+    samples, facts = evidence.during(), evidence.facts
+    on_gpu = any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
+    values = [_gpu(sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
+    if len(values) < 4 * MIN_SAMPLES:
+        return None
+    size = len(values) / 4
+    quarters = [statistics.median(values[round(i * size) : round((i + 1) * size)]) for i in range(4)]
+    grown, rising = quarters[-1] - quarters[0], all(a < b for a, b in itertools.pairwise(quarters))
+    if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
+        return None
+    whose = "the GPU's memory" if on_gpu else "the training process"
+    text = (
+        f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps, in every quarter"
+    )
+    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    if facts.store == "ram":
+        advice = "the store of decoded images grows in memory during the first epoch."
+        return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "data.store", "disk")
+    last = evidence.steady()[-1]["step"]
+    advice = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
+    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "profile.steps", [last, last + 5])
+
+
+# -------------------------------------------------------------------------------------------------------- the steps
+
+
+def batch_size(evidence: Evidence) -> Finding | None:
+    """A step is too small: much of it does not depend on the number of images."""
+    step, facts = evidence.step(), evidence.facts
+    if evidence.steps() < MIN_STEPS:
+        return None
+    whole = sum(step.values()) - step.get("data", 0.0)
+    fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other"))
+    memory = evidence.median(lambda sample: _gpu(sample, "memory_mib") / _gpu(sample, "memory_total_mib"))
+    if fixed < FIXED_SHARE * whole or (memory is not None and memory >= HALF_MEMORY):
+        return None
+    share = fixed / whole
+    text = f"optimizer, communication and bookkeeping take {100 * share:.0f} % of a step of {facts.batch_size} images"
+    advice = "they then cost an image a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
+    return _finding(
+        "BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice, "data.batch_size", 4 * facts.batch_size
+    )
+
+
+def step_outlier(evidence: Evidence) -> Finding | None:
+    """A few steps take much longer than the others."""
+    rows = evidence.steady()
+    outliers = [(one, row["median_ms"]) for row in rows for one in row.get("outliers", ())]
+    whole = sum(evidence.step().values()) * evidence.steps()
+    lost = sum(one[1] - median for one, median in outliers)
+    if evidence.steps() < MIN_STEPS or not outliers or lost < OUTLIER_SHARE * whole:
+        return None
+    span = Counter(one[2] for one, _ in outliers).most_common(1)[0][0]
+    worst, median = max(outliers, key=lambda pair: pair[0][1])
+    text = (
+        f"{len(outliers)} of {evidence.steps()} steps take {100 * lost / whole:.0f} % of the time beyond the median, "
+    )
+    text += f"mostly in {span}; the slowest is step {worst[0]} with {worst[1]:.0f} ms, where {median:.0f} are usual"
+    threshold = f"{100 * OUTLIER_SHARE:.0f} % of the time, in steps three times as long as the median"
+    if span == "data":
+        value = evidence.facts.workers + 1
+        advice = "a queue of batches then bridges slow reads."
+        return _finding("StepOutlier", lost / whole, text, threshold, advice, "data.workers", value)
+    steps = [max(1, worst[0] - 5), worst[0] + 5]
+    return _finding("StepOutlier", lost / whole, text, threshold, "its trace shows why.", "profile.steps", steps)
+
+
+def load_balancing(evidence: Evidence) -> Finding | None:
+    """One rank works longer than the others, which wait for it."""
+    ranks = [rank for rank in evidence.timelines if evidence.steps(rank) >= MIN_STEPS]
+    if len(ranks) < 2:
+        return None
+    own = {rank: {n: v for n, v in evidence.step(rank).items() if n not in ("communication", "wait")} for rank in ranks}
+    lengths = {rank: sum(step.values()) for rank, step in own.items()}
+    slow = max(lengths, key=lambda rank: lengths[rank])
+    others = [rank for rank in ranks if rank != slow]
+    usual = statistics.median(lengths[rank] for rank in others)
+    if lengths[slow] < IMBALANCE * usual:
+        return None
+    excess = {n: v - statistics.median(own[rank].get(n, 0.0) for rank in others) for n, v in own[slow].items()}
+    span = max(excess, key=lambda name: excess[name])
+    text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
+    threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
+    facts = evidence.facts
+    if span == "data" and facts.workers == 0:
+        advice = "its data are then loaded while it computes."
+        return _finding("LoadBalancing", saves, text, threshold, advice, "data.workers", 1)
+    if span == "data":
+        advice = "reading and decoding then cost each rank the same."
+        return _finding("LoadBalancing", saves, text, threshold, advice, "data.store", "ram")
+    steps = [evidence.steady()[-1]["step"], evidence.steady()[-1]["step"] + 5]
+    return _finding("LoadBalancing", saves, text, threshold, "its trace shows why.", "profile.steps", steps)
+
+
+# -------------------------------------------------------------------------------------------------------- the whole
+
+
+def max_initialization_time(evidence: Evidence) -> Finding | None:
+    """The start takes a large part of the run."""
+    rows = evidence.timelines.get(0, ())
+    setup = [row for row in rows if row["kind"] == "setup"]
+    start, whole = sum(row["wall_ms"] for row in setup), sum(row["wall_ms"] for row in rows)
+    if start < 1000 * SETUP_SECONDS or start < SETUP_SHARE * whole:
+        return None
+    parts = summed(
+        [row.get("regions", {}) for row in setup] + [{"evaluation": row["ms"].get("evaluation", 0.0)} for row in setup]
+    )
+    part = max(parts, key=lambda name: parts[name]) if parts else ""
+    text = f"the start took {start / 1000:.0f} of {whole / 1000:.0f} s ({100 * start / whole:.0f} %)"
+    if part:
+        text += f", {parts[part] / 1000:.0f} s of it for '{part}'"
+    threshold = f"{100 * SETUP_SHARE:.0f} % of the run and {SETUP_SECONDS:.0f} s"
+    key, value, advice = _start_advice(part, evidence.facts)
+    return _finding("MaxInitializationTime", start / whole, text, threshold, advice, key, value)
+
+
+def _start_advice(part: str, facts: Facts) -> tuple[str, Any, str]:
+    mode = facts.choices
+    table: dict[str, tuple[str, Any, str]] = {
+        "choose batch size": ("data.batch_size", facts.batch_size, "it is what the search found."),
+        "choose student": ("student.compile", "off", "compiling is then not tried."),
+        "choose teacher": ("teacher.compile", "off", "compiling is then not tried."),
+        "choose sifter": ("sifter.gate", "off", "the gate then measures nothing."),
+        "evaluation": ("data.eval_batch", 4 * facts.batch_size, "the teacher is then scored in fewer forwards."),
+    }
+    if part == "choose teacher" and "compiled" not in mode.get("teacher", ""):
+        return "teacher.attention", mode.get("teacher", "fp32+fused").split("+")[1], "it is what was measured."
+    return table.get(part, ("run.epochs", 2, "a longer run pays for its start."))
+
+
+def overall_system_usage(evidence: Evidence) -> Finding | None:
+    """Cores of a CPU run are left idle."""
+    facts = evidence.facts
+    own = evidence.median(lambda sample: sample["process_cpu"])
+    if facts.device != "cpu" or own is None or facts.threads >= facts.share or data_wait(evidence) is not None:
+        return None
+    load = evidence.median(lambda sample: statistics.mean(sample["cpu"]) if sample["cpu"] else 0.0)
+    text = f"torch computes with {facts.threads} of a rank's {facts.share} cores; it takes {own:.0f} % of one core"
+    text += f", and the cores of the machine are {load:.0f} % busy"
+    advice = "the step then computes on all of them."
+    saves = 0.5 * (1 - facts.threads / facts.share)
+    threshold = "fewer threads than cores"
+    return _finding("OverallSystemUsage", saves, text, threshold, advice, "backend.threads", facts.share)
+
+
+RULES: tuple[Rule, ...] = (
+    cpu_bottleneck,
+    io_bottleneck,
+    low_gpu_utilization,
+    step_outlier,
+    load_balancing,
+    dataloader,
+    batch_size,
+    gpu_memory_increase,
+    max_initialization_time,
+    overall_system_usage,
+)

@@ -1,0 +1,251 @@
+"""Samples of the machine while a run goes: cores, memory, disk, network, GPUs, NeuronCores; from a thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from kd.host import cores
+from kd.monitor.busy import queued_seconds
+
+log = logging.getLogger("kd")
+
+INTERVAL = 1.0
+"""Seconds between two samples; one takes about a millisecond, which is a thousandth of one core."""
+CHILDREN_EVERY = 10
+"""Samples between two looks for child processes: the system lists all of its processes for it."""
+RECENT = 600
+"""Samples that are kept in memory."""
+MIB = 2**20
+
+
+class Monitor:
+    """Sample this machine in the background. Used as a context."""
+
+    def __init__(self, path: Path | None, fresh: bool = True, interval: float = 0.0) -> None:
+        """Prepare.
+
+        Args:
+            path: a file to which samples are appended as JSON lines; None: they stay in memory.
+            fresh: begin the file anew.
+            interval: seconds between two samples; 0: `INTERVAL`.
+        """
+        self.path, self.interval = path, interval or INTERVAL
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        """The last samples."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
+        if path is not None and fresh:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        """Sample until the end. A monitor that fails says so once and stops: training goes on."""
+        sampler = Sampler()
+        try:
+            while not self._over.wait(self.interval):
+                row = sampler.sample()
+                self.recent.append(row)
+                if self.path is not None:
+                    with self.path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+        except Exception as error:
+            log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
+        finally:
+            sampler.close()
+
+
+class Sampler:
+    """What one sample is compared with to get rates, and the devices that are there."""
+
+    def __init__(self) -> None:
+        affinity = getattr(psutil.Process(), "cpu_affinity", None)
+        self._cores = affinity() if affinity is not None else list(range(cores()))
+        self._own, self._count = psutil.Process(), 0
+        self._workers: list[psutil.Process] = []
+        self._queued: dict[int, float] = {}
+        """Seconds that each worker has waited for a core, at the last sample."""
+        self._gpus, self._neuron = Gpus(), NeuronMonitor()
+        self._time, self._totals = time.monotonic(), self._counters()
+        psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
+        psutil.cpu_times_percent()
+        self._own.cpu_percent()
+
+    def sample(self) -> dict[str, Any]:
+        """Return a row; rates and loads are means since the last one."""
+        if self._count % CHILDREN_EVERY == 0:
+            self._find_workers()
+        self._count += 1
+        now, totals = time.monotonic(), self._counters()
+        seconds = max(now - self._time, 1e-9)
+        rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
+        self._time, self._totals = now, totals
+        worked = sum(_load(worker) for worker in self._workers)
+        load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
+        row = {
+            "time": round(time.time(), 3),
+            "cpu": [load[core] for core in self._cores if core < len(load)],
+            "iowait": getattr(psutil.cpu_times_percent(), "iowait", 0.0),
+            "memory_mib": round((memory.total - memory.available) / MIB, 1),
+            "memory_total_mib": round(memory.total / MIB, 1),
+            "process_mib": round(self._own.memory_info().rss / MIB, 1),
+            "process_cpu": self._own.cpu_percent(),
+            "workers": len(self._workers),
+            "workers_cpu": round(worked, 1),
+            "workers_busy": round(worked + 100 * self._waited() / seconds, 1),
+            "disk_read_mib_s": round(rates[0], 3),
+            "disk_write_mib_s": round(rates[1], 3),
+            "network_mib_s": round(rates[2], 3),
+            "gpu": self._gpus.sample(),
+        }
+        neuron = self._neuron.sample()
+        return row | ({"neuron": neuron} if neuron else {})
+
+    def _find_workers(self) -> None:
+        known = {worker.pid: worker for worker in self._workers}
+        # the same object again: its load is counted since its last call
+        self._workers = [known.get(child.pid, child) for child in self._own.children()]
+
+    def _waited(self) -> float:
+        """Return the seconds that the workers have waited for a core since the last sample."""
+        before, self._queued = self._queued, {worker.pid: queued_seconds(worker.pid) for worker in self._workers}
+        return sum(now - before.get(pid, now) for pid, now in self._queued.items())
+
+    @staticmethod
+    def _counters() -> tuple[float, float, float]:
+        """Return bytes read from and written to disks, and sent and received over networks, since the machine began."""
+        disk = psutil.disk_io_counters()
+        network = psutil.net_io_counters(pernic=True)
+        moved = sum(n.bytes_sent + n.bytes_recv for name, n in network.items() if not name.startswith("lo"))
+        return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
+
+    def close(self) -> None:
+        """Let the devices go."""
+        self._gpus.close()
+        self._neuron.close()
+
+
+def _load(process: psutil.Process) -> float:
+    try:
+        return process.cpu_percent()
+    except psutil.Error:  # it has ended
+        return 0.0
+
+
+class Gpus:
+    """NVIDIA GPUs of this machine, by nvidia-ml-py where it and a driver are present. NEVER RUN on a GPU."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: Sequence[Any] = ()
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+    def sample(self) -> list[dict[str, float]]:
+        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it tells them."""
+        return [self._one(handle) for handle in self._handles]
+
+    def _one(self, handle: Any) -> dict[str, float]:
+        nvml, row = self._nvml, {}
+        reads: tuple[Callable[[], dict[str, float]], ...] = (
+            lambda: {"utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
+            lambda: _memory(nvml.nvmlDeviceGetMemoryInfo(handle)),
+            lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000},
+        )
+        for read in reads:
+            with suppress(nvml.NVMLError):  # a virtual GPU does not tell its power
+                row |= read()
+        return row
+
+    def close(self) -> None:
+        """Release the driver."""
+        if self._nvml is not None:
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+
+def _memory(info: Any) -> dict[str, float]:
+    return {"memory_mib": round(info.used / MIB, 1), "memory_total_mib": round(info.total / MIB, 1)}
+
+
+class NeuronMonitor:
+    """AWS's `neuron-monitor`, which prints a report every few seconds, where it is installed. NEVER RUN on hardware.
+
+    Keys of the report: https://awsdocs-neuron.readthedocs-hosted.com (neuron-monitor user guide).
+    """
+
+    def __init__(self, program: str = "neuron-monitor") -> None:
+        self._latest: list[dict[str, float]] = []
+        self._process: subprocess.Popen[str] | None = None
+        found = shutil.which(program)
+        if found is not None:
+            with suppress(OSError):
+                self._process = subprocess.Popen(
+                    [found], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
+                )
+                threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            with suppress(ValueError, TypeError, AttributeError):
+                self._latest = neuron_cores(json.loads(line))
+
+    def sample(self) -> list[dict[str, float]]:
+        """Return utilization (percent) and memory (MiB) of each NeuronCore in use, of the latest report."""
+        return self._latest
+
+    def close(self) -> None:
+        """End the program."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(5)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+
+def neuron_cores(report: dict[str, Any]) -> list[dict[str, float]]:
+    """Return each core's utilization and memory from a report of `neuron-monitor`."""
+    found: dict[str, dict[str, float]] = {}
+    for runtime in report.get("neuron_runtime_data", []):
+        content = runtime.get("report", {})
+        in_use = content.get("neuroncore_counters", {}).get("neuroncores_in_use", {})
+        memory = content.get("memory_used", {}).get("neuron_runtime_used_bytes", {}).get("usage_breakdown", {})
+        held = memory.get("neuroncore_memory_usage", {})
+        for core, counters in in_use.items():
+            used = sum(float(value) for value in held.get(core, {}).values())
+            found[core] = {
+                "utilization": float(counters["neuroncore_utilization"]),
+                "memory_mib": round(used / MIB, 1),
+            }
+    return [found[core] for core in sorted(found, key=int)]
+
+
+def file_name(host: str, rank: int) -> str:
+    """Return the name of a host's file of samples."""
+    return f"monitor_{re.sub(r'[^A-Za-z0-9.-]', '-', host)}_{rank}.jsonl"

@@ -1,0 +1,352 @@
+"""Where the time of a run goes: a listener of the loop's spans, always on.
+
+Every entry into a span and every exit charges the time since the last one to the innermost open span. So the parts sum
+to the wall-clock, and a span inside another is not counted twice. docs/design.md says what each span measures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kd.monitor.busy import BusyClock
+from kd.monitor.region import active, marked
+from kd.storage import write_text
+from kd.types import State
+
+log = logging.getLogger("kd")
+
+APART = ("evaluation", "checkpoint", "setup", "profile")
+"""Spans that are no part of a step."""
+WARM_UP = 5
+"""Steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill."""
+OUTLIER = 3.0
+"""A step that takes so many medians is an outlier. SageMaker's StepOutlier takes 3 standard deviations, which one slow
+step of a short window widens so far that it hides itself."""
+LAST = 2**26
+"""Bytes of a file that are read at the end of a run: some 60,000 log windows, or two days of samples."""
+RECENT = 256
+"""Rows that are kept in memory."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The times of one step by span: seconds of the host, milliseconds of the device."""
+
+    host: dict[str, float] = field(default_factory=dict)
+    device: dict[str, float] = field(default_factory=dict)
+    regions: dict[str, float] = field(default_factory=dict)
+    data_busy: float = 0.0
+    """Seconds that this thread computed within `data`, or waited for a core: it loads, and does not wait for bytes."""
+    done: bool = False
+
+    def ms(self, on_device: bool) -> dict[str, float]:
+        """Return the milliseconds by span, of the device or of the host."""
+        return dict(self.device) if on_device else {name: 1000 * seconds for name, seconds in self.host.items()}
+
+
+class DeviceClock:
+    """Times of a device by events, read when they are over. Nothing is waited for."""
+
+    def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
+        """Prepare; `event` makes an object with `record`, `query` and `elapsed_time` (milliseconds)."""
+        self._make, self._free = event, []
+        self._open: deque[tuple[Any, str, dict[str, float]]] = deque()
+
+    def mark(self, name: str, times: dict[str, float]) -> None:
+        """Charge what the device does until here, since the last mark, to `times[name]`, once it is known."""
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        self._open.append((event, name, times))
+
+    def read(self) -> None:
+        """Charge all intervals that are over."""
+        while len(self._open) > 1 and self._open[1][0].query():
+            begin = self._open.popleft()[0]
+            end, name, times = self._open[0]
+            times[name] = times.get(name, 0.0) + begin.elapsed_time(end)
+            self._free.append(begin)
+
+
+class _Span:
+    """One name; entering and leaving it is a boundary. Its state is the timeline's, so it may be used again at once."""
+
+    __slots__ = ("name", "timeline")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self.timeline, self.name = timeline, name
+
+    def __enter__(self) -> None:
+        self.timeline._enter(self.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.timeline._exit()
+
+
+class Timeline:
+    """Time a run by its spans. Used as a context: from the opened run folder to the end of the loop."""
+
+    def __init__(
+        self,
+        clock: str = "host",
+        path: Path | None = None,
+        start: int = 0,
+        communication: Callable[[], float] = lambda: 0.0,
+        device: DeviceClock | None = None,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            clock: "host" where the device is the host; "device": events of the device; "tracing": the host hands
+                work over that runs later, and no events tell when.
+            path: where rows are appended; None: nowhere.
+            start: steps that an earlier start of this run has made. Later rows of its file are dropped.
+            communication: returns the milliseconds a step since its last call that the backward pass waited for the
+                reduction of gradients.
+            device: the events; None: those of CUDA where `clock` is "device".
+            on_step: called with a step's number before its first span.
+        """
+        self.clock, self.path, self.start = clock, path, start
+        self.totals: dict[str, float] = {}
+        """Milliseconds by span, of all rows so far; of the device where it has events."""
+        self.made = 0
+        """Steps of this start."""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.communication, self.on_step = communication, on_step
+        self._device = device or (DeviceClock() if clock == "device" else None)
+        self._spans: dict[str, _Span] = {}
+        self._stack: list[tuple[str, Any]] = []
+        self._setup: Step | None = Step()
+        self._now = self._setup
+        self._steps: list[Step] = []
+        """Of the window: done, or under way."""
+        self._done = 0
+        """Steps of this start in rows that were written."""
+        self._ended = False
+        self._waited = 0.0
+        self._busy = BusyClock()
+        self._last, self._last_busy = time.perf_counter(), self._busy()
+        if self._device is not None:
+            self._device.mark("setup", {})
+        self._keep_rows()
+
+    def __enter__(self) -> Timeline:
+        active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        active.remove(self)
+        self.close()
+
+    def span(self, name: str) -> _Span:
+        """Return the context of a span. See `kd.engine.run.Span`."""
+        found = self._spans.get(name)
+        if found is None:
+            found = self._spans[name] = _Span(self, name)
+        return found
+
+    def _enter(self, name: str) -> None:
+        if name == "data" and not self._stack and (self._now is self._setup or self._now.done):
+            self._next_step()
+        else:
+            self._charge()
+        self._stack.append((name, marked(name)))
+        if name == "data":
+            self._last_busy = self._busy()
+
+    def _exit(self) -> None:
+        self._charge()
+        name, mark = self._stack.pop()
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if name == "optimizer":
+            self._now.done = True
+
+    def _charge(self) -> None:
+        """Charge the time since the last boundary to the innermost open span."""
+        now, name, times = time.perf_counter(), self._stack[-1][0] if self._stack else "other", self._now.host
+        if self._now is self._setup and name == "other":
+            name = "setup"
+        times[name] = times.get(name, 0.0) + now - self._last
+        self._last = now
+        if name == "data":
+            self._now.data_busy += self._busy() - self._last_busy
+        if self._device is not None:
+            self._device.mark(name, self._now.device)
+
+    def _next_step(self) -> None:
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        if self._ended:
+            self._write()
+        self._now = Step()
+        self._steps.append(self._now)
+        self.on_step(self.start + self._done + len(self._steps))
+
+    def add_region(self, name: str, seconds: float) -> None:
+        """Charge a named region, which lies inside the spans."""
+        self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
+
+    def window(self, state: State) -> Mapping[str, float]:
+        """End a log window and return what its training row gains: `step_ms`, `data_wait`, `ms_NAME`."""
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        self._ended, self._waited = True, self.communication()
+        steps = [self._times(step) for step in self._steps if step.done]
+        if not steps:
+            return {}
+        sums = summed(steps)
+        whole = max(sum(sums.values()), 1e-9)
+        values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
+        values["data_wait"] = sums.get("data", 0.0) / whole
+        return values | {f"ms_{name}": value / len(steps) for name, value in sums.items()}
+
+    def _times(self, step: Step, apart: bool = False) -> dict[str, float]:
+        """Return the milliseconds of a step by span, of the device where it has events."""
+        times = self._divided(step.ms(self._device is not None))
+        return times if apart else {name: value for name, value in times.items() if name not in APART}
+
+    def _divided(self, times: dict[str, float]) -> dict[str, float]:
+        """Take the wait for the reduction of gradients out of the backward pass."""
+        if self._waited and "backward" in times:
+            times["communication"] = min(self._waited, times["backward"])
+            times["backward"] -= times["communication"]
+        return times
+
+    def _write(self) -> None:
+        """Write the rows of the window that has ended."""
+        steps, self._steps, self._ended = self._steps, [], False
+        groups = [("setup", [self._setup])] if self._setup is not None else []
+        self._setup = None
+        first, warm = max(0, 1 - self._done), max(0, WARM_UP - self._done)
+        groups += [("first", steps[:first]), ("warm-up", steps[first:warm]), ("steady", steps[warm:])]
+        left = sum(sum(step.host.values()) for step in steps)
+        now, rows = time.time(), []
+        for kind, group in groups:
+            if not group:
+                continue
+            if kind != "setup":
+                left -= sum(sum(step.host.values()) for step in group)
+            self._done += sum(step.done for step in group)
+            rows.append(self._row(kind, group, now - left))
+        for row in rows:
+            self.made += row["steps"]
+            for name, value in row.get("device_ms", row["ms"]).items():
+                self.totals[name] = self.totals.get(name, 0.0) + value
+        self.recent.extend(rows)
+        self._append(rows)
+
+    def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
+        last = self.start + self._done
+        on_host = self._device is None
+        ms = summed([step.ms(False) if not on_host else self._times(step, apart=True) for step in steps])
+        row: dict[str, Any] = {"time": round(end, 3), "step": last, "steps": sum(step.done for step in steps)}
+        row |= {"kind": kind, "clock": self.clock, "wall_ms": round(sum(ms.values()), 3), "ms": rounded(ms)}
+        row["data_busy_ms"] = round(1000 * sum(step.data_busy for step in steps), 3)
+        if not on_host:
+            row["device_ms"] = rounded(summed([self._times(step, apart=True) for step in steps]))
+        times = [self._times(step) for step in steps if step.done]
+        if times:
+            row |= describe(times, last - len(times) + 1)
+        regions = summed([step.regions for step in steps])
+        return row | ({"regions": rounded(regions)} if regions else {})
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self.path is None or not rows:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:  # a run is dear, and its timeline is not
+            log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
+            self.path = None
+
+    def _keep_rows(self) -> None:
+        """Drop rows of steps that will be made again."""
+        if self.path is None or not self.path.is_file():
+            return
+        with suppress(OSError, ValueError):
+            kept = [row for row in read_rows(self.path) if row["step"] <= self.start] if self.start else []
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def close(self) -> None:
+        """Write what is left. Time after the last complete step counts to the last row."""
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        if self._now is not self._setup and not self._now.done and len(self._steps) > 1:
+            rest = self._steps.pop()
+            for name, seconds in rest.host.items():
+                self._steps[-1].host[name] = self._steps[-1].host.get(name, 0.0) + seconds
+        if self._steps or self._setup is not None:
+            self._write()
+
+
+def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums by name."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def rounded(values: Mapping[str, float]) -> dict[str, float]:
+    """Return milliseconds with three decimals."""
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
+    """Return the median step, the slowest one, and the outliers, each with the span that explains it.
+
+    Args:
+        steps: milliseconds by span, of consecutive steps.
+        first: number of the first one.
+    """
+    lengths = [sum(step.values()) for step in steps]
+    median = statistics.median(lengths)
+    names = {name for step in steps for name in step}
+    usual = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+
+    def told(i: int) -> list[Any]:
+        cause = max(sorted(steps[i]), key=lambda name: steps[i][name] - usual[name])
+        return [first + i, round(lengths[i], 3), cause]
+
+    order = sorted(range(len(steps)), key=lambda i: -lengths[i])
+    outliers = [told(i) for i in order if lengths[i] > OUTLIER * median]
+    found: dict[str, Any] = {"median_ms": round(median, 3), "slowest": told(order[0])}
+    return found | ({"outliers": outliers} if outliers else {})
+
+
+def read_rows(path: Path, last: int = LAST) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines.
+
+    A line that a killed process cut short is left out, and so is all but the end of a very long file.
+
+    Args:
+        path: of the file; none there: no rows.
+        last: bytes at the end that are read.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        skipped = max(0, path.stat().st_size - last)
+        file.seek(skipped)
+        lines = file.read().decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines[1 if skipped else 0 :] if line.endswith("}")]

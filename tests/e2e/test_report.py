@@ -1,0 +1,155 @@
+"""The report of a run in a real browser: no error, no request, and the numbers of the run's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import chromium
+import pytest
+
+from kd.jobs.report import live_page
+from kd.report.live import server
+
+CHARTS = """
+Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>
+  [card.querySelector("h3").textContent, JSON.parse(card.querySelector("svg[data-chart]").dataset.chart)]))
+"""
+
+
+@pytest.fixture
+def page(tmp_path):
+    if chromium.path() is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    with chromium.Page(tmp_path / "profile", 1200, 900) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(distilled, tmp_path) -> Path:
+    """A finished run folder that may be written into."""
+    return Path(shutil.copytree(distilled, tmp_path / "run"))
+
+
+def rows(run: Path, kind: str) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["kind"] == kind]
+
+
+def test_the_page_shows_the_numbers_of_the_files(run, page, command):
+    told = command("report", run, "price.per_hour=36")
+    assert told.code == 0, told
+    assert "accuracy" in told.out
+    page.open(f"file://{run / 'report.html'}")
+    train, val = rows(run, "train"), rows(run, "val")
+    best = max(val, key=lambda row: row["accuracy"])
+
+    charts = page.run(CHARTS)
+    loss = charts["Training loss"]["series"][0]
+    assert loss["x"] == [row["step"] for row in train]
+    assert loss["y"] == pytest.approx([row["loss"] for row in train], abs=1e-6)
+    accuracy = {one["name"]: one["y"] for one in charts["Validation accuracy"]["series"]}
+    assert accuracy["tiny"] == pytest.approx([row["accuracy"] for row in val], abs=1e-6)
+    assert accuracy["teacher"][0] == pytest.approx(best["teacher_accuracy"], abs=1e-3)
+    tiles = page.run("[...document.querySelectorAll('.tile b')].map(tile => tile.textContent)")
+    assert tiles[0] == f"{100 * best['accuracy']:.1f} %"
+    numbers = page.run("JSON.parse(document.getElementById('numbers').textContent)")["tiny"]
+    assert numbers["best"] == best
+    billable = json.loads((run / "manifest.json").read_text())["billable_seconds"]
+    assert numbers["usd"] == pytest.approx(36 * billable / 3600)
+
+    timeline = [json.loads(line) for line in (run / "timeline_0.jsonl").read_text().splitlines()]
+    total = float(page.run("document.querySelector('.whole').dataset.total"))
+    assert total == pytest.approx(sum(row["wall_ms"] for row in timeline), rel=0.02)
+
+    cells = page.run("[...document.querySelectorAll('.confusion td')].map(cell => +cell.textContent)")
+    assert sum(cells) == 13
+    assert sum(cells[::4]) / 13 == pytest.approx(best["accuracy"])  # the diagonal of three classes
+    answers = json.loads((run / "answers.json").read_text())
+    differ = sum(one != other for one, other in zip(answers["student"], answers["teacher"], strict=True))
+    assert page.run("document.querySelectorAll('.photos figure').length") == differ
+
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", **middle(page))
+    assert page.until("!document.getElementById('tip').hidden && document.getElementById('tip').textContent")
+    assert page.problems == []
+    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def middle(page: chromium.Page) -> dict[str, float]:
+    """Return the middle of the first chart, scrolled into view."""
+    chart = "document.querySelector('svg[data-chart]')"
+    page.run(f"{chart}.scrollIntoView()")
+    box = page.run(f"(box => [box.x, box.y, box.width, box.height])({chart}.getBoundingClientRect())")
+    return {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
+
+
+def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    config = other / "config.yaml"
+    config.write_text(
+        config.read_text().replace("name: tiny", "name: '<b id=evil>x</b>'").replace("lr: 0.002", "lr: 0.5")
+    )
+    target = tmp_path / "both.html"
+    assert command("report", run, other, "--to", target).code == 0
+    page.open(f"file://{target}")
+    text = page.run("document.querySelector('#side-by-side').innerText")
+    assert "optimizer.lr" in text
+    assert "0.5" in text
+    assert page.run("document.getElementById('evil')") is None
+    assert "<b id=evil>" in page.run("document.querySelector('h1').textContent")
+    assert page.problems == []
+
+
+def test_a_live_page_follows_the_run(run, page):
+    with server(lambda: live_page([run], 0.2), 0) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        page.open(f"http://127.0.0.1:{running.server_address[1]}/")
+        last = rows(run, "train")[-1]
+        later = {**last, "step": last["step"] + 5, "loss": 0.125}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(later) + "\n" + '{"kind": "train", "step"')  # and a row that is being written
+        page.until(f"({CHARTS})['Training loss'].series[0].x.at(-1) === {later['step']}")
+        assert page.problems == []
+        running.shutdown()
+
+
+def test_a_report_without_the_teacher_says_so(run, command):
+    told = command("report", run, "teacher.model=gone/away", "--to", run / "page.html")
+    assert told.code == 0, told
+    text = (run / "page.html").read_text()
+    assert "No answers of the models on validation images: teacher" in text
+    assert 'class="confusion"' not in text
+
+
+def test_plans_and_checks_answer_with_money(written, command):
+    path = written()
+    told = command("plan", path, "--on", "p4d.24xlarge", "x2")
+    assert told.code == 0, told
+    devices = [
+        line.split("|")[2].strip() for line in told.out.splitlines() if line.startswith("| ") and line[2].isdigit()
+    ]
+    assert devices == ["1", "8", "16"]
+    assert "assumption" in told.out
+    checked = command("train", path, "--check", "price.per_hour=36")
+    assert "USD 36 an hour" in checked.out
+    assert command("plan", path, "--instances").out.startswith("| machine")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["report", "nowhere"], "not a run folder"),
+        (["report", "RUN", "--price"], "no run has a price"),
+        (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is ml.p9.huge"),
+        (["report", "RUN", "optimizer.lrr=1"], "optimizer.lrr: no such key"),
+        (["plan", "CONFIG", "--on", "p4d.24xlarg"], "Did you mean 'p4d.24xlarge'?"),
+        (["plan", "CONFIG", "--on", "p4d.24xlarge", "many"], "--on: 'many'"),
+        (["plan", "CONFIG", "--on", "p4d.24xlarge", "--mfu", "2"], "--mfu: is 2"),
+        (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),
+    ],
+)
+def test_refusals(argv, words, run, written, refused):
+    named = {"RUN": run, "CONFIG": written()}
+    assert words in refused(*(named.get(word, word) for word in argv))

@@ -1,0 +1,246 @@
+"""Images without labels, or with some: what is listed, what is learned, what is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pieces import merged, paint, tiny
+from safetensors.torch import load_file
+
+import kd
+from kd import config, parts
+from kd.datasets._decode import hold_out, label_images
+from kd.engine.criterion import Criterion
+from kd.engine.evaluate import compare, score
+from kd.errors import ConfigError, DataError, KdError, ModelError
+from kd.losses import ce, kl
+from kd.models.load import Spec, load
+from kd.setup.data import open_sources
+from kd.types import Batch, Dims, Outputs
+
+
+def source(root, split="train", labels="none", **options):
+    made = parts.default_options("datasets", "imagefolder", root=str(root), **options)
+    more = {} if labels == "all" else {"labels": labels}
+    return parts.build("datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more)
+
+
+@pytest.fixture(scope="module")
+def loose(tmp_path_factory):
+    """A folder of images, nested as it comes: none lies in the folder of a class."""
+    root = tmp_path_factory.mktemp("loose")
+    paint(root / "made", (8, 8, 8), seed=3)
+    for number, path in enumerate(sorted((root / "made").rglob("*.jpg"))):
+        place = root / ("all" if number % 2 else "all/deep/er")
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, place / f"{number:02d}.jpg")
+    shutil.rmtree(root / "made")
+    return root / "all"
+
+
+def test_a_folder_of_images_as_it_comes(loose):
+    train, val = (source(loose, split, val_fraction=0.25) for split in ("train", "val"))
+    assert (len(train), len(val)) == (18, 6)
+    assert {train.label(id) for id in range(18)} == {-1}
+    assert train.classes == val.classes == ()
+    assert not {train.name(id) for id in range(18)} & {val.name(id) for id in range(6)}
+    with pytest.raises(DataError, match=r"^data\.root: .*outside any class folder"):
+        source(loose, labels="all", val_fraction=0.25)
+
+
+def test_labels_that_are_withheld_change_the_fingerprint(photos):
+    assert source(photos).fingerprint != source(photos, labels="all").fingerprint
+
+
+def test_some_labels(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos/train/unlabelled/deep").mkdir(parents=True)
+    for number in range(5):
+        kept = tmp_path / f"photos/train/fig/{number:02d}.jpg"
+        kept.rename(tmp_path / f"photos/train/unlabelled/deep/{number}.jpg")
+    found = source(tmp_path / "photos", labels="some")
+    assert found.classes == ("apple", "fig", "pear")
+    labels = [found.label(id) for id in range(len(found))]
+    assert (labels.count(-1), labels.count(1), labels.count(2)) == (5, 7, 12)
+    assert all("unlabelled" in found.name(id) for id, label in enumerate(labels) if label < 0)
+
+
+def test_some_must_be_there():
+    with pytest.raises(DataError, match=r"^data\.x: the split 'train' has no labelled image"):
+        label_images(["", ""], [], None, "data.x", "train", "some")
+
+
+def test_images_without_a_label_are_held_out_like_a_class():
+    labels = np.array([-1] * 10 + [0] * 10)
+    held = hold_out([b"%d" % i for i in range(20)], labels, 0.2)
+    assert (held[:10].sum(), held[10:].sum()) == (2, 2)
+
+
+# ----------------------------------------------------------------------------------------------------- what is learned
+
+
+def test_a_term_on_labels_is_the_mean_over_labelled_images():
+    torch.manual_seed(0)
+    logits, said = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)
+    label = torch.tensor([0, -1, 2, -1, 1, 1, -1, -1])
+    known = label >= 0
+    dims = Dims(3, 0, 0)
+    terms = [("ce", 0.5, ce.build(ce.Options(label_smoothing=0.1), dims)), ("kl", 2.0, kl.build(kl.Options(), dims))]
+    criterion = Criterion(terms, labelled=0.5)
+    scores = criterion(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), label))
+    loss = scores["loss"].mean()
+    log = logits.double().log_softmax(1)
+    expected_ce = torch.nn.functional.cross_entropy(logits[known].double(), label[known], label_smoothing=0.1)
+    target = said.double().log_softmax(1)
+    expected = 0.5 * expected_ce + 2.0 * (target.exp() * (target - log)).sum(1).mean()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    assert scores["ce"][~known].abs().max() == 0
+    other = label.clone()
+    other[~known] = 1  # the gradient must not depend on what stands for no label
+    masked = Criterion(terms)(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), other))
+    assert masked["ce"][~known].abs().min() > 0
+
+
+def test_a_mixed_image_counts_where_both_labels_are_known():
+    batch = Batch(
+        torch.arange(3),
+        torch.zeros(3),
+        torch.tensor([0, 0, -1]),
+        torch.tensor([1, -1, 1]),
+        torch.full((3,), 0.7),
+        torch.ones(3),
+    )
+    terms = [("ce", 1.0, ce.build(ce.Options(), Dims(2, 0, 0)))]
+    found = Criterion(terms, labelled=1 / 3)(Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch)
+    torch.testing.assert_close(found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["losses=[{kind: kl}, {kind: ce}]"], r"losses\[1\]\.kind: 'ce' learns from labels, but data\.labels is none"),
+        (["losses=[{kind: dkd}]"], r"losses\[0\]\.kind: 'dkd' learns from labels"),
+        (["run.baseline=true"], r"run\.baseline: needs labels"),
+        (["teacher.min_accuracy=0.5"], r"teacher\.min_accuracy: needs labels"),
+        (["teacher.fit.epochs=2"], r"teacher\.fit\.epochs: needs labels"),
+        (["sifter.kind=history", "sifter.balance=true"], r"data\.labels: is none, but sifter\.balance"),
+    ],
+)
+def test_what_needs_labels_is_refused(settings, overrides, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        config.load(merged(settings, {"data": {"labels": "none"}}), overrides)
+
+
+def student(run):
+    newest = max((run.folder / "checkpoints").iterdir())
+    tensors = load_file(newest / "tensors.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+
+def test_without_labels_the_student_is_the_same(settings, photos):
+    """The teacher's classes, sifting, cache, resume and report: the weights are those of the labelled run."""
+    common = {"teacher": {"cache": {"views": 2}}, "sifter": {"kind": "history", "gate": "off", "keep": 0.6}}
+    bare = merged(settings, common)
+    known = kd.train(merged(bare, {"run": {"name": "known"}}))
+    none = merged(bare, {"run": {"name": "none"}, "data": {"labels": "none"}})
+    blind = kd.train(none, "run.every.checkpoint=4")
+    expected = student(known)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(blind).items())
+    assert blind.metrics["agreement"] == known.metrics["agreement"]
+    assert "accuracy" not in blind.metrics
+    assert "agreement with the teacher" in blind.report
+    manifest = json.loads((blind.folder / "manifest.json").read_text())
+    assert manifest["classes"] == ["apple", "fig", "pear"]  # of the teacher's folder
+    for folder in sorted((blind.folder / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(folder)
+    resumed = kd.train(none, "run.every.checkpoint=4")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
+
+
+def test_without_labels_agreement_decides_and_is_calibrated():
+    torch.manual_seed(0)
+    student_BC, teacher_BC, weight_B = 3 * torch.randn(64, 4), torch.randn(64, 4), torch.ones(64)
+    confidence = student_BC.double().softmax(1).amax(1)
+    right = (student_BC.argmax(1) == teacher_BC.argmax(1)).double()
+    bins = (confidence * 15).long().clamp(0, 14)
+    expected = sum(abs((confidence[bins == k] - right[bins == k]).sum()) for k in range(15)) / 64
+    found = score(student_BC, teacher_BC.argmax(-1), weight_B)["bins"]
+    assert ((found[0] - found[1]).abs().sum() / 64).item() == pytest.approx(expected.item(), abs=1e-6)
+    assert compare(student_BC, teacher_BC, weight_B)["agreement"].item() == right.sum().item()
+
+
+def test_some_labels_are_trained_on_and_scored(settings, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos/val/unlabelled").mkdir()
+    for split, name in (("train", "fig"), ("val", "pear")):
+        (tmp_path / f"photos/{split}/unlabelled").mkdir(exist_ok=True)
+        (tmp_path / f"photos/{split}/{name}/01.jpg").rename(tmp_path / f"photos/{split}/unlabelled/01.jpg")
+    run = kd.train(
+        merged(
+            settings,
+            {
+                "run": {"name": "some", "epochs": 1},
+                "data": {"labels": "some", "root": str(tmp_path / "photos")},
+                "losses": [{"kind": "kl"}, {"kind": "ce", "weight": 0.5}],
+            },
+        )
+    )
+    assert run.metrics["teacher_accuracy"] * 12 == pytest.approx(round(run.metrics["teacher_accuracy"] * 12))
+
+
+def test_a_checkpoint_alone_numbers_its_classes(teacher, tmp_path):
+    shutil.copy(teacher / "model.safetensors", tmp_path / "alone.safetensors")
+    spec = Spec("teacher", **vit(), classes=None, checkpoint=str(tmp_path / "alone.safetensors"), exact_head=True)
+    model = load(spec, 16)
+    assert list(model.classes) == ["class_0", "class_1", "class_2"]
+    assert load(replace(spec, checkpoint=str(teacher)), 16).classes == ("apple", "fig", "pear")
+    with pytest.raises(ModelError, match=r"^teacher\.checkpoint: .*names no classes, and neither does the data"):
+        load(replace(spec, checkpoint=""), 16)
+
+
+def vit():
+    """The architecture of the fixture `teacher`."""
+    made = tiny(2, 48)
+    return {"model": made["model"], "args": made["args"]}
+
+
+def test_food_mini_withholds_its_labels():
+    options = parts.default_options("datasets", "food_mini", train_images=2, val_images=1)
+    known, none = (
+        parts.build("datasets", "food_mini", options, "data", split="train", classes=None, **more)
+        for more in ({}, {"labels": "none"})
+    )
+    assert [none.name(id) for id in range(len(none))] == [known.name(id) for id in range(len(known))]
+    assert {none.label(id) for id in range(len(none))} == {-1}
+    assert none.fingerprint != known.fingerprint
+    with pytest.raises(DataError, match=r"^data\.labels: is some"):
+        parts.build("datasets", "food_mini", options, "data", split="train", classes=None, labels="some")
+
+
+def test_rows_of_a_table_without_a_label(tmp_path):
+    hub = pytest.importorskip("datasets")
+    from PIL import Image
+
+    image = Image.new("RGB", (8, 8))
+    features = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=["a", "b"])})
+    table = hub.Dataset.from_dict({"image": [image] * 4, "label": [0, 1, -1, 1]}, features=features)
+    hub.DatasetDict({"train": table, "validation": table}).save_to_disk(tmp_path / "rows")
+    options = parts.default_options("datasets", "hf", path=str(tmp_path / "rows"))
+    for labels, expected in (("some", [0, 1, -1, 1]), ("none", [-1] * 4)):
+        found = parts.build("datasets", "hf", options, "data", split="train", classes=None, labels=labels)
+        assert [found.label(id) for id in range(4)] == expected
+
+
+def test_an_evaluation_needs_a_labelled_image(settings, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    for name in ("apple", "fig"):
+        shutil.rmtree(tmp_path / f"photos/val/{name}")
+    (tmp_path / "photos/val/pear").rename(tmp_path / "photos/val/unlabelled")
+    changed = merged(settings, {"data": {"labels": "some", "root": str(tmp_path / "photos")}})
+    with pytest.raises(KdError, match=r"^data\.root: the split 'val' has no labelled image"):
+        open_sources(config.load(changed).data)

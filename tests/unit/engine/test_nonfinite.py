@@ -1,0 +1,151 @@
+"""NaN and infinity in images, losses and weights: named; or their steps are left out, which is computed another way."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import kd
+from kd.engine.diagnosis import Diverged
+from kd.engine.loop import train
+from kd.errors import Interrupted, NonFiniteLoss
+
+SKIP = "optimizer.on_nonfinite=skip"
+IMAGE = 5
+BAD = f"losses=[{{kind: outside.overflowing, image: {IMAGE}}}, {{kind: ce, weight: 0.5}}]"
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch) -> None:
+    """Make the parts that are not kd's importable."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "distributed"))
+
+
+def steps_with(run, image: int, epochs: int) -> list[int]:
+    """Return the numbers of the steps that see an image, from 1."""
+    plans = [run.sifter.plan(epoch, 0.0).ids.view(-1, run.length.batch_size) for epoch in range(epochs)]
+    return [number for number, ids in enumerate(torch.cat(plans), 1) if image in ids]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_term_step_and_layer_are_named(make, workers):
+    made = make("run.epochs=2", "run.every.log=4", BAD, f"data.workers={workers}")
+    bad = steps_with(made.run, IMAGE, 2)
+    before = {name: tensor.clone() for name, tensor in made.run.distillation.state_dict().items()}
+    with pytest.raises(
+        Diverged, match=rf"^losses: outside.overflowing, loss, grad_norm .* in step {bad[0]}; "
+    ) as caught:
+        train(made.run)
+    assert "first in loss term 'outside.overflowing'" in str(caught.value)
+    assert "optimizer.on_nonfinite=skip" in caught.value.remedy
+    assert before.keys() == made.run.distillation.state_dict().keys()
+    assert all(tensor.isfinite().all() for tensor in made.run.distillation.state_dict().values())
+
+
+@pytest.mark.parametrize("where", ["head", "blocks.0.attn.qkv"])
+def test_a_layer_whose_output_overflows_is_named(make, where):
+    """Its weights are finite."""
+    made = make("run.epochs=1", "run.every.log=2")
+    layer = made.run.distillation.student.network.get_submodule(where)
+    with torch.no_grad():
+        layer.weight.fill_(3e38)
+        layer.bias.fill_(3e38)
+    with pytest.raises(Diverged, match=rf"in steps 1 to 2; first in the output of layer 'network.{where}'"):
+        train(made.run)
+
+
+@pytest.mark.parametrize("policy", ["optimizer.on_nonfinite=error", SKIP])
+def test_a_weight_is_named_and_a_run_that_makes_no_good_step_ends(make, policy):
+    made = make("run.steps=12", "run.every.log=4", "run.every.evaluate=12", policy)
+    with torch.no_grad():
+        made.run.distillation.student.network.head.weight[1, 2] = float("nan")
+    steps = "9 to 12; 12 steps in a row were skipped, 10 may be" if policy == SKIP else "1 to 4"
+    found = (
+        rf"^losses: kl, loss, grad_norm became NaN or infinite in steps {steps}; first in weight 'student.network.head"
+    )
+    with pytest.raises(NonFiniteLoss, match=found):
+        train(made.run)
+    rows = [(row["step"], row["skipped"], "loss" in row) for row in made.store.rows if row["kind"] == "train"]
+    assert rows == ([(4, 4.0, False), (8, 4.0, False)] if policy == SKIP else [])
+
+
+def small(seed: int) -> nn.Sequential:
+    """A network with batch norm, whose statistics no optimizer holds."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("nan", [0, 4], ids=["first step", "later"])
+def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
+    """An image of NaN; weights, state and batch norm's statistics as if its batch had not come."""
+    generator = torch.Generator().manual_seed(0)
+    images, teacher, student = torch.rand(24, 3, 8, 8, generator=generator), small(1), small(2)
+    images[4 * nan + 1, 0, 0, 0] = float("nan")
+    items = [(image, i % 3) for i, image in enumerate(images)]
+    batches = torch.utils.data.DataLoader(items, batch_size=4)  # taken as they come
+    plain = copy.deepcopy(student)
+    settings = {"kind": kind, "schedule": "constant", "warmup": 0, "weight_decay": 0, "lr": 0.01, "clip": 1.0}
+    made = kd.distill(
+        teacher=teacher, student=student, train=batches, val=items[4 * nan + 4 :], epochs=1, batch_size=4,
+        optimizer={**settings, "on_nonfinite": "skip"}, backend={"kind": "cpu"}, progress=False,
+    )  # fmt: skip
+    assert made.state.skipped == 0
+    optimizer = (
+        torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9, nesterov=True, fused=True)
+        if kind == "sgd"
+        else torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0, fused=True)
+    )
+    teacher.eval()
+    for number, (image, _) in enumerate(batches):
+        if number == nan:
+            plain[1].num_batches_tracked += 1  # a count, no statistic
+            continue
+        with torch.no_grad():
+            target = teacher(image).log_softmax(1)
+        loss = F.kl_div(plain(image).log_softmax(1), target, reduction="none", log_target=True).sum(1).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(student.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def read_rows(folder) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "images_per_second")} for row in rows]
+
+
+def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
+    """Sifted by its losses, averaged; stopped after each step in turn; begun with the policy `error`."""
+    more = ("run.epochs=4", "run.every.log=1", BAD, "optimizer.ema=0.9", "sifter.kind=history", "sifter.anneal=0")
+    whole = make(*more, SKIP, "sifter.gate=off", folder=tmp_path / "whole")
+    last = train(whole.run)
+    whole.store.close()
+    rows = read_rows(tmp_path / "whole")
+    skipped = [row["step"] for row in rows if row["kind"] == "train" and row["skipped"]]
+    assert len(skipped) > 1
+    assert all("loss" not in row for row in rows if row.get("skipped"))
+    assert all(
+        tensor.isfinite().all() for name, tensor in whole.store.restore()[1].items() if not name.startswith("sifter.")
+    )
+    for at in (skipped[0] - 1, skipped[0], last.step - 1):
+        folder, calls = tmp_path / f"stopped {at}", iter([False] * (at - 1) + [True])
+        stopped = make(*more, SKIP, "sifter.gate=off", folder=folder)
+        with pytest.raises(Interrupted):
+            train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
+        stopped.store.close()
+        resumed = make(*more, SKIP, "sifter.gate=off", folder=folder)
+        assert replace(train(resumed.run), seconds=0.0) == replace(last, seconds=0.0)
+        resumed.store.close()
+        one, other = whole.store.restore()[1], resumed.store.restore()[1]
+        assert all(torch.equal(one[name].nan_to_num(7.0), other[name].nan_to_num(7.0)) for name in one)
+        assert [row for row in read_rows(folder) if row["kind"] == "val"] == [r for r in rows if r["kind"] == "val"]

@@ -1,0 +1,56 @@
+"""A whole run with a slow source: what is shown while it goes and at its end, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kd.jobs import _observe
+from kd.monitor.timeline import read_rows
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(_observe, "LIVE_SECONDS", 0.0)
+    path = written(data={"kind": "sabotage.source", "sleep_ms": 4}, profile={"steps": [8, 9]}, run={"steps": 40})
+    done = command("train", path)
+    assert done.code == 0, done
+    lines = done.out.splitlines()
+    folder = tmp_path / "runs" / "tiny"
+
+    findings = json.loads((folder / "findings.json").read_text())
+    (slow,) = [one for one in findings if one["rule"] == "IOBottleneck"]
+    assert (slow["severity"], slow["key"], slow["value"]) == ("warning", "data.store", "ram")
+    told = [i for i, line in enumerate(lines) if line.startswith("IOBottleneck: a step waits ")]
+    table = next(i for i, line in enumerate(lines) if line == "tiny: where the time of 40 steps went")
+    assert [i < table for i in told] == [True, False]  # once while it went, and at the end
+    assert re.search(r"step 40 .* images/s, \d+\.\d ms a step, data wait \d+\.\d %", done.out)
+
+    rows = {line.split()[0]: float(line.split()[1]) for line in lines[table + 1 :] if line.startswith("  ")}
+    timeline = read_rows(folder / "timeline_0.jsonl")
+    parts = sum(seconds for name, seconds in rows.items() if name != "all")
+    assert parts == pytest.approx(rows["all"], abs=0.005 * len(rows))  # two decimals are printed
+    assert sum(row["wall_ms"] for row in timeline) / 1000 == pytest.approx(rows["all"], abs=0.01)
+    assert rows["data"] >= 40 * 8 * 0.004
+    assert {path.name for path in (folder / "profile").iterdir()} == {"trace.json.gz", "operators.json", "memory.json"}
+    operators = json.loads((folder / "profile" / "operators.json").read_text())
+    assert {"forward", "backward"} <= {row["name"] for row in operators["operators"]}
+
+    resumed = command("train", path)
+    assert resumed.code == 0, resumed
+    assert "where the time" not in resumed.out  # it made no step
+    assert read_rows(folder / "timeline_0.jsonl")[:-1] == timeline
+    assert read_rows(folder / "timeline_0.jsonl")[-1]["kind"] == "setup"
+
+
+def test_the_end_of_a_long_file_is_read(tmp_path):
+    file = tmp_path / "rows"
+    file.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000)) + '{"n": 10')
+    assert [row["n"] for row in read_rows(file)] == list(range(1000))
+    assert [row["n"] for row in read_rows(file, last=40)] == [997, 998, 999]
+    assert read_rows(tmp_path / "none") == []

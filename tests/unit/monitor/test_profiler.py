@@ -1,0 +1,74 @@
+"""The profiler around a few steps of a loop of one's own: what it writes, and which names are in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+import kd
+from kd.monitor.profiler import POINTS, Profiler, thinned
+from kd.monitor.timeline import Timeline
+from kd.types import State
+
+
+def test_some_steps_are_traced(tmp_path):
+    """The timeline calls it; its own time is no part of a step."""
+    made = {}
+    with Timeline(on_step=lambda step: made["profiler"].step(step)) as timeline:
+        made["profiler"] = Profiler([2, 3], tmp_path / "profile", "cpu", timeline.span)
+        for step in range(1, 6):
+            with timeline.span("data"):
+                images = torch.zeros(64, 1000)
+            with timeline.span("forward"), kd.region(f"Step {step}"):
+                (images @ torch.zeros(1000, 500)).sum()
+            with timeline.span("optimizer"):
+                pass
+            timeline.window(State(step=step))
+            assert (tmp_path / "profile").exists() == (step >= 4)
+    folder = tmp_path / "profile"
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert {"data", "forward", "optimizer", "Step 2", "Step 3"} <= set(names)
+    assert not {"Step 1", "Step 4"} & set(names)
+    assert names.count("aten::mm") == 2
+    table = json.loads((folder / "operators.json").read_text())
+    by_name = {row["name"]: row for row in table["operators"]}
+    assert by_name["aten::mm"]["calls"] == 2
+    assert table["total_ms"] >= sum(row["cpu_ms"] for row in table["operators"]) - 0.1
+    times = [row["cpu_ms"] for row in table["operators"]]
+    assert times == sorted(times, reverse=True)
+    memory = json.loads((folder / "memory.json").read_text())
+    assert max(mib for _, mib in memory["points"]) >= 64_000 * 4 / 2**20
+    assert timeline.totals["profile"] > 10 * timeline.totals["forward"] / 5
+    assert timeline.recent[-1]["steps"] == 1
+    assert "profile" not in {one[2] for row in timeline.recent for one in row.get("outliers", [])}
+
+
+def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
+    with Timeline() as timeline:
+        profiler = Profiler([1, 9], tmp_path / "profile", "cpu", timeline.span)
+        profiler.step(1)
+        torch.zeros(10).sum()
+        profiler.close()
+        profiler.close()
+    written = {path.name for path in (tmp_path / "profile").iterdir()}
+    assert written == {"trace.json.gz", "operators.json", "memory.json"}
+
+
+def test_a_long_curve_keeps_its_peaks():
+    points = [[float(i), 1.0] for i in range(3 * POINTS + 1)]
+    points[4321][1] = 9.0
+    kept = thinned(points)
+    assert len(kept) <= POINTS
+    assert max(kept, key=lambda point: point[1]) == [4321.0, 9.0]
+    assert thinned([]) == []
+
+
+@pytest.mark.parametrize("steps", ["[1]", "[3, 2]", "[0, 2]", "[1, 2, 3]"])
+def test_steps_to_profile_are_two_rising_numbers(settings, steps):
+    with pytest.raises(kd.KdError, match=r"^profile\.steps: is .*first and the last step"):
+        kd.load_config(settings, [f"profile.steps={steps}"])
+    assert kd.load_config(settings, ["profile.steps=[2, 2]"]).profile.steps == (2, 2)

@@ -1,0 +1,168 @@
+"""The rules at their thresholds. Whole runs with a fault: `test_observer.py` and `benchmarks/rules.py`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kd import config
+from kd.monitor import rules
+from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts
+from kd.monitor.rules import find
+
+WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
+
+
+def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
+    """A row of steady steps, 20 ms each unless told otherwise, that ends at 1,000 s."""
+    each = ms or {"data": 0.5, "teacher": 8.0, "forward": 4.0, "backward": 6.0, "optimizer": 1.0, "other": 0.5}
+    spans = {name: value * steps for name, value in each.items()}
+    row = {"time": 1000.0, "step": 100, "steps": steps, "kind": "steady", "clock": "host", "ms": spans}
+    row |= {"wall_ms": sum(spans.values()), "median_ms": sum(each.values()), "slowest": [90, 30.0, "data"]}
+    return row | {"data_busy_ms": spans.get("data", 0.0)} | more
+
+
+def sample(i: int = 0, **more) -> dict:
+    """What a quiet machine of two cores does during `steady`."""
+    row = {"time": 999.9 - 0.01 * i, "cpu": [60.0, 50.0], "process_mib": 500.0, "process_cpu": 90.0, "gpu": []}
+    return row | {"workers_cpu": 20.0, "workers_busy": 20.0} | more
+
+
+def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, rules.Finding]:
+    """Return the findings on rank 0's rows, by rule."""
+    told = [sample(i) for i in range(30)] if samples is None else samples
+    known = Facts(**{"cores": 2, "threads": 2, "workers": 1, "batch_size": 16, **facts})
+    return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, told, known))}
+
+
+def test_each_rule_says_what_to_set():
+    """Every finding of the tests below has this form, and its key is one of the configuration."""
+    reading = steady(ms=WAITING, data_busy_ms=40.0)
+    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0) | ask(threads=1)
+    assert found.keys() == {"IOBottleneck", "Dataloader", "OverallSystemUsage"}
+    for finding in found.values():
+        section, _, key = finding.key.partition(".")
+        known = config.to_dict(config.Config())[section]
+        assert key in known or (section, key) == ("backend", "threads")
+        assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
+        assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
+    assert len(rules.RULES) == 10
+
+
+def test_a_healthy_run_has_no_finding():
+    assert ask() == {}
+    assert find(Evidence({}, [])) == []
+    assert find(Evidence({0: [steady(steps=5)]}, [sample()])) == []
+
+
+def test_waiting_for_data_is_told_from_its_cause():
+    """The same wait: decoding, where there is a core for it, and where there is none; reading; and just under it."""
+    found = ask(steady(ms=WAITING), workers=0)
+    assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == ({"Dataloader"}, "data.workers", 1)
+    assert found["Dataloader"].severity == "warning"
+    assert "10.0 of 30.0 ms (33 %)" in found["Dataloader"].evidence
+    assert ask(steady(ms=WAITING), workers=0, cores=8)["Dataloader"].value == 1  # half of the compute hides it all
+    assert ask(steady(ms=WAITING | {"data": 100.0}), workers=0, cores=8)["Dataloader"].value == 5
+
+    busy = [sample(i, workers_cpu=90.0, workers_busy=99.0, cpu=[99.0, 98.0]) for i in range(9)]
+    found = ask(steady(ms=WAITING), samples=busy)
+    assert (found.keys(), found["CPUBottleneck"].key) == ({"CPUBottleneck"}, "data.store")
+    assert "Dataloader" in ask(steady(ms=WAITING), samples=busy, cores=8)
+    assert "CPUBottleneck" in ask(steady(ms=WAITING), samples=[one | {"cpu": [70.0, 70.0]} for one in busy])
+
+    reading = steady(ms=WAITING, data_busy_ms=40.0)
+    found = ask(reading, workers=0)
+    assert (found.keys(), found["IOBottleneck"].value) == ({"IOBottleneck"}, "ram")
+    assert ask(steady(ms=WAITING))["IOBottleneck"].value == "ram"  # the one worker is busy for a fifth of its time
+    assert ask(reading, workers=0, store="ram")["IOBottleneck"].key == "data.workers"
+
+    assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}
+    assert ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)]) == {}  # not known why
+
+
+def test_more_workers_than_cores():
+    full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0, workers_busy=500.0) for i in range(9)]
+    found = ask(samples=full, workers=8)["CPUBottleneck"]
+    assert (found.key, found.value, found.severity) == ("data.workers", 1, "warning")
+    assert ask(samples=full, workers=2) == {}
+    assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "key"), [(0, 10.0, "data.workers"), (4, 0.5, "student.compile")], ids=["starved", "host"]
+)
+def test_an_idle_gpu(workers, data, key):
+    """By rows of the device, as CUDA's events would give them. Never run on a GPU."""
+    device = {"data": 40 * data, "forward": 400.0, "backward": 400.0}
+    row = steady(device_ms=device, clock="device")
+    gpu = [{"utilization": 45.0, "memory_mib": 70_000.0, "memory_total_mib": 80_000.0}]
+    samples = [sample(i, gpu=gpu, workers_busy=100.0 * workers) for i in range(9)]
+    found = ask(row, samples=samples, device="cuda", workers=workers, cores=8)
+    assert found["LowGPUUtilization"].key == key
+    assert "45 % busy" in found["LowGPUUtilization"].evidence
+    busy = [sample(i, gpu=[gpu[0] | {"utilization": 71.0}]) for i in range(9)]
+    assert "LowGPUUtilization" not in ask(row, samples=busy, device="cuda", workers=workers, cores=8)
+
+
+def test_the_memory_of_a_gpu_counts_where_there_is_one():
+    def samples(grow: float) -> list[dict]:
+        gpu = {"utilization": 99.0, "memory_total_mib": 80_000.0}
+        return [sample(30 - i, gpu=[gpu | {"memory_mib": 2000.0 + grow * i}]) for i in range(30)]
+
+    found = ask(samples=samples(10.0), device="cuda")["GPUMemoryIncrease"]
+    assert found.key == "profile.steps"
+    assert "the GPU's memory" in found.evidence
+    assert ask(samples=samples(2.0), device="cuda") == {}
+    assert ask(samples=samples(10.0), device="cuda", store="ram")["GPUMemoryIncrease"].value == "disk"
+
+
+def test_a_step_of_which_little_depends_on_the_images():
+    small = {"forward": 7.0, "backward": 9.0, "optimizer": 4.0, "other": 0.5}
+    found = ask(steady(ms=small), batch_size=2)["BatchSize"]
+    assert (found.key, found.value) == ("data.batch_size", 8)
+    assert ask(steady(ms=small | {"backward": 12.0}), batch_size=2) == {}
+    reduced = {"forward": 7.0, "backward": 9.0, "communication": 6.0, "optimizer": 0.5}
+    assert "BatchSize" in ask(steady(ms=reduced))
+
+
+def test_outliers_count_by_the_time_that_they_take():
+    outliers = {"outliers": [[90, 100.0, "data"], [80, 90.0, "data"]]}
+    found = ask(steady(**outliers))["StepOutlier"]
+    assert found.key == "data.workers"
+    assert "2 of 40 steps" in found.evidence
+    assert ask(steady(**(outliers | {"outliers": [[90, 100.0, "forward"]]})))["StepOutlier"].value == [85, 95]
+    assert ask(steady(400, **outliers)) == {}
+
+
+def test_ranks_are_compared_by_their_own_work():
+    waits = {"forward": 10.0, "backward": 10.0, "communication": 10.0}
+    works = {"forward": 20.0, "backward": 10.0, "communication": 0.5}
+
+    def balance(*ranks: dict) -> list:
+        rows = {rank: [steady(ms=ms)] for rank, ms in enumerate(ranks)}
+        return [one for one in find(Evidence(rows, [], Facts(workers=1))) if one.rule == "LoadBalancing"]
+
+    (found,) = balance(waits, works, waits)
+    assert "rank 1 works 30 ms a step and the others 20" in found.evidence
+    assert "forward" in found.evidence
+    assert found.severity == "warning"
+    assert balance(waits, waits | {"backward": 12.0}) == []
+    (found,) = balance(waits, waits | {"data": 9.0})
+    assert (found.key, found.value) == ("data.store", "ram")
+
+
+def test_a_long_start_names_its_longest_part():
+    def start(seconds: float, **parts: float) -> dict:
+        ms = {"setup": 1000 * seconds, "evaluation": 100.0}
+        return steady(0) | {"kind": "setup", "ms": ms, "wall_ms": 1000 * seconds, "regions": parts}
+
+    long = steady(ms={"forward": 1000.0})
+    assert "MaxInitializationTime" not in ask(start(29.0), long)
+    found = ask(start(31.0, **{"choose student": 20e3}), long)["MaxInitializationTime"]
+    assert (found.key, found.value) == ("student.compile", "off")
+    assert "31 of 71 s" in found.evidence
+    assert ask(start(31.0, **{"choose batch size": 20e3}), long)["MaxInitializationTime"].value == 16
+    mode = {"choices": {"teacher": "fp32+unfused"}}
+    found = ask(start(31.0, **{"choose teacher": 20e3}), long, **mode)["MaxInitializationTime"]
+    assert (found.key, found.value) == ("teacher.attention", "unfused")

@@ -1,0 +1,101 @@
+"""Samples of this machine against what the system says, and NeuronCores against a program in their monitor's place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import threading
+import time
+
+import pytest
+
+from kd.host import cores
+from kd.monitor.system import Monitor, Sampler, file_name
+from kd.monitor.timeline import read_rows
+
+REPORT = {  # the keys of AWS's user guide of neuron-monitor
+    "neuron_runtime_data": [
+        {
+            "pid": 1,
+            "report": {
+                "neuroncore_counters": {
+                    "neuroncores_in_use": {
+                        "1": {"neuroncore_utilization": 12.5},
+                        "0": {"neuroncore_utilization": 80.0},
+                    }
+                },
+                "memory_used": {
+                    "neuron_runtime_used_bytes": {
+                        "usage_breakdown": {
+                            "neuroncore_memory_usage": {"0": {"constants": 1048576, "tensors": 2097152}, "1": {}}
+                        }
+                    }
+                },
+            },
+        }
+    ]
+}
+
+
+@pytest.fixture
+def neuron_monitor(tmp_path, monkeypatch):
+    """Put a program of that name on the PATH that prints two reports, the first of them broken, and waits."""
+    program = tmp_path / "neuron-monitor"
+    program.write_text(f"#!/bin/sh\necho '{{'\necho '{json.dumps(REPORT)}'\nexec sleep 60\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_sample_tells_what_the_machine_does():
+    sampler = Sampler()
+    begin, worked = time.perf_counter(), time.thread_time()
+    held = b"x" * 2**26
+    while time.perf_counter() < begin + 0.2:
+        sum(range(1000))
+    row = sampler.sample()
+    busy = 100 * (time.thread_time() - worked) / (time.perf_counter() - begin)
+    sampler.close()
+    assert len(row["cpu"]) == cores()
+    assert all(0 <= load <= 100 for load in row["cpu"])
+    assert row["process_cpu"] == pytest.approx(busy, abs=30)  # this thread, and what else pytest does
+    assert row["memory_total_mib"] == pytest.approx(
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.01
+    )
+    assert len(held) / 2**20 < row["process_mib"] < row["memory_mib"] < row["memory_total_mib"]
+    assert row["time"] == pytest.approx(time.time(), abs=1)
+    assert min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
+    assert "neuron" not in row
+
+
+def test_samples_are_taken_in_the_background(tmp_path):
+    path, before = tmp_path / file_name("my host", 3), threading.active_count()
+    assert path.name == "monitor_my-host_3.jsonl"
+    for fresh in (True, False):
+        with Monitor(path, fresh, interval=0.02) as monitor:
+            time.sleep(0.3)
+        assert threading.active_count() == before
+        assert len(monitor.recent) >= 3
+    rows = read_rows(path)
+    assert len(rows) >= 6
+    assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
+    with Monitor(path, fresh=True):
+        pass
+    assert not path.exists()
+
+
+def test_a_monitor_that_fails_says_so_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "kd"), Monitor(tmp_path / "nowhere" / "m", interval=0.01) as monitor:
+        time.sleep(0.2)
+    assert len(monitor.recent) == 1
+    assert [record.message.split(":")[0] for record in caplog.records] == ["monitor"]
+
+
+def test_neuron_cores_are_read_from_their_monitor(neuron_monitor):
+    sampler = Sampler()
+    deadline = time.monotonic() + 10
+    while not (row := sampler.sample()).get("neuron") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    sampler.close()
+    assert row["neuron"] == [{"utilization": 80.0, "memory_mib": 3.0}, {"utilization": 12.5, "memory_mib": 0.0}]

@@ -1,0 +1,239 @@
+"""The timeline against a clock of its own, on a device that is late, after a restart, and in a real run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+
+import pytest
+
+import kd
+from kd.monitor.region import active
+from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe, read_rows
+from kd.types import State
+
+PARTS = ("data", "teacher", "forward", "backward", "optimizer")
+
+
+def work(timeline: Timeline, step: int, seconds: float = 0.001, **more: float) -> None:
+    """Make a step whose parts sleep, and log it."""
+    for name in PARTS:
+        with timeline.span(name):
+            time.sleep(seconds + more.get(name, 0.0))
+    timeline.window(State(step=step))
+
+
+def test_the_parts_sum_to_an_independent_clock(tmp_path):
+    begin = time.perf_counter()
+    with Timeline(path=tmp_path / "timeline_0.jsonl") as timeline:
+        time.sleep(0.02)
+        for step in range(1, 8):
+            work(timeline, step, backward=0.002)
+            with timeline.span("evaluation" if step % 2 else "checkpoint"):
+                time.sleep(0.002)
+    whole = 1000 * (time.perf_counter() - begin)
+    rows = read_rows(tmp_path / "timeline_0.jsonl")
+    assert sum(row["wall_ms"] for row in rows) == pytest.approx(whole, rel=0.02)
+    assert sum(timeline.totals.values()) == pytest.approx(sum(row["wall_ms"] for row in rows), abs=0.1)
+    for row in rows:
+        assert sum(row["ms"].values()) == pytest.approx(row["wall_ms"], abs=0.01)
+    assert timeline.totals["backward"] >= 21
+    assert timeline.totals["evaluation"] >= 8
+    assert timeline.totals["setup"] >= 20
+    # the end of the last row is now, and each row ends where the next one begins
+    assert rows[-1]["time"] == pytest.approx(time.time(), abs=0.5)
+    for row, after in itertools.pairwise(rows):
+        assert after["time"] - after["wall_ms"] / 1000 == pytest.approx(row["time"], abs=0.02)
+
+
+def test_first_step_warm_up_and_steady_steps_have_rows_of_their_own(tmp_path):
+    with Timeline(path=tmp_path / "t", start=30) as timeline:
+        for step in range(31, 31 + WARM_UP + 3):
+            for name in PARTS:
+                with timeline.span(name):
+                    pass
+            if step % 4 == 0:
+                timeline.window(State(step=step))
+    rows = [(row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")]
+    assert rows == [
+        ("setup", 30, 0),
+        ("first", 31, 1),
+        ("warm-up", 32, 1),
+        ("warm-up", 35, 3),
+        ("steady", 36, 1),
+        ("steady", 38, 2),
+    ]
+
+
+def test_a_span_inside_another_is_not_counted_twice():
+    with Timeline() as timeline:
+        with timeline.span("data"):
+            with timeline.span("sifting"), timeline.span("teacher"):
+                time.sleep(0.02)
+            time.sleep(0.01)
+        with timeline.span("optimizer"):
+            pass
+        values = timeline.window(State(step=1))
+    assert values["ms_teacher"] >= 20
+    assert 10 <= values["ms_data"] < 20
+    assert values["ms_sifting"] < 10
+    assert values["data_wait"] == pytest.approx(values["ms_data"] / values["step_ms"])
+
+
+def test_a_window_tells_the_median_step_and_leaves_evaluation_out(tmp_path):
+    with Timeline(path=tmp_path / "t") as timeline:
+        for step in range(1, 4):
+            for name in PARTS:
+                with timeline.span(name):
+                    time.sleep(0.03 if (step, name) == (2, "teacher") else 0.001)
+            with timeline.span("evaluation"):
+                time.sleep(0.005)
+        values = timeline.window(State(step=3))
+    names = {name for name in values if name.startswith("ms_")}
+    assert names == {"ms_data", "ms_teacher", "ms_forward", "ms_backward", "ms_optimizer", "ms_other"}
+    assert 5 <= values["step_ms"] < 15  # the mean is above
+    assert sum(values[name] for name in names) > values["step_ms"] + 5
+    first, rest = [row for row in read_rows(tmp_path / "t") if row["steps"]]
+    assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (1, 2, 2, "teacher")
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [([10] * 9 + [40], [10]), ([10] * 9 + [29], []), ([10, 50], [])])
+def test_outliers_are_three_medians_long_and_name_what_took_the_time(lengths, expected):
+    steps = [{"forward": 8.0, "data": length - 8.0} for length in lengths]
+    found = describe(steps, first=1)
+    assert [one[0] for one in found.get("outliers", [])] == expected
+    assert all(one[2] == "data" for one in found.get("outliers", []))
+    assert found["slowest"][0] == lengths.index(max(lengths)) + 1
+
+
+def test_communication_is_taken_out_of_the_backward_pass(tmp_path):
+    with Timeline(path=tmp_path / "t", communication=lambda: 4.0) as timeline:
+        for step in (1, 2):
+            work(timeline, step, backward=0.01)
+        values = timeline.window(State(step=2))
+    rows = [row for row in read_rows(tmp_path / "t") if row["steps"]]
+    assert values["ms_communication"] == pytest.approx(4.0)
+    for row in rows:
+        assert row["ms"]["communication"] == pytest.approx(4.0)
+        assert row["ms"]["backward"] >= 6
+        assert sum(row["ms"].values()) == pytest.approx(row["wall_ms"], abs=0.01)
+
+
+class Late:
+    """A device that finishes what it is given `behind` marks later; its clock counts 10 ms from mark to mark."""
+
+    def __init__(self, behind: int) -> None:
+        self.behind, self.marks = behind, 0
+
+    def event(self):
+        device = self
+
+        class Event:
+            def record(self):
+                device.marks += 1
+                self.at = device.marks
+
+            def query(self):
+                return device.marks - self.at >= device.behind
+
+            def elapsed_time(self, end):
+                assert end.query(), "an event that is not over must not be asked: that would wait for the device"
+                return 10.0 * (end.at - self.at)
+
+        return Event()
+
+
+def test_a_device_is_timed_by_events_that_are_over(tmp_path):
+    device = Late(behind=7)
+    with Timeline("device", tmp_path / "t", device=DeviceClock(device.event)) as timeline:
+        for step in range(1, 11):
+            for name in PARTS:
+                with timeline.span(name):
+                    pass
+            if step == 5:
+                device.behind = 0  # a log point has waited for it
+                values = timeline.window(State(step=5))
+                device.behind = 7
+        device.behind = 0
+        timeline.window(State(step=10))
+    # in each step 5 intervals lie inside spans and 5 between them
+    assert values["step_ms"] == pytest.approx(100.0)
+    assert values["data_wait"] == pytest.approx(0.1, abs=0.01)
+    rows = [row for row in read_rows(tmp_path / "t") if row["steps"]]
+    for row in rows[1:-1]:
+        assert row["device_ms"]["forward"] == pytest.approx(10.0 * row["steps"])
+        assert row["median_ms"] == pytest.approx(100.0, abs=11)
+        assert row["ms"]["forward"] < 10  # the host only hands over
+    assert len(timeline._device._free) < 60  # events are used again
+
+
+def test_rows_of_steps_that_are_made_again_are_dropped(tmp_path):
+    file = tmp_path / "timeline_0.jsonl"
+    with Timeline(path=file) as timeline:
+        for step in range(1, 10):
+            work(timeline, step, 0.0)
+    file.write_text(file.read_text() + '{"time": 1, "st')  # a killed process
+    with Timeline(path=file, start=6) as timeline:
+        for step in range(7, 9):
+            work(timeline, step, 0.0)
+    assert [row["step"] for row in read_rows(file)] == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8]
+    with Timeline(path=file) as timeline:
+        work(timeline, 1, 0.0)
+    assert [row["step"] for row in read_rows(file)] == [0, 1]
+
+
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "kd"), Timeline(path=tmp_path / "nowhere" / "t") as timeline:
+        for step in (1, 2):
+            work(timeline, step, 0.0)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["run.folder"]
+    assert timeline.made == 2
+
+
+def test_an_error_in_a_step_leaves_the_rows_before_it(tmp_path):
+    def run() -> None:
+        with Timeline(path=tmp_path / "t") as timeline:
+            work(timeline, 1, 0.0)
+            with timeline.span("data"), timeline.span("sifting"):
+                raise ValueError("no image")
+
+    with pytest.raises(ValueError, match="no image"):
+        run()
+    rows = [(row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")]
+    assert rows == [("setup", 0, 0), ("first", 1, 1), ("warm-up", 1, 0)]  # its time is told, and that it made no step
+    assert not active
+
+
+def test_regions_lie_inside_the_spans(tmp_path):
+    with Timeline(path=tmp_path / "t") as timeline:
+        for step in (1, 2):
+            with timeline.span("data"), kd.region("Decode"):
+                time.sleep(0.005)
+            with timeline.span("optimizer"):
+                pass
+            timeline.window(State(step=step))
+    for row in read_rows(tmp_path / "t")[1:]:
+        assert 5 <= row["regions"]["Decode"] <= row["ms"]["data"] + 0.1
+    with kd.region("outside of any run"):
+        pass
+
+
+def test_a_real_run_says_where_its_time_went(distilled):
+    """What `kd-train` leaves: rows of the timeline, shares in the metrics, samples, findings."""
+    rows = read_rows(distilled / "timeline_0.jsonl")
+    metrics = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in metrics if row["kind"] == "train"]
+    assert [row["kind"] for row in rows[:3]] == ["setup", "first", "warm-up"]
+    assert sum(row["steps"] for row in rows) == trained[-1]["step"] == rows[-1]["step"]
+    for row in rows:
+        assert sum(row["ms"].values()) == pytest.approx(row["wall_ms"], abs=0.02)
+    names = {name for row in rows for name in row["ms"]}
+    assert {"data", "teacher", "forward", "backward", "optimizer", "evaluation", "checkpoint", "other"} <= names
+    for row in trained:
+        assert 0 <= row["data_wait"] <= 1
+        each = sum(value for name, value in row.items() if name.startswith("ms_"))
+        assert each == pytest.approx(1000 * 8 / row["images_per_second"], rel=0.1, abs=1.0)  # the meter's own clock
+    assert rows[0]["regions"].keys() == {"choose teacher", "choose student", "choose sifter"}
+    assert isinstance(json.loads((distilled / "findings.json").read_text()), list)

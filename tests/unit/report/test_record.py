@@ -1,0 +1,104 @@
+"""Prices, differences and the summary of runs, against values worked out by hand and published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kd.report.record import Answers, RunRecord, clock, differences, money, price_rows, time_parts
+from kd.report.text import curves, sparkline, summary, where_time_went
+
+TRAIN = [
+    {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
+    for step in (5, 10, 20)
+]
+VAL = [
+    {"step": 10, "accuracy": 0.8, "teacher_accuracy": 0.9, "agreement": 0.7, "kl": 0.1, "ece": 0.05, "top5": 1.0},
+    {"step": 20, "accuracy": 0.75, "teacher_accuracy": 0.9, "agreement": 0.72, "kl": 0.1, "ece": 0.05, "top5": 1.0},
+]
+EPOCHS = [{"trained": 320.0}, {"trained": 320.0}]
+
+
+def run(name="one", manifest=None, **keys):
+    return RunRecord(name, keys, manifest or {}, TRAIN, VAL, EPOCHS)
+
+
+def test_the_cost_of_a_run_by_hand():
+    rented = run(manifest={"billable_seconds": 7200.0, "machines": 2}, **{"price.per_hour": 3.0})
+    assert rented.cost == pytest.approx(2 * 3.0 * 2)
+    cheaper = run("two", {"billable_seconds": 3600.0}, **{"price.per_hour": 4.5})
+    rows = price_rows([rented, cheaper, run("free")])
+    assert rows[0]["USD"] == "12.00"
+    assert rows[0]["USD an epoch"] == "6.00"
+    assert rows[0]["USD a point"] == money(12 / 80)
+    assert [row["saving"] for row in rows] == ["-", f"{100 * (1 - 4.5 / 12):.1f} %", "-"]
+    assert rows[2]["USD"] == "-"
+
+
+def test_the_list_price_is_taken_unless_another_is_given():
+    listed = run(**{"price.instance": "ml.g5.xlarge", "price.per_hour": 0.0})
+    assert listed.per_hour == 1.41
+    assert run(**{"price.instance": "ml.g5.xlarge", "price.per_hour": 0.5}).per_hour == 0.5
+    assert listed.cost == pytest.approx(1.41 * 40 / 3600)  # nothing billed is recorded: the training time
+
+
+def test_the_heterogeneous_posts_lines():
+    """aws/amazon-sagemaker-examples, training/heterogeneous-clusters: TensorFlow 192 -> 86 ms a step."""
+    alone = run("p4d", {"billable_seconds": 0.192 * 5000}, **{"price.per_hour": 37.7})
+    mixed = run("p4d + 2 c5", {"billable_seconds": 0.086 * 5000}, **{"price.per_hour": 37.7 + 2 * 3.67})
+    assert price_rows([alone, mixed])[1]["saving"] == "46.5 %"
+
+
+def test_best_is_the_first_of_the_highest_score():
+    assert run().best["step"] == 10
+    embedded = replace(
+        run(), val=[{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
+    )
+    assert (embedded.decides, embedded.best["step"]) == ("knn", 2)
+    assert replace(run(), val=[]).best == {}
+
+
+def test_what_differs():
+    rows = differences([run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})])
+    assert rows == [("b", [2, 3]), ("c", ["-", 4])]
+
+
+def test_answers_by_class():
+    answers = Answers(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
+    assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
+    assert answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]  # nan: no image
+    assert answers.confusion() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0, 5.0]) == "▁▁"
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+    assert sparkline([]) == ""
+    assert "0.6 -> 0.15" in curves(run())
+    assert curves(replace(run(), train=[], val=[])) == ""
+
+
+def test_where_the_time_went_sums_to_the_whole():
+    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "ms": {"data": 25.0, "teacher": 75.0}}] * 2
+    timed = replace(run(), timeline={0: rows})
+    assert time_parts(timed) == {"data": 50.0, "teacher": 150.0}
+    text = "\n".join(where_time_went(timed))
+    assert "75.0 %" in text
+    assert "25.0 %" in text
+
+
+def test_the_summary_of_two_runs():
+    told = summary([run("one", lr=1), run("two", lr=2)])
+    assert "accuracy 80.0 %, teacher 90.0 %, agreement 70.0 %" in told
+    assert "| lr " in told
+    assert "not evaluated" in summary([replace(run(), val=[])]).lower()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2.345, "2.35 s"), (42, "42 s"), (282, "4 min 42 s"), (11100, "3 h 05 min"), (3599.6, "1 h 00 min")],
+)
+def test_clocks(seconds, text):
+    assert clock(seconds) == text

@@ -1,0 +1,109 @@
+"""What a host of a SageMaker job learns about itself, and the processes that it finds again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kd.errors import BackendError
+from kd.sagemaker.group import command, slots
+from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
+
+GROUPS = [
+    {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-3"]},
+    {"instance_group_name": "dnn", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-2", "algo-4"]},
+]
+
+
+def config(me: str, name: str = "current_group_name", groups=GROUPS) -> dict:
+    hosts = sorted(host for group in groups for host in group["hosts"])
+    return {"current_host": me, name: "data", "hosts": hosts, "instance_groups": groups}
+
+
+def variables(me: str) -> dict[str, str]:
+    named = {group["instance_group_name"]: group for group in GROUPS}
+    hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
+    return {"SM_CURRENT_HOST": me, "SM_HOSTS": hosts, "SM_INSTANCE_GROUPS_DICT": json.dumps(named)}
+
+
+@pytest.mark.parametrize("me", ["algo-1", "algo-2"])
+@pytest.mark.parametrize("name", ["current_group_name", "current_instance_group"])
+def test_variables_and_the_file_tell_the_same(tmp_path, me, name):
+    file = tmp_path / "resourceconfig.json"
+    file.write_text(json.dumps(config(me, name)))
+    expected = Hosts(me, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
+    assert read_hosts({}, file) == read_hosts(variables(me), tmp_path / "absent") == expected
+    assert expected.first == "algo-2"
+
+
+def test_a_job_of_one_group_and_no_job_at_all(tmp_path):
+    file = tmp_path / "resourceconfig.json"
+    file.write_text(json.dumps({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}))
+    assert read_hosts({}, file) == Hosts("algo-2", ("algo-1", "algo-2"), ())
+    assert read_hosts({}, tmp_path / "absent") == Hosts("localhost", ("localhost",), ())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "JSONDecodeError"),
+        (json.dumps(config("algo-9")), "is in none"),
+        (json.dumps(config("algo-1", groups=GROUPS[:1])), "has no trainers"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_one_line(tmp_path, content, told):
+    file = tmp_path / "resourceconfig.json"
+    file.write_text(content)
+    with pytest.raises(BackendError, match=told):
+        read_hosts({}, file)
+
+
+def test_hyperparameters_become_overrides(tmp_path):
+    file = tmp_path / "hyperparameters.json"
+    file.write_text(json.dumps({"run.name": "a", "losses": "[{kind: ce}]", "sagemaker_program": "x"}))
+    assert hyperparameters(file) == ["run.name=a", "losses=[{kind: ce}]"]
+    with pytest.raises(BackendError, match=r"^train: .* cannot be read"):
+        hyperparameters(tmp_path / "absent")
+
+
+def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(monkeypatch):
+    monkeypatch.setattr("kd.sagemaker.group.cores", lambda: 96)
+    assert [processes(env) for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})] == [8, 32]
+    hosts = read_hosts(variables("algo-2"))
+    assert slots(hosts, {"SM_NUM_GPUS": "8"}) == 88
+    assert slots(read_hosts(variables("algo-1")), {"SM_NUM_GPUS": "0"}) == 96
+    assert slots(hosts, {"KD_DECODERS": "5"}) == 5
+
+
+def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
+    monkeypatch.setenv("KD_PROCESSES", "8")
+    words = command(read_hosts(variables("algo-4")), ["a.yaml"])
+    told = dict(zip(words[3:13:2], words[4:13:2], strict=True))
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert (told["--nnodes"], told["--node-rank"]) == ("2", "1")
+    assert (told["--nproc-per-node"], told["--master-addr"]) == ("8", "algo-2")
+    assert words[-3:] == ["-m", "kd.cli.train", "a.yaml"]
+    monkeypatch.setenv("KD_PROCESSES", "1")
+    assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == ["-m", "kd.cli.train", "a.yaml"]
+
+
+@pytest.mark.parametrize("left", ["KD_TEST", "KD_TEST_AGAIN"])
+def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
+    """Although one of the two variables is gone, too."""
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    script = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    script += "if os.fork() == 0:\n    os.setsid()\n    print('up', flush=True)\n    time.sleep(60)\n"
+    environ = {**os.environ, left: marks(mark, "KD_TEST")[left]}
+    with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (daemon,) = set(marked(mark, "KD_TEST")) - {process.pid}
+        os.kill(daemon, signal.SIGSTOP)
+        assert end_marked(mark, "KD_TEST", grace=0.2) >= 1
+        assert list(marked(mark, "KD_TEST")) == []

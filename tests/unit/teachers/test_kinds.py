@@ -1,0 +1,402 @@
+"""Each kind of teacher: the same student live, cached and resumed; its identity; each wrong combination in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pieces import merged
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import kd
+from kd import config
+from kd.errors import KdError, ModelError
+from kd.jobs.check import check
+from kd.models.answers import Answers, read, write
+from kd.models.classifier import main_output
+from kd.setup.data import open_sources
+from kd.setup.recipe import Recipe
+from kd.setup.teacher import load_teacher
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")
+pytestmark = pytest.mark.usefixtures("examples")
+
+
+@pytest.fixture(scope="session")
+def made(photos, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """The `teacher` section of each kind. Do not write into their folders."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(EXAMPLES))
+    from any_teacher import make
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return make(photos, tmp_path_factory.mktemp("teachers"), size=16, width=16, epochs=3)
+    finally:
+        torch.set_num_threads(threads)
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def examples(monkeypatch) -> None:
+    """Make `any_teacher` importable, as PYTHONPATH does."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def load(settings, section, labels="all", where="teacher"):
+    """Load a teacher as a run does."""
+    chosen = config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}, "data": {"labels": labels}}))
+    data = open_sources(chosen.data)
+    images = data.images(0, 0)
+    return load_teacher(chosen.teacher, data.asked, chosen.data.image_size, where=where, images=images)
+
+
+@pytest.fixture
+def bare(settings):
+    """Settings without a teacher."""
+    return {**settings, "teacher": {"precision": "fp32"}}
+
+
+def train(bare, section, name, *overrides, **sections):
+    changed = merged(bare, {"teacher": section, "run": {"name": name}, **sections})
+    return kd.train(changed, *overrides)
+
+
+def student(run) -> dict[str, torch.Tensor]:
+    newest = max((run.folder / "checkpoints").iterdir())
+    return load_file(newest / "tensors.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
+    section = made[kind]
+    whole = train(bare, section, "whole", "run.every.checkpoint=4")
+    assert whole.metrics["teacher_accuracy"] == 1.0
+    again = train(bare, section, "again", "run.every.checkpoint=4")
+    for folder in sorted((again.folder / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(folder)
+    resumed = train(bare, section, "again", "run.every.checkpoint=4")
+    expected = student(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
+    views = ("data.views=1", "run.epochs=1")
+    live = train(bare, section, "live", *views)
+    cached = train(bare, section, "cached", *views, "teacher.cache.views=1", "teacher.cache.dtype=fp32")
+    for name, tensor in student(cached).items():
+        torch.testing.assert_close(tensor, student(live)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_reads_the_teacher(kind, made, bare):
+    chosen = config.load(merged(bare, {"teacher": made[kind]}))
+    assert f"teacher   {made[kind]['model']}" in check(Recipe(chosen), timed=False)
+
+
+def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
+    found = {kind: load(bare, section).identity() for kind, section in made.items()}
+    assert len({one["teacher"] for one in found.values()}) == len(found)
+    assert all(json.loads(json.dumps(one)) == one for one in found.values())
+    for kind, section in made.items():
+        assert load(bare, section).identity() == found[kind]
+    other = load(bare, {**made["torch"], "std": [1.0, 1.0, 1.0]}).identity()
+    assert other["teacher"] == found["torch"]["teacher"]
+    assert other != found["torch"]
+    scaled = load(bare, {**made["zero_shot"], "scale": 5.0}).identity()
+    assert scaled != found["zero_shot"]
+
+
+def test_several_kinds_are_averaged(made, bare):
+    first, *others = made.values()
+    run = train(bare, {**first, "also": others}, "several", "run.epochs=1", "teacher.cache.views=1")
+    assert run.metrics["teacher_accuracy"] == 1.0
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert manifest["choices"]["teacher"] == "fp32+unfused"
+
+
+def test_the_same_network_answers_alike_in_torch_onnx_and_a_table(made, bare, photos):
+    models = {kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")}
+    source = models["answers"] and open_sources(config.load(merged(bare, {"teacher": made["torch"]})).data).val
+    pixels = np.stack([np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)])
+    image, ids = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.arange(3)
+    with torch.no_grad():
+        said = [models["torch"](image), models["onnx"](image), models["answers"].validation()(image, ids)]
+    for one in said[1:]:
+        torch.testing.assert_close(one.logits, said[0].logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_transformers_answers_as_it_does_alone(made, bare):
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    folder, model = made["transformers"]["model"], load(bare, made["transformers"]).eval()
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)
+    prepared = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(pixels), return_tensors="pt")
+    with torch.no_grad():
+        expected = AutoModelForImageClassification.from_pretrained(folder).eval()(**prepared).logits
+        found = model(torch.from_numpy(pixels.transpose(2, 0, 1).copy())[None]).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_of_transformers(made, bare):
+    """Pooled is what the classifier takes; tokens are the patches', without the class token."""
+    from transformers import AutoModelForImageClassification, CLIPModel
+
+    image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    chosen = config.load(merged(bare, {"teacher": made["transformers"]}))
+    model = load_teacher(chosen.teacher, ("apple", "fig", "pear"), 16, ("pooled", "tokens")).eval()
+    alone = AutoModelForImageClassification.from_pretrained(made["transformers"]["model"]).eval()
+    clip = {"kind": "transformers", "model": made["zero_shot"]["model"]}
+    tower = load_teacher(
+        config.load(merged(bare, {"teacher": clip})).teacher, (), 16, ("pooled", "tokens"), logits=False
+    )
+    other = CLIPModel.from_pretrained(clip["model"]).eval()
+    with torch.no_grad():
+        found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
+        torch.testing.assert_close(alone.classifier(found.features["pooled"]), found.logits)
+        torch.testing.assert_close(found.features["tokens"], said[:, 1:])
+        seen, pixels = tower.eval()(image), tower.normalize(image)
+        expected = other.get_image_features(pixel_values=pixels)
+        torch.testing.assert_close(seen.features["pooled"], getattr(expected, "pooler_output", expected))
+        expected = other.vision_model(pixel_values=pixels).last_hidden_state[:, 1:]
+        torch.testing.assert_close(seen.features["tokens"], expected)
+    assert seen.logits.shape == (2, 0)
+
+
+def test_zero_shot_is_the_scaled_cosine(made, bare):
+    from transformers import CLIPModel
+
+    model = load(bare, made["zero_shot"]).eval()
+    image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    vectors = load_file(made["zero_shot"]["vectors"])["vectors"].double()
+    alone = CLIPModel.from_pretrained(made["zero_shot"]["model"]).eval()
+    with torch.no_grad():
+        said = alone.get_image_features(pixel_values=model.normalize(image))
+        features = getattr(said, "pooler_output", said).double()
+        cosine = torch.nn.functional.cosine_similarity(features[:, None], vectors[None], dim=-1)
+        expected = alone.logit_scale.double().exp() * cosine
+        torch.testing.assert_close(model(image).logits.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
+    """The scale is the learned one, or the one that is given; then the image tower alone is loaded."""
+    from transformers import SiglipConfig, SiglipModel, ViTImageProcessor
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = SiglipConfig(
+        text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 16},
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+    )
+    both = SiglipModel(config)
+    save_file({"vectors": torch.randn(3, 16)}, tmp_path / "vectors.safetensors")
+    both.save_pretrained(tmp_path / "both")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "both")
+    section = {"kind": "zero_shot", "vectors": str(tmp_path / "vectors.safetensors")}
+    image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        learned = load(bare, {**section, "model": str(tmp_path / "both")}).eval()(image).logits
+        named = load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0}).eval()(image).logits
+    torch.testing.assert_close(named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4)
+
+
+def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
+    """A tokenizer of one word a token; two prompts are averaged as unit vectors."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import CLIPModel, PreTrainedTokenizerFast
+
+    folder = tmp_path / "clip"
+    shutil.copytree(made["zero_shot"]["model"], folder)
+    words = ["[PAD]", "[BOS]", "[EOS]", "[UNK]", "a", "photo", "of", "apple", "fig", "pear", "ripe"]
+    tokenizer = Tokenizer(WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    ends = [("[BOS]", 1), ("[EOS]", 2)]
+    tokenizer.post_processor = TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]").save_pretrained(folder)
+    section = {"kind": "zero_shot", "model": str(folder), "prompts": ["a photo of a {}", "ripe {}"]}
+    found = load(bare, section).network.vectors
+    alone = CLIPModel.from_pretrained(folder).eval()
+    for label, name in enumerate(("apple", "fig", "pear")):
+        units = []
+        for text in (f"a photo of a {name}", f"ripe {name}"):
+            ids = torch.tensor([[1, *(words.index(word) for word in text.split()), 2]])
+            with torch.no_grad():
+                said = alone.get_text_features(input_ids=ids)
+            units.append(torch.nn.functional.normalize(getattr(said, "pooler_output", said), dim=1)[0])
+        expected = torch.nn.functional.normalize(torch.stack(units).mean(0), dim=0)
+        torch.testing.assert_close(found[label], expected, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def changed(section, **values):
+    return {key: value for key, value in {**section, **values}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("torch", {"model": "any_teacher"}, r"teacher\.model: is 'any_teacher'\. module:function"),
+        ("torch", {"model": "any_teacher:netwerk"}, r"teacher\.model: .*no function 'netwerk'"),
+        ("torch", {"model": "any_teachers:network"}, r"teacher\.model: .*'any_teachers' cannot be imported"),
+        ("torch", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
+        ("torch", {"args": {"colour": 1}}, r"teacher\.args: .*refuses them"),
+        ("torch", {"args": {"classes": 4}}, r"teacher\.checkpoint: the weights are not those of .*other shape"),
+        ("torch", {"args": {"classes": 4}, "checkpoint": ""}, r"teacher\.model: has 4 classes, the data has 3"),
+        ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the answers are no prob"),
+        ("torch", {"precision": "int8", "classes": "none.txt"}, r"teacher\.classes: 'none\.txt' cannot be read"),
+        ("onnx", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
+        ("onnx", {"model": "none.onnx"}, r"teacher\.model: no file 'none\.onnx'"),
+        ("onnx", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but a graph holds its weights"),
+        ("onnx", {"output": "embedding"}, r"teacher\.output: .*has the outputs logits"),
+        ("onnx", {"precision": "bf16"}, r"teacher\.precision: is bf16, but teacher .* runs in onnxruntime"),
+        ("onnx", {"runtime": "openvino"}, r"teacher\.runtime: is openvino, but teacher .* runs in onnxruntime"),
+        ("answers", {"shard": True}, r"teacher\.shard: is set, but kd does not divide a teacher of kind 'answers'"),
+        ("transformers", {"pipeline": 2}, r"teacher\.pipeline: is set, but kd does not divide .*'transformers'"),
+        ("answers", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities"),
+        ("answers", {"model": "none.csv"}, r"teacher\.model: 'none\.csv' cannot be read as answers"),
+        ("answers", {"model": "none.txt"}, r"teacher\.model: is 'none\.txt'\. A file that ends in"),
+        ("transformers", {"model": "none/nowhere/at/all"}, r"teacher\.model: 'none/nowhere/at/all' cannot be loaded"),
+        ("transformers", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but the folder"),
+        ("zero_shot", {"vectors": "none.safetensors"}, r"teacher\.vectors: 'none\.safetensors' cannot be read"),
+        ("zero_shot", {"vectors": ""}, r"teacher\.model: .*tokenizer.*teacher\.vectors"),
+        ("zero_shot", {"prompts": ["a photo"]}, r"teacher: prompts are"),
+        ("transformers", {"fit": {"epochs": 2}}, r"teacher\.fit\.epochs: .*does not fit a teacher of kind 'transf"),
+    ],
+)
+def test_a_wrong_combination_is_one_line(kind, values, message, made, bare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KdError, match=f"^{message}") as caught:
+        load(bare, changed(made[kind], **values))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_class_order_is_found_by_name(made, bare, tmp_path):
+    (tmp_path / "names.txt").write_text("apple\npear\nfig\n")
+    for kind in ("transformers", "torch", "onnx", "answers", "zero_shot"):
+        with pytest.raises(ModelError, match=r"^teacher\.\w+: class 1 is 'pear', the data's is 'fig' \(the same"):
+            load(bare, {**made[kind], "classes": str(tmp_path / "names.txt")})
+
+
+def test_a_model_without_classes_names_what_to_do(made, bare):
+    with pytest.raises(ModelError, match=r"^teacher\.model: .* is a CLIPModel, which has no classes.*zero_shot"):
+        load(bare, {"kind": "transformers", "model": made["zero_shot"]["model"]})
+    with pytest.raises(ModelError, match=r"^teacher\.model: .* is a vit\. One of: clip"):
+        load(bare, {**made["zero_shot"], "model": made["transformers"]["model"]})
+
+
+def test_weights_and_preprocessing_must_be_there(made, bare, tmp_path):
+    folder = tmp_path / "vit"
+    shutil.copytree(made["transformers"]["model"], folder)
+    (folder / "preprocessor_config.json").rename(folder / "kept.json")
+    with pytest.raises(ModelError, match=r"^teacher\.model: .*no preprocessor_config\.json"):
+        load(bare, {"kind": "transformers", "model": str(folder)})
+    (folder / "kept.json").rename(folder / "preprocessor_config.json")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if "classifier" not in name},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=r"^teacher\.model: .*lacks 2 weights .*classifier"):
+        load(bare, {"kind": "transformers", "model": str(folder)})
+
+
+def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "touched",))
+
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
+    with pytest.raises(ModelError, match=r"^teacher\.checkpoint: .*cannot be read as weights"):
+        load(bare, {**made["torch"], "checkpoint": str(tmp_path / "evil.pth")})
+    assert not (tmp_path / "touched").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
+    table = read(made["answers"]["model"], "teacher.model")
+    values, names = table.values[0].double().numpy(), list(table.names)
+    np.savez(tmp_path / "a.npz", logits=values.astype(np.float32), names=np.array(names), classes=list(table.classes))
+    lines = [",".join([name, *(repr(float(x)) for x in row)]) for name, row in zip(names, values, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join([",".join(["name", *table.classes]), *lines]) + "\n")
+    write(tmp_path / "a.safetensors", table)
+    expected = load(bare, made["answers"]).identity()["teacher"]
+    for ending in ("npz", "csv", "safetensors"):
+        found = load(bare, {"kind": "answers", "model": str(tmp_path / f"a.{ending}")})
+        assert found.identity()["teacher"] == expected, ending
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: Answers("logits", t.names[1:], t.values, t.classes), "49 answers and 48 names"),
+        (lambda t: Answers("logits", t.names[1:], t.values[:, 1:], t.classes), "no answer for 1 of 36 training images"),
+        (lambda t: Answers("logits", t.names[:-1], t.values[:, :-1], t.classes), "no answer for 1 of 13 validation"),
+        (lambda t: Answers("logits", t.names, t.values * np.nan, t.classes), "has NaN or infinity"),
+        (lambda t: Answers("logits", t.names, t.values[..., :2], t.classes), "2 numbers an image and 3 classes"),
+        (lambda t: Answers("logits", t.names, t.values[..., :2], t.classes[:2]), "has 2 classes, the data has 3"),
+        (lambda t: Answers("embeddings", t.names, t.values), "holds embeddings, but the losses need logits"),
+        (lambda t: Answers("logits", t.names, t.values.expand(2, -1, -1), t.classes), "does not say what they show"),
+        (
+            lambda t: Answers("logits", t.names, t.values, t.classes, made_for={"views": 3}),
+            "views of another views \\(3\\); this run has 0",
+        ),
+    ],
+)
+def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
+    write(tmp_path / "b.safetensors", change(read(made["answers"]["model"], "teacher.model")))
+    with pytest.raises(ModelError, match=rf"^teacher\.model.*: .*{message}"):
+        load(bare, {"kind": "answers", "model": str(tmp_path / "b.safetensors")})
+
+
+def test_a_table_does_not_go_with_mixed_images(made, bare):
+    settings = merged(bare, {"data": {"augment": {"mixup": 0.5}}})
+    with pytest.raises(ModelError, match=r"^data\.augment: mixes images, but the table"):
+        load(settings, made["answers"])
+
+
+def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    views = ("data.views=2", "run.epochs=2", "data.augment.mixup=0.2")
+    one = merged(bare, {"teacher": made["transformers"]})
+    Path("one.yaml").write_text(config.dump(config.load(one)))
+    answer = command("cache", "one.yaml", *views, "teacher.cache.views=2", "--export", "said.safetensors")
+    assert answer.code == 0, answer
+    table = read("said.safetensors", "x")
+    assert table.values.shape == (2, 36, 3)
+    assert len(table.val_names) == 13
+    cached = train(bare, made["transformers"], "cached", *views, "teacher.cache.views=2")
+    shared = train(bare, {"kind": "answers", "model": "said.safetensors"}, "shared", *views)
+    expected = student(cached)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(shared).items())
+    with pytest.raises(
+        ModelError, match=r"^teacher\.model: has answers for views of another seed \(0\); this run has 1"
+    ):
+        train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
+
+
+def test_what_a_module_returns():
+    tensor = torch.zeros(2, 3)
+
+    class Said:
+        logits = tensor
+
+    class Pooled:
+        pooler_output = tensor
+
+    for said in (tensor, (tensor, 1), [tensor], Said(), Pooled(), {"logits": tensor}):
+        assert main_output(said, "teacher") is tensor
+    with pytest.raises(ModelError, match=r"^teacher: the model returns str"):
+        main_output("x", "teacher")
