@@ -38,7 +38,7 @@ def models(size: int) -> tuple[Classifier, Classifier]:
     torch.manual_seed(0)
     big = Spec("teacher", "vit_tiny_patch16_224", {**patch, "embed_dim": 256, "depth": 8, "num_heads": 4}, CLASSES)
     small = Spec("student", "vit_tiny_patch16_224", {**patch, "embed_dim": 96, "depth": 4, "num_heads": 3}, CLASSES)
-    pair = load(big, size, False), load(small, size, False)
+    pair = load(big, size), load(small, size)
     for model in pair:
         set_attention(model, fused=False)
     return pair

@@ -39,5 +39,6 @@ def test_a_run_is_the_cpus_and_resumes_to_the_same_bits(train, kind, tmp_path):
     assert [row["loss"] for row in run.rows("train")] == [row["loss"] for row in cpu.rows("train")]
     whole = run.checkpoint()
     shutil.rmtree(max((run.folder / "checkpoints").iterdir()))
-    again = here().checkpoint()
-    assert [name for name, value in again.items() if not torch.equal(value, whole[name])] == []
+    torch.testing.assert_close(
+        here().checkpoint(), whole, rtol=0, atol=0, equal_nan=True
+    )  # a loss not known yet is NaN

@@ -43,7 +43,8 @@ def runs(folder: Path) -> list[str]:
 
 def nothing_started(folder: Path) -> bool:
     """Whether no run folder exists, or one without rows and checkpoints, which a repaired start takes anew."""
-    return not [name for name in runs(folder) if not name.endswith(("config.yaml", "manifest.json", ".lock"))]
+    allowed = ("config.yaml", "manifest.json", ".lock", "timeline_0.jsonl")
+    return not [name for name in runs(folder) if not name.endswith(allowed)]
 
 
 # ------------------------------------------------------------------------------------------------------ the config

@@ -196,6 +196,8 @@ class Session:
             self.server = Running(Path(rest[0]), *rest[1:])
         else:
             assert program.removeprefix("kd-") in COMMANDS, f"neither run nor listed in NOT_RUN: {argv}"
+            # a configuration of kd by its name: the tiny one of that name
+            rest = [f"configs/{arg}.yaml" if Path(f"configs/{arg}.yaml").is_file() else arg for arg in rest]
             answer = self.command(program.removeprefix("kd-"), *rest)
             assert answer.code == 0, (argv, answer)
 

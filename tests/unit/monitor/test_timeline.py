@@ -235,5 +235,5 @@ def test_a_real_run_says_where_its_time_went(distilled):
         assert 0 <= row["data_wait"] <= 1
         each = sum(value for name, value in row.items() if name.startswith("ms_"))
         assert each == pytest.approx(1000 * 8 / row["images_per_second"], rel=0.1, abs=1.0)  # the meter's own clock
-    assert rows[0]["regions"].keys() == {"choose teacher", "choose student", "choose sifter"}
+    assert rows[0]["regions"].keys() >= {"choose teacher", "choose student", "choose sifter"}
     assert isinstance(json.loads((distilled / "findings.json").read_text()), list)
