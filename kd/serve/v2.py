@@ -90,7 +90,7 @@ class Protocol:
 def _infer(service: Service, model: Model, body: bytes) -> bytes:
     start = time.perf_counter()
     content = parse_json(body, _values(model.size, service.limits.max_images))
-    pixels, identity = _tensor(content, model, service.limits.max_images), _identity(content)
+    pixels, identity = _tensor(content, model.size, model.output.name, service.limits.max_images), _identity(content)
     values = np.concatenate([model.engine(image[None]) for image in pixels])
     service.metrics.stage("infer", time.perf_counter() - start)
     service.metrics.images(len(pixels))
@@ -147,13 +147,12 @@ def _flat(data: Any, shape: list[int]) -> np.ndarray:
     return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
 
 
-def _tensor(content: Any, model: Model, max_images: int) -> np.ndarray:
+def _tensor(content: Any, size: int, output: str, max_images: int) -> np.ndarray:
     """Return the one input of a request, uint8 [B, 3, S, S].
 
     Raises:
         Problem: 400, 413.
     """
-    size, name = model.size, model.output.name
     inputs = content.get("inputs") if isinstance(content, dict) else None
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
         raise Problem(400, "`inputs` must be a list of one tensor.")
@@ -166,8 +165,8 @@ def _tensor(content: Any, model: Model, max_images: int) -> np.ndarray:
     if shape[0] > max_images:
         raise Problem(413, f"There are more than {max_images} images in the request.")
     wanted = content.get("outputs") or []
-    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != name for o in wanted):
-        raise Problem(400, f"The only output is `{name}`.")
+    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != output for o in wanted):
+        raise Problem(400, f"The only output is `{output}`.")
     try:
         return _flat(given.get("data"), shape)
     except ValueError as error:
