@@ -92,7 +92,7 @@ def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
 
 def test_a_difference_above_the_tolerance_is_refused(distilled, refused, tmp_path):
     told = refused("export", distilled, "--to", tmp_path / "student", "--tolerance", "0")
-    assert told.startswith("export.model.onnx: its logits differ from PyTorch's by up to ")
+    assert told.startswith("export.model.onnx: its values differ from PyTorch's by up to ")
     assert "At most 0 (--tolerance)" in told
     assert list(tmp_path.iterdir()) == []
 
@@ -101,8 +101,8 @@ def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
     """A real file of which one weight in ten is wrong; only the comparison can notice."""
     write = onnx.write_onnx
 
-    def broken(program, path):
-        write(program, path)
+    def broken(program, path, output):
+        write(program, path, output)
         graph = onnx_package.load(path)
         largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
         values = onnx_package.numpy_helper.to_array(largest).copy()
@@ -111,7 +111,7 @@ def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
         onnx_package.save(graph, path)
 
     monkeypatch.setattr(_graphs.onnx, "write_onnx", broken)
-    with pytest.raises(ModelError, match=r"^export\.model\.onnx: its logits differ from PyTorch's by up to"):
+    with pytest.raises(ModelError, match=r"^export\.model\.onnx: its values differ from PyTorch's by up to"):
         export(distilled, tmp_path / "student")
     assert list(tmp_path.iterdir()) == []
 

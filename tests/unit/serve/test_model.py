@@ -107,7 +107,7 @@ def test_labels_of_another_number(copy):
     manifest = unsealed(copy)
     manifest["files"]["config.json"]["sha256"] = hashlib.sha256(text).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelError, match=r"returns \(1, 3\), but there are 4 labels"):
+    with pytest.raises(ModelError, match=r"returns \(1, 3\), but manifest\.json says 4 logits"):
         load(describe(copy), 1, 1).warm_up()
 
 
