@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,8 +24,17 @@ from kd.types import Plan, Sample
 PLAN = Plan(torch.arange(400), torch.ones(400))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Keep what other modules left out of the collections below: with a million objects each takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def collected() -> None:
+def collected(frozen) -> None:
     """Collect the loaders of the test before: a forked worker that does so in the middle of an import fails."""
     gc.collect()
 
