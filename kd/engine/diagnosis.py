@@ -96,9 +96,10 @@ def _watched(student: nn.Module, note: Callable[..., None]) -> Iterator[None]:
 
     leaves = [(name, module) for name, module in student.named_modules() if not list(module.children())]
     hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    compiled, student._compiled_call_impl = student._compiled_call_impl, None  # torch 2.4 has no set_stance
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
+        student._compiled_call_impl = compiled
         for hook in hooks:
             hook.remove()
