@@ -52,7 +52,7 @@ GROUPS = {
         (
             "tests/distributed/test_same_start.py",
             "tests/distributed/test_shared_work.py",
-            "tests/distributed/test_nonfinite.py",
+            "tests/distributed/test_skipped_steps.py",
         )
     ),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),

@@ -1,4 +1,4 @@
-"""The remote loader against the local one; test_remote.py runs this in the trainer of a job with data hosts."""
+"""The remote loader against the local one; test_cluster.py runs this in the trainer of a job with data hosts."""
 
 from __future__ import annotations
 
