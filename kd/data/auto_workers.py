@@ -20,8 +20,8 @@ TURNS = (0, 1, 1, 0)
 """Segments of a comparison: the loader in use, the other one twice, and the first again."""
 MARGIN = 0.05
 """Share by which both segments of the other loader must be faster than both of the one in use."""
-FIRST = 16
-"""Batches before the first comparison."""
+FIRST = 64
+"""Batches before the first comparison; threads are compared before."""
 EVERY = 512
 """Batches from one comparison to the next; half of 48 then come from the slower loader."""
 

@@ -19,8 +19,8 @@ PAIRS = 4
 """Pairs of steps of a comparison. One may be spoilt, for example by an evaluation, and is left out."""
 MARGIN = 0.1
 """Share by which a step must be faster with another number of threads, in all pairs but one."""
-FIRST = 4
-"""The step before which the first comparison begins; the steps before allocate memory."""
+FIRST = 16
+"""The step before which the first comparison begins; during the steps before, workers fill their queues."""
 EVERY = 500
 """Steps from one comparison to the next: its slower half then costs under 1 % of the time."""
 SHORTEST = 100

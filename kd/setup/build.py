@@ -22,6 +22,7 @@ from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
+from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
@@ -170,7 +171,7 @@ def build_run(
         recorded: choices of an earlier start of this run, so that a resumed run computes the same bits.
     """
     seed, kept = recipe.seed, recipe.teacher.cache.views
-    chosen = _with_threads(Choices.read(recorded), backend)
+    chosen = _with_threads(Choices.read(recorded), recipe.backend, backend)
     searching = recipe.data.batch_size == "auto" and not chosen.batch_size
     provisional = provisional_batch(len(data.train), backend) if searching else chosen.batch_size
     split = split_batch(recipe.data, backend.world_size, len(data.train), provisional)
@@ -275,11 +276,15 @@ def bank_split(session: Session, seed: int, timeout_seconds: float) -> Split:
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 
 
-def _with_threads(chosen: Choices, backend: Backend) -> Choices:
-    """Set torch's threads on a CPU as they were when the run began: the bits depend on them."""
+def _with_threads(chosen: Choices, section: BackendSection, backend: Backend) -> Choices:
+    """Set torch's threads on a CPU as they were when the run began: the bits depend on them.
+
+    An earlier run of this process, such as a teacher's fit, may have left another number.
+    """
     if backend.device.type != "cpu":
         return chosen
-    torch.set_num_threads(chosen.threads or torch.get_num_threads())
+    rule = getattr(section.options, "threads", 0) or max(1, cores() // backend.local_world_size)
+    torch.set_num_threads(chosen.threads or rule)
     return replace(chosen, threads=torch.get_num_threads())
 
 

@@ -44,7 +44,7 @@ def pair(monkeypatch):
 def test_the_batches_are_those_of_one_loader_whatever_is_measured(pair, accumulate, start):
     auto, _, lines = pair(2.0, 1.0, accumulate)
     alone = LocalLoader(Numbers(96), 8, accumulate, 0, 1, workers=0)
-    for view in range(12):
+    for view in range(20):
         found, wanted = list(auto.epoch(plan_of(96), view, start)), list(alone.epoch(plan_of(96), view, start))
         assert len(found) == len(wanted) == (12 - start) * accumulate
         assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
@@ -54,7 +54,7 @@ def test_the_batches_are_those_of_one_loader_whatever_is_measured(pair, accumula
 @pytest.mark.parametrize(("other", "taken"), [(1.0, True), (1.94, False), (2.0, False), (3.0, False)])
 def test_the_other_is_taken_where_it_is_clearly_faster(pair, other, taken):
     auto, datasets, lines = pair(2.0, other)
-    for view in range(10):
+    for view in range(12):
         list(auto.epoch(plan_of(96), view))
     before = [dataset.loaded for dataset in datasets]
     list(auto.epoch(plan_of(96), 0))
