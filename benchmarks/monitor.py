@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from _record import write
 from kd import api
+from kd.artifacts.memory import Memory
 from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
 from kd.engine.run import Run
@@ -49,9 +50,10 @@ def build(stack: ExitStack) -> Run:
     pair = network(64), network(32)
     for one in pair:
         one(torch.rand(1, 3, 32, 32))
-    settings = api._settings([{"kind": "kl"}], "none", 1, 10**6, 32, None, {"kind": "cpu", "threads": 1}, 0)
+    settings = api._settings([{"kind": "kl"}], "none", 1, 10**6, 32, None, {"kind": "cpu", "threads": 1}, 0, "all")
     world = stack.enter_context(distributed(settings.backend))
-    return api._run(settings, *pair, data, data, [{"kind": "kl"}], "none", world, 0, Console("", quiet=True))[0]
+    sink, console = Memory(), Console("", quiet=True)
+    return api._run(settings, *pair, data, data, [{"kind": "kl"}], "none", world, 0, sink, console)
 
 
 def segment(run: Run, steps: int) -> float:
@@ -61,7 +63,7 @@ def segment(run: Run, steps: int) -> float:
         plan = run.sifter.plan(state.epoch, 0.0)
         begin = time.perf_counter()
         for micros in steps_of(run, plan, state.epoch, 0):
-            meter.add(update(run, micros, state))
+            meter.add(update(run, micros, state), state, plan)
             state = replace(state, step=state.step + 1, images=state.images + 32)
             if state.step % 20 == 0:
                 state = meter.flush(state, 0.0)
