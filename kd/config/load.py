@@ -92,10 +92,12 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
             where = str(getattr(error, "full_key", None) or "configuration")
             raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
     file = Path(path)
-    if not file.is_file() and file.name == str(path) and not file.suffix:
-        file = examples().get(file.name, file)
+    own = examples() if file.name == str(path) and not file.suffix else {}
     if not file.is_file():
-        near = did_you_mean(file.name, (p.name for p in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
+        file = own.get(file.name, file)
+    if not file.is_file():
+        here = [p.name for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+        near = did_you_mean(file.name, [*here, *own])
         allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
         raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:

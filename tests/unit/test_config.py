@@ -221,7 +221,9 @@ def test_missing_file_suggests_a_neighbour(tmp_path):
 def test_configurations_of_kd_itself_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("vit_food", ["run.epochs=2"]).run.name == "vit_food"
-    with pytest.raises(ConfigError, match=r"^vit_fod: no such file\. .*one of kd's own: .*grocery.*vit_food"):
+    with pytest.raises(
+        ConfigError, match=r"^vit_fod: no such file\. .*one of kd's own: .*grocery.*vit_food.* Did you mean 'vit_food'"
+    ):
         load("vit_fod")
     (tmp_path / "vit_food").write_text("losses: [{kind: kd}]")  # a file of that name comes first
     with pytest.raises(KdError, match="losses"):
