@@ -78,9 +78,13 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
 
 
 def middle(page: chromium.Page) -> dict[str, float]:
-    """Return the middle of the first chart, scrolled into view."""
+    """Return the middle of the first chart, scrolled into view.
+
+    The page hides its numbers when it scrolls, and a browser says that it scrolled with the next frame: wait for it.
+    """
     chart = "document.querySelector('svg[data-chart]')"
     page.run(f"{chart}.scrollIntoView()")
+    page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
     box = page.run(f"(box => [box.x, box.y, box.width, box.height])({chart}.getBoundingClientRect())")
     return {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
 
