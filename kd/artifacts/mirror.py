@@ -54,6 +54,8 @@ class Mirror:
         if found and CONFIG not in found:
             allowed = "The copy of a run, or nothing"
             raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
+        if outside := next((name for name in found if ".." in name.split("/") or name.startswith("/")), ""):
+            raise RunError(WHERE, f"'{self.url}' has a file '{outside}'", "Files below the copy", "Remove it there")
         if not (self.folder / CONFIG).exists():
             self._restore(found)
             return

@@ -91,7 +91,7 @@ def _here(given: argparse.Namespace) -> int:
         argv = [given.config, *given.overrides]
         if any(name.startswith("data") for name in given.local):
             argv.append("data.loader=ray")
-        config.load(given.config, argv[1:])
+        config.load(given.config, argv[1:], cluster=False)  # the hosts start it
         codes.append(launch(given.local, argv))
 
     return guarded(command) or codes[0]
