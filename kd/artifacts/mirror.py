@@ -141,9 +141,12 @@ def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
     return {match[1] for match in found if match and match[2] == "state.json"}
 
 
-def _rank(name: str) -> tuple[bool, str]:
-    """Order uploads; removals go the other way."""
-    return name.endswith("/state.json"), name
+def _rank(name: str) -> tuple[bool, bool, str]:
+    """Order uploads: config.yaml first, which makes the copy a run, and last what makes checkpoints whole.
+
+    Removals go the other way.
+    """
+    return name.endswith("/state.json"), name != CONFIG, name
 
 
 def _mark(status: os.stat_result) -> Mark:

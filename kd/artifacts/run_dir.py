@@ -97,9 +97,17 @@ class RunDir:
         return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what manifest.json records; empty before the first `record`."""
+        """Return what manifest.json records; empty before the first `record`.
+
+        Raises:
+            RunError: it is damaged.
+        """
         file = self.path / "manifest.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as error:
+            remedy = "Restore it, or choose another run.name"
+            raise RunError("run.folder", f"'{file}' is damaged ({error})", "", remedy) from error
 
     def record(self, **facts: Any) -> None:
         """Add facts to manifest.json; rank 0 only."""
