@@ -68,8 +68,9 @@ def verified(folder: Path) -> dict[str, Any]:
         ValueError: it, the weights or the labels are not what was exported.
     """
     manifest = json.loads((folder / MANIFEST).read_text())
+    files = manifest.get("files", {})
     changed = [] if unchanged(manifest) else [MANIFEST]
-    changed += [name for name in FILES if sha256(folder / name) != manifest["files"][name]["sha256"]]
+    changed += [name for name in FILES if sha256(folder / name) != files.get(name, {}).get("sha256")]
     if changed:
         raise ValueError(f"not what was exported (the checksum differs): {', '.join(changed)} in '{folder}'")
     return manifest

@@ -187,8 +187,12 @@ def test_sagemakers_handler_refuses_a_changed_file(copy, name):
 
     handler.verified(copy)
     content = (copy / name).read_bytes()
-    changed = content.replace(b'"crop": 0.', b'"crop": 0.1').replace(b"fig", b"gif")
-    (copy / name).write_bytes(changed if changed != content else content[:-1] + bytes([content[-1] ^ 1]))
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    if name != "model.safetensors":
+        old, new = (b'"version": "', b'"version": "0') if name == "manifest.json" else (b'"fig"', b'"pear"')
+        assert old in content
+        changed = content.replace(old, new)
+    (copy / name).write_bytes(changed)
     with pytest.raises(ValueError, match=rf"the checksum differs\): {name} in"):
         handler.model_fn(str(copy))
 
