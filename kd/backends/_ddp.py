@@ -142,6 +142,8 @@ class DDPBackend:
         """Split a frozen module into one pipeline stage per rank."""
         from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
 
+        if self._stragglers is not None:
+            self._stragglers.counts_agree = False
         self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 

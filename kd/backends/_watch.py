@@ -37,6 +37,8 @@ class Stragglers:
             begun: returns the number of collectives that this rank has begun.
         """
         self.rank, self.patience, self._begun = rank, deadline / 2, begun
+        self.counts_agree = True
+        """Ranks at one place have begun as many collectives; not so in a pipeline, where gloo counts sends too."""
         self._keys = [f"{keys}/watch/{other}" for other in range(ranks)]
         # A connection of its own: calls on one connection wait for each other. The collective gives up before it.
         address, port, limit = (
@@ -132,7 +134,7 @@ class Stragglers:
         if silent:
             return f"{told(self._rows, silent)} {'do' if silent[1:] else 'does'} not respond: {WHY}"
         counts = [row[1] for row in self._rows]
-        if self._changed > old or min(counts) == max(counts):
+        if not self.counts_agree or self._changed > old or min(counts) == max(counts):
             return ""
         behind = [rank for rank, count in enumerate(counts) if count == min(counts)]
         return f"{told(self._rows, behind)} {'have' if behind[1:] else 'has'} not come to the step where they are"
