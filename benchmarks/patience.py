@@ -93,7 +93,9 @@ def plot(rows: list[dict[str, Any]]) -> str:
     series = []
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
-        series.append(Series(name, color, [point[0] for point in points], [point[2] for point in points]))
+        if points:
+            series.append(Series(name, color, [point[0] for point in points], [point[2] for point in points]))
+    students = list(series)
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     ends = [min(series[0].x), max(series[0].x)]
     series.append(Series("teacher", "--soft", ends, [teacher] * 2, dashed=True))
@@ -104,13 +106,13 @@ def plot(rows: list[dict[str, Any]]) -> str:
     frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
     names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
     marks = [
-        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (16 if one.name != "teacher" else -6):.1f}" '
+        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (22 if one.name != "teacher" else -6):.1f}" '
         f'text-anchor="end" style="fill:var({one.color})">{names[one.name]}</text>'
         for one in series
     ]
     marks += [
         f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" style="fill:var({one.color})"/>'
-        for one in series[:2]
+        for one in students
         for x, y in zip(one.x, one.y, strict=True)
     ]
     head, _, rest = drawn.partition(">")

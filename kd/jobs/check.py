@@ -121,7 +121,8 @@ def _unseen(data: Data) -> list[str]:
     if not missing or seen <= {-1}:
         return []
     shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
-    return [f"          no validation image of {len(missing)} classes, so accuracy does not cover them: {shown}"]
+    count = f"{len(missing)} of {len(data.classes)} classes"
+    return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
 
 
 def _images(data: Data, on_corrupt: str) -> list[str]:
