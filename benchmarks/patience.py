@@ -4,7 +4,7 @@ One teacher is fitted for all, for 20 epochs. Its answers to eight views of each
 seed. Each length is a run of its own, with its own schedule of the learning rate; only its last evaluation counts. CPU
 time is that of the student's run on one thread: it depends little on neighbours. The teacher's is not in it.
 
-Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40]
+Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40] [--label-seeds 0 1 2]
 
 Finished runs are kept in runs/patience.jsonl and not made again. Writes the CSV and docs/patience.svg.
 """
@@ -127,9 +127,10 @@ def main() -> None:
     parser.add_argument(
         "--labels", type=int, nargs="*", default=[8, 16, 40], help="epochs of the student on labels alone"
     )
+    parser.add_argument("--label-seeds", type=int, nargs="*", default=[0, 1, 2])
     given = parser.parse_args()
     teach(kd.load_config(CONFIG, [*PINS, *TEACHER]))
-    rows = measured("distilled", given.seeds, given.epochs) + measured("labels", given.seeds, given.labels)
+    rows = measured("distilled", given.seeds, given.epochs) + measured("labels", given.label_seeds, given.labels)
     for name in ("distilled", "labels"):
         for epochs, minutes, mean, spread in curve([row for row in rows if row["student"] == name]):
             print(f"{name:9s} {epochs:3d} epochs {minutes:5.1f} min {100 * mean:.1f} +- {100 * spread:.1f} %")
