@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -27,9 +28,11 @@ class Console:
             trackers: get every row of metrics; closed at the end.
         """
         self.title, self.quiet, self.trackers = title, quiet, trackers
-        self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True)
+        # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
+        terminal = False if "JPY_PARENT_PID" in os.environ else None
+        self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
         self._bar: Progress | None = None
-        self._train, self._val = "", ""
+        self._brief = ""
         self._shown: Mapping[str, float] = {}
         self._started = time.monotonic()
         self._first_progress: float | None = None
@@ -38,7 +41,7 @@ class Console:
         if not self.quiet and self._console.is_terminal:
             columns = [
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 TextColumn("{task.percentage:3.0f} %"),
                 TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(),
@@ -65,7 +68,7 @@ class Console:
             self._first_progress = progress
             self._started = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress, text=f"step {state.step} {self._train} {self._val}")
+            self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
         self._progress = progress
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
@@ -76,13 +79,15 @@ class Console:
             self.trackers.log(kind, state.step, values)
         if kind == "train":
             news = {name: value for name, value in values.items() if self._shown.get(name) != value}
-            self._train = _training_text(values, news)
+            text = _training_text(values, news)
             self._shown = values
+            self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
         else:
-            self._val = _validation_text(values)
+            text = _validation_text(values)
         if self._bar is None:
-            text = self._train if kind == "train" else self._val
             print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
+        elif kind != "train":
+            self.info(f"{self.title} | step {state.step} | {text}")
 
     def _left(self) -> str:
         """Return the remaining time as text, from the speed since this process started."""
