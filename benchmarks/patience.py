@@ -110,7 +110,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
     names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
     marks = [
-        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (22 if one.name != "teacher" else -6):.1f}" '
+        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (30 if one.name != "teacher" else -6):.1f}" '
         f'text-anchor="end" style="fill:var({one.color})">{names[one.name]}</text>'
         for one in series
     ]
