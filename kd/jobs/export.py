@@ -16,7 +16,7 @@ from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
 from kd.models import onnx
 from kd.models.classifier import Classifier
-from kd.models.load import export_files
+from kd.models.folder import export_files
 from kd.setup.recipe import Recipe
 
 
@@ -72,7 +72,7 @@ def export(
     artifact.refuse_other(target)  # before minutes of work, not after
     student, provenance = best_student(folder, recipe, classes)
     labels = classes if student.num_classes else ()
-    content, weights = export_files(student.network, labels, recipe.data.eval_crop)
+    content, weights = export_files(student.network, labels, recipe.data.eval_crop, recipe.reads.sigmoid)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
         made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)

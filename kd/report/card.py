@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kd.report.console import percent
+from kd.report.console import COLUMNS, percent, scored_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,16 @@ def _scores(card: Card) -> list[str]:
         return ["The run recorded no validation for these weights.", ""]
     if card.width:
         return _embedding_scores(metrics)
+    shown = COLUMNS.get(scored_by(metrics), COLUMNS["accuracy"])
     for name, row, prefix in (
         ("teacher", metrics, "teacher_"),
         ("this student", metrics, ""),
         ("the same student, labels only", card.baseline, ""),
     ):
-        if f"{prefix}accuracy" in row:
-            values = (row[f"{prefix}{key}"] for key in ("accuracy", "top5", "ece"))
+        if all(f"{prefix}{key}" in row for key in shown):
+            values = (row[f"{prefix}{key}"] for key in shown)
             rows.append(f"| {name} | {' | '.join(percent(value) for value in values)} |")
-    lines = ["| validation split | accuracy | top-5 | calibration error |", "|---|---:|---:|---:|", *rows, ""]
+    lines = [f"| validation split | {' | '.join(shown.values())} |", "|---|---:|---:|---:|", *rows, ""]
     lines = lines if rows else ["Trained and evaluated without labels, against its teacher.", ""]
     if "agreement" in metrics:
         agreement, kl = percent(metrics["agreement"]), metrics["kl"]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kd import parts
@@ -83,11 +84,14 @@ class Data:
 
     def labelled_share(self) -> float:
         """Return the share of the training images that have a label; 1.0 where none is asked for."""
-        return (self.labels() >= 0).float().mean().item() if self.section.labels == "some" else 1.0
+        if self.section.labels != "some":
+            return 1.0
+        labels = self.labels()
+        return (labels.view(len(labels), -1) >= 0).all(1).float().mean().item()
 
     def labels(self) -> torch.Tensor:
-        """Return the class of every training image, int64 [N]; -1: it has none."""
-        return torch.tensor([self.train.label(id) for id in range(len(self.train))])
+        """Return the label of every training image, int64 [N] or int8 [N, C]; -1: it has none."""
+        return torch.from_numpy(np.array([self.train.label(id) for id in range(len(self.train))]))
 
     def evaluate(self) -> Evaluate:
         """Return what evaluation does to an image."""
