@@ -97,15 +97,17 @@ def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made
             "crop": recipe.data.eval_crop,
             "network_size": student.input_size or size,
         },
-        "output": _output(student),
+        "output": _output(student, made),
         "parity": made.parity,
         "environment": _environment(),
     }
 
 
-def _output(student: Classifier) -> dict[str, Any]:
+def _output(student: Classifier, made: _graphs.Made) -> dict[str, Any]:
     if student.num_classes:
-        return {"name": onnx.LOGITS, "layout": f"float32 [batch, {student.num_classes}]", "width": student.num_classes}
+        more = {"thresholds": made.thresholds} if made.thresholds else {}
+        shape = f"float32 [batch, {student.num_classes}]"
+        return {"name": onnx.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
     return {"name": onnx.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
 

@@ -78,7 +78,7 @@ def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Se
         )
         body = answer["Body"].read()
     try:
-        label = json.loads(body)["predictions"][0]["label"]
+        label = json.loads(body)["predictions"][0]["top"][0]["label"]
     except (ValueError, KeyError, IndexError, TypeError):
         label = None
     if label not in labels:
