@@ -74,7 +74,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     )
     names = sorted(map(os.fsencode, found))
     sizes = _sizes(root, names, where)
-    if options.val_fraction:
+    if options.val_fraction and names:
         keep = np.flatnonzero(hold_out(names, np.zeros(len(names), np.int64), options.val_fraction) == (split == "val"))
         names, sizes = [names[id] for id in keep], [sizes[id] for id in keep]
     if not names:
