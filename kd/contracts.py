@@ -24,10 +24,9 @@ from kd.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, State
 class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
-    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". Where an image has a set of
-    labels, `Options.label_sets` is true.
-    `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
-    split gets the training classes and must use their order, even where it lacks some of them.
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `Options.label_sets` is true
+    where an image has a set of labels. `split` is "train" or "val". `classes` is None for the training split, which
+    defines the class order. The validation split gets these and must use them, even where it lacks some.
     """
 
     classes: Sequence[str]

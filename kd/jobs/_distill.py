@@ -89,7 +89,7 @@ def distill(
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
-        sifting = sifting_report(run, data.train, folder)
+        sifting = sifting_report(run, data, folder)
         console.info(f"{title}: {memory(recipe.optimizer.zero, run, built.facts['choices'])}")
         names = unreadable(data, run, known)
         if names:
@@ -263,19 +263,18 @@ def _require(where: str, reached: float, least: float, run: Run) -> None:
         )
 
 
-def sifting_report(run: Run, source: Source, folder: RunDir) -> str:
+def sifting_report(run: Run, data: Data, folder: RunDir) -> str:
     """Return the sifting section of report.md and write the contact sheet; all ranks must call it.
 
     Empty where nothing was sifted. The images are shown where the sifter knows how often each was visited.
     """
-    state = run.sifter.state_dict()
+    source, state = data.train, run.sifter.state_dict()
     epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
     if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
         return ""
     text = describe(epochs, len(source), run.length.batch_size)
     if "visits" in state:
-        labels = torch.tensor([source.label(id) for id in range(len(source))])
-        text += "\n" + describe_images(state["visits"], state["mean"], labels, source.classes, source.name)
+        text += "\n" + describe_images(state["visits"], state["mean"], data.labels(), source.classes, source.name)
         text += (
             f"\nBoth are pictured in `{write_sheet(folder.path / 'sifting.jpg', state, source)}`, the former first.\n"
         )
