@@ -98,7 +98,8 @@ def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made
     for folder in sorted((whole / "checkpoints").iterdir())[1:]:
         shutil.rmtree(folder)
     resumed = load_file(max((kd.train(again).folder / "checkpoints").iterdir()) / "tensors.safetensors")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}  # a sifter has no loss yet for some images
+    torch.testing.assert_close(resumed, expected, **exact)
 
 
 def test_the_manifest_has_a_threshold_for_each_class(trays):
