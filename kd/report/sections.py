@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.report.console import percent
-from kd.report.record import SPANS, RunRecord, clock, time_parts
+from kd.report.record import SPANS, RunRecord, clock, points, time_parts
 from kd.report.sifting import saving_text
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
 
@@ -117,8 +117,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
-    kept = [row for row in rows if key in row]
-    return Series(name, color, [float(row["step"]) for row in kept], [float(row[key]) for row in kept])
+    return Series(name, color, *points(rows, key))
 
 
 def _chart(title: str, series: Sequence[Series], unit: str) -> str:
@@ -163,7 +162,9 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
     bar, named = "", []
     for name, ms in drawn.items():
         share = 100 * ms / total
-        bar += f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{name} {share:.1f} %"></i>'
+        bar += (
+            f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
+        )
         named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
     wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
     told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
@@ -302,5 +303,5 @@ def sifting(runs: Sequence[RunRecord]) -> str:
 
 def embedded(values: Mapping[str, Any]) -> str:
     """Return values as JSON inside the page, for programs that read it."""
-    text = json.dumps(values).replace("</", "<\\/")
+    text = json.dumps(values).replace("<", "\\u003c")  # a name may hold </script> or <!--
     return f'<script type="application/json" id="numbers">{text}</script>'

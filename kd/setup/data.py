@@ -89,9 +89,10 @@ class Data:
         labels = self.labels()
         return (labels.view(len(labels), -1) >= 0).all(1).float().mean().item()
 
-    def labels(self) -> torch.Tensor:
-        """Return the label of every training image, int64 [N] or int8 [N, C]; -1: it has none."""
-        return torch.from_numpy(np.array([self.train.label(id) for id in range(len(self.train))]))
+    def labels(self, source: Source | None = None) -> torch.Tensor:
+        """Return the label of every training image, or of another split's, int64 [N] or int8 [N, C]; -1: it has none."""
+        source = source or self.train
+        return torch.from_numpy(np.array([source.label(id) for id in range(len(source))]))
 
     def evaluate(self) -> Evaluate:
         """Return what evaluation does to an image."""
@@ -179,6 +180,8 @@ class BatchSplit:
     eval_batch: int
 
     def __str__(self) -> str:
+        if self.world_size == self.accumulate == 1:
+            return f"{self.batch_size} images"
         return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 
