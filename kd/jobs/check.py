@@ -117,7 +117,7 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
 
 def _unseen(data: Data) -> list[str]:
     """Name the classes that validation says nothing about."""
-    labels = data.labels(data.val)
+    labels = data.labels(val=True)
     seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
     missing = [name for label, name in enumerate(data.classes) if label not in seen]
     if not missing or seen <= {-1}:

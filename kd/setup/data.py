@@ -84,14 +84,11 @@ class Data:
 
     def labelled_share(self) -> float:
         """Return the share of the training images that have a label; 1.0 where none is asked for."""
-        if self.section.labels != "some":
-            return 1.0
-        labels = self.labels()
-        return (labels.view(len(labels), -1) >= 0).all(1).float().mean().item()
+        return (self.labels() >= 0).float().mean().item() if self.section.labels == "some" else 1.0
 
-    def labels(self, source: Source | None = None) -> torch.Tensor:
-        """Return the label of every training image, or of another split's, int64 [N] or int8 [N, C]; -1: it has none."""
-        source = source or self.train
+    def labels(self, val: bool = False) -> torch.Tensor:
+        """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: it has none."""
+        source = self.val if val else self.train
         return torch.from_numpy(np.array([source.label(id) for id in range(len(source))]))
 
     def evaluate(self) -> Evaluate:
