@@ -173,6 +173,24 @@ def _classes(folder: Path, photo: Path) -> Path:
     return folder / "classes"
 
 
+def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
+    root = Path(made["data"]["root"])
+    content = dict(line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:])
+    some = {name: text.split("|") if text else [] for name, text in content.items()}
+    (tmp_path / "some.json").write_text(json.dumps(some | dict.fromkeys(list(some)[:10])))
+    teacher = {"model": str(trays / "export"), "args": {}, "fit": {"epochs": 0}}
+    short = {"run": {"folder": str(tmp_path), "epochs": 2, "baseline": False}, "teacher": teacher}
+    withheld = merged(merged(made, short), {"run": {"name": "none"}, "data": {"labels": "none"}})
+    run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
+    assert {"kl", "agreement"} <= run.metrics.keys()
+    assert "map" not in run.metrics
+    export(run.folder, options=Options())
+    output = json.loads((run.folder / "export/manifest.json").read_text())["output"]
+    assert [one["threshold"] for one in output["thresholds"].values()] == [0.5] * 3
+    part = {"labels": "some", "train_labels": str(tmp_path / "some.json")}
+    assert train(config.load(merged(merged(made, short), {"run": {"name": "some"}, "data": part}))).metrics["map"] > 0.5
+
+
 # ------------------------------------------------------------------------------------------------- wrong combinations
 
 
