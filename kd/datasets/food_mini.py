@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
+
 from kd.datasets._decode import decode, retried
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION
 from kd.errors import DataError
 from kd.host import cores
-from kd.types import Decoded
+from kd.types import Decoded, Label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class Options:
     """Seed of the pictures; `run.seed` does not change them."""
     label_noise: float = 0.0
     """Share of the training pictures with the label of another dish, 0 to 0.9."""
+    dishes: int = 1
+    """Dishes on a tray at most, 1 to 4; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:
         if self.train_images < 1 or self.val_images < 1:
@@ -51,6 +55,13 @@ class Options:
             raise ValueError(f"pixels must be 16 to 512, is {self.pixels}")
         if not 0 <= self.label_noise <= 0.9:
             raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
+        if not 1 <= self.dishes <= 4:
+            raise ValueError(f"dishes must be 1 to 4, is {self.dishes}")
+
+    @property
+    def label_sets(self) -> bool:
+        """Whether a picture has a set of labels."""
+        return self.dishes > 1
 
 
 class FoodMini:
@@ -71,9 +82,13 @@ class FoodMini:
     def __len__(self) -> int:
         return len(self._pictures)
 
-    def label(self, id: int) -> int:
-        """Return the label; -1 where labels are withheld."""
-        return -1 if self.hidden else self._pictures[id][0]
+    def label(self, id: int) -> Label:
+        """Return the label, or the set of labels of a tray; -1 where labels are withheld."""
+        label, dish, _ = self._pictures[id]
+        if self.hidden or not self.options.label_sets:
+            return -1 if self.hidden else label
+        there = {self.dishes[label], *dish.split("+")[1:]}
+        return np.array([one in there for one in self.dishes], np.int8)
 
     def name(self, id: int) -> str:
         """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
@@ -99,22 +114,24 @@ class FoodMini:
 
 def folder_name(options: Options) -> str:
     """Return the folder of these settings; others never share it."""
-    settings = {key: value for key, value in asdict(options).items() if key != "root"}
+    settings = {key: value for key, value in asdict(options).items() if key != "root" and (key, value) != ("dishes", 1)}
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def pictures(options: Options, split: str) -> list[tuple[int, str, int]]:
-    """List (label, painted dish, index) of a split, by label and dish."""
+    """List (label, painted dish, index) of a split, by label and dish; of a tray the dishes, joined by "+"."""
     dishes = tuple(PAINTERS)
     count, noise = (options.train_images, options.label_noise) if split == "train" else (options.val_images, 0.0)
-    rng = Random(f"{options.art_seed}/labels")
+    rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []
     for label, dish in enumerate(dishes):
         wrong = set(rng.sample(range(count), round(noise * count)))
         for index in range(count):
             other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
-            listed.append((other if index in wrong else label, dish, index))
+            beside = [one for one in dishes if one not in (dish, dishes[other])]  # a wrong label is on no tray
+            more = trays.sample(beside, trays.randrange(options.dishes))
+            listed.append((other if index in wrong else label, "+".join([dish, *more]), index))
     return sorted(listed)
 
 

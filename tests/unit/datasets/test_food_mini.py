@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from kd.datasets import food_mini
+from kd.datasets._food_dishes import render
 from kd.datasets._food_paint import main as paint_share
 from kd.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
 from kd.errors import DataError
@@ -134,3 +136,19 @@ def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bad_options(tmp_path: Path, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         small(tmp_path, **changes)
+
+
+def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
+    source = build(small(tmp_path, dishes=3, label_noise=0.5), "train", None)
+    assert folder_name(small(tmp_path, dishes=1)) == folder_name(small(tmp_path)) != source.folder.name
+    counts = set()
+    for id, (label, dish, _) in enumerate(pictures(source.options, "train")):
+        there = {source.classes[one] for one in np.flatnonzero(source.label(id))}
+        assert there == {source.classes[label], *dish.split("+")[1:]}
+        assert len(there) == len(dish.split("+"))  # also where the first label is wrong
+        counts.add(len(there))
+    assert counts == {1, 2, 3}
+    tray = render("pizza+sushi", "train", 0, 0, 64)
+    assert tray.size == (64, 64)
+    assert tray.tobytes() == render("pizza+sushi", "train", 0, 0, 64).tobytes()
+    assert tray.tobytes() != render("pizza", "train", 0, 0, 64).tobytes()
