@@ -95,7 +95,8 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def epochs_of(share: float, epochs: int, keep: float) -> float:
     """Return how many epochs of a sifter take `share` of the images of `epochs` whole ones: the first, and the last
-    `ANNEAL`, are whole."""
+    `ANNEAL`, are whole.
+    """
     images = share * epochs
     if keep == 1:
         return images
@@ -124,12 +125,12 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
     return [100 * statistics.mean(hits[label]) for label in sorted(hits)]
 
 
-def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Train one arm with one seed and return its row."""
+def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int) -> dict[str, Any]:
+    """Train one arm with one seed and return its row; `share` of the images of so many epochs of everything."""
     images = len(open_sources(config.load(base).data).train)
     per_epoch, keep = images // base["data"]["batch_size"], KEEP if ARMS[arm] else 1.0
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
-    length = epochs_of(share, given.epochs, keep)
+    length = epochs_of(share, epochs, keep)
     steps = [f"run.steps={round(length * per_epoch)}"] if keep == 1 else [f"run.epochs={length:.0f}"]
     gate = ["sifter.gate=off"] if ARMS[arm] else []
     loaded = config.load(base, [*ARMS[arm], *gate, *steps, f"run.seed={seed}", f"run.name={name}"])
@@ -163,7 +164,7 @@ def earlier(file: Path) -> list[dict[str, Any]]:
     """Return the rows that are made already; numbers as numbers."""
     if not file.exists():
         return []
-    words = ("regime", "arm", "per_class")
+    words = ("regime", "arm", "per_class", "loss", "setting")
     with file.open() as opened:
         return [{k: v if k in words else float(v) for k, v in row.items()} for row in csv.DictReader(opened)]
 
@@ -241,10 +242,11 @@ def main() -> None:
                 for arm, share in PLAN[: given.only]:
                     done = {(r["regime"], r["arm"], r["budget"], r["seed"]) for r in earlier(file)}
                     if (regime, arm, share, seed) not in done:
-                        append(file, one(base, regime, arm, share, seed, given))
+                        append(file, one(base, regime, arm, share, seed, given.epochs))
     rows = earlier(file)
     print(summary(rows))
-    write("regimes", f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}", rows, None if given.write else work)
+    command = f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}"
+    write("regimes", command, rows, None if given.write else work)
 
 
 if __name__ == "__main__":
