@@ -55,6 +55,9 @@ PLAN = [
     ("history", 1.0),
     ("everything", 0.4),
     ("random, classes balanced", 1.0),
+    ("everything", 2.0),
+    ("random, classes balanced", 1.2),
+    ("history", 1.2),
 ]
 """Arm, and its budget: images trained, as a share of `--epochs` passes over everything."""
 KEEP, ANNEAL = 0.4, 0.125
@@ -180,31 +183,33 @@ def append(file: Path, row: dict[str, Any]) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Return means, spreads and paired differences against everything at full length, as Markdown."""
+    """Return means with 95 % intervals, and differences from everything with the same seed, as Markdown."""
     lines = []
-    full = {(r["regime"], r["seed"]): r for r in rows if (r["arm"], r["budget"]) == ("everything", 1)}
-    for regime, arm, budget in dict.fromkeys((r["regime"], r["arm"], r["budget"]) for r in rows):
+    whole = {(r["regime"], r["budget"], r["seed"]): r for r in rows if r["arm"] == "everything"}
+    for regime, budget, arm in dict.fromkeys((r["regime"], r["budget"], r["arm"]) for r in rows):
         own = [r for r in rows if (r["regime"], r["arm"], r["budget"]) == (regime, arm, budget)]
-        pairs = [(r, full[regime, r["seed"]]) for r in own if (regime, r["seed"]) in full]
-        if not pairs:
-            continue
-        gaps = [mine["accuracy"] - other["accuracy"] for mine, other in pairs]
-        time_ = statistics.mean(mine["job_cpu_seconds"] / other["job_cpu_seconds"] for mine, other in pairs)
-        images = statistics.mean(mine["images_trained"] / other["images_trained"] for mine, other in pairs)
+        same = [(r, whole[regime, budget, r["seed"]]) for r in own if (regime, budget, r["seed"]) in whole]
+        full = [(r, whole[regime, 1.0, r["seed"]]) for r in own if (regime, 1.0, r["seed"]) in whole]
         lines.append(
             {
                 "data": regime,
+                "images": f"{100 * budget:.0f} %",
                 "method": arm,
-                "images": f"{100 * images:.0f} %",
-                "CPU time": f"{100 * time_:.0f} %",
                 "accuracy": interval([r["accuracy"] for r in own], "{:.1f}"),
-                "against everything": interval(gaps, "{:+.1f}"),
+                "against everything, as many images": difference(same) if arm != "everything" else "",
+                "against everything, 100 %": difference(full) if (arm, budget) != ("everything", 1.0) else "",
                 "largest third": f"{statistics.mean(r['accuracy_largest_third'] for r in own):.1f}",
                 "smallest third": f"{statistics.mean(r['accuracy_smallest_third'] for r in own):.1f}",
+                "CPU seconds": f"{statistics.mean(r['job_cpu_seconds'] for r in own):.0f}",
                 "seeds": str(len(own)),
             }
         )
     return table(lines)
+
+
+def difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Return the difference of accuracy within pairs of the same seed, in points."""
+    return interval([mine["accuracy"] - other["accuracy"] for mine, other in pairs], "{:+.1f}") if pairs else ""
 
 
 T95 = (0, 0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
@@ -226,7 +231,8 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=list(REGIMES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=24)
-    parser.add_argument("--only", type=int, default=len(PLAN), help="so many arms of the plan")
+    parser.add_argument("--budgets", nargs="*", type=float, default=[1.0, 0.6, 0.4])
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -239,11 +245,15 @@ def main() -> None:
             base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": VIEWS}}
             for seed in given.seeds:
                 cache(config.load(base, [f"run.seed={seed}"]))
-                for arm, share in PLAN[: given.only]:
+                for arm, share in PLAN:
                     done = {(r["regime"], r["arm"], r["budget"], r["seed"]) for r in earlier(file)}
-                    if (regime, arm, share, seed) not in done:
+                    wanted = arm in given.arms and share in given.budgets
+                    if wanted and (regime, arm, share, seed) not in done:
                         append(file, one(base, regime, arm, share, seed, given.epochs))
-    rows = earlier(file)
+    rows = sorted(
+        earlier(file),
+        key=lambda r: (list(REGIMES).index(r["regime"]), -r["budget"], list(ARMS).index(r["arm"]), r["seed"]),
+    )
     print(summary(rows))
     command = f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}"
     write("regimes", command, rows, None if given.write else work)

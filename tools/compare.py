@@ -122,12 +122,13 @@ def prepare(given: argparse.Namespace) -> tuple[Row, int]:
     loaded = config.load(str(given.config), [*pins, *given.overrides])
     train = open_sources(loaded.data).train
     train.prepare()
-    root = Path(loaded.data.options.root) / Path(train.name(0)).parts[0] if loaded.data.kind == "food_mini" else ""
+    root = Path(loaded.data.options.root) / Path(train.name(0)).parts[0] if loaded.data.kind == "food_mini" else None
     settings = config.to_dict(loaded)
-    settings["teacher"] |= {"model": str(teach(loaded)[0]), "args": {}, "fit": {}}
+    teacher = str(teach(loaded)[0]) if loaded.teacher.fitted else loaded.teacher.model
+    settings["teacher"] |= {"model": teacher, "args": {}, "fit": {}}
     if root:
         common = {key: value for key, value in settings["data"].items() if not hasattr(loaded.data.options, key)}
-        settings["data"] = {**common, "kind": "imagefolder", "root": str(root)}
+        settings["data"] = {**common, "kind": "imagefolder", "root": str(root.resolve())}
     if given.threads:
         settings["backend"]["threads"] = given.threads
         os.environ["OMP_NUM_THREADS"] = str(given.threads)
@@ -215,7 +216,8 @@ def main() -> None:
     text = summary(rows)
     print(text)
     command = ["python tools/compare.py --timm FOLDER", f"--config {given.config.name}", "--seeds"]
-    command += [*map(str, given.seeds), *([f"--threads {given.threads}"] if given.threads else []), *given.overrides]
+    command += [*map(str, given.seeds), *([f"--threads {given.threads}"] if given.threads else [])]
+    command += [re.sub("=/.*", "=FOLDER", word) for word in given.overrides]  # no folder of this machine
     path = write("compare", " ".join(command), rows)
     path.with_suffix(".md").write_text(f"{HEAD.format(csv=path.name)}\n{text}\n")
     path.with_suffix(".svg").write_text(plot(rows))
