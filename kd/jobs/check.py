@@ -94,8 +94,8 @@ def _skew(data: Data) -> list[str]:
     share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
     if share <= 2 * most / max(1, len(sizes)):
         return []
-    told = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each, the smallest"
-    return [f"classes   {told} {sizes[-1]}); see docs/sifting.md, when to use it"]
+    told = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
+    return [f"classes   {told}, the smallest {sizes[-1]}); see docs/sifting.md, when to use it"]
 
 
 def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
