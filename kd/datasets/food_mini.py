@@ -86,8 +86,8 @@ class FoodMini:
 
     def name(self, id: int) -> str:
         """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
-        label, *picture = self._pictures[id]
-        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(*picture)}"
+        label, dish, plate, shot = self._pictures[id]
+        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
 
     def prepare(self) -> None:
         """Paint both splits where they are not painted yet."""
