@@ -59,6 +59,8 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/seeds.py
 	$(VENV)/bin/python benchmarks/cached_run.py
 	$(VENV)/bin/python tools/sift_study.py food_mini
+	$(VENV)/bin/python benchmarks/regimes.py --work runs/regimes
+	$(VENV)/bin/python benchmarks/losses.py --work runs/regimes
 	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/predict.py --data FOLDER; benchmarks/remote.py --data FOLDER; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
 
 $(VENV)/bin/python:

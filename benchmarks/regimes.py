@@ -40,11 +40,14 @@ REGIMES = {
 """About 1,500 training images each; with redundancy, half of them are different plates."""
 VIEWS = 6
 HISTORY, RANDOM = ("sifter.kind=history", "sifter.keep=0.4"), ("sifter.kind=random", "sifter.keep=0.4")
+THROUGHOUT = ("sifter.balance=true", "sifter.warmup=0", "sifter.anneal=0")
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
     "history": HISTORY,
     "random": RANDOM,
     "random, classes balanced": (*RANDOM, "sifter.balance=true"),
+    "random, classes balanced throughout": (*RANDOM, *THROUGHOUT),
+    "random, classes balanced throughout, keep 0.25": (*RANDOM, *THROUGHOUT, "sifter.keep=0.25"),
 }
 PLAN = [
     ("everything", 1.0),
@@ -55,9 +58,11 @@ PLAN = [
     ("history", 1.0),
     ("everything", 0.4),
     ("random, classes balanced", 1.0),
+    ("random, classes balanced throughout", 0.6),
+    ("random, classes balanced throughout, keep 0.25", 0.6),
     ("everything", 2.0),
+    ("random, classes balanced throughout", 1.2),
     ("random, classes balanced", 1.2),
-    ("history", 1.2),
 ]
 """Arm, and its budget: images trained, as a share of `--epochs` passes over everything."""
 KEEP, ANNEAL = 0.4, 0.125
@@ -96,19 +101,16 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def epochs_of(share: float, epochs: int, keep: float) -> float:
-    """Return how many epochs of a sifter take `share` of the images of `epochs` whole ones: the first, and the last
-    `ANNEAL`, are whole.
-    """
-    images = share * epochs
-    if keep == 1:
-        return images
-    return next(n for n in range(1, 10**6) if trained(n, keep) >= images)
+def epochs_of(share: float, epochs: int, arm: str) -> int:
+    """Return how many epochs of a sifter take `share` of the images of so many epochs of everything."""
+    return next(n for n in range(1, 10**6) if trained(n, arm) >= share * epochs)
 
 
-def trained(epochs: int, keep: float) -> float:
-    """Return the images that so many epochs of a sifter train, in whole epochs."""
-    whole = sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs))
+def trained(epochs: int, arm: str) -> float:
+    """Return the images that so many epochs of a sifter train, in whole epochs: the first and the last are whole."""
+    throughout = "sifter.anneal=0" in ARMS[arm]
+    whole = sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs)) if not throughout else 0
+    keep = 0.25 if "sifter.keep=0.25" in ARMS[arm] else KEEP
     return whole + keep * (epochs - whole)
 
 
@@ -131,12 +133,10 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
 def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int) -> dict[str, Any]:
     """Train one arm with one seed and return its row; `share` of the images of so many epochs of everything."""
     images = len(open_sources(config.load(base).data).train)
-    per_epoch, keep = images // base["data"]["batch_size"], KEEP if ARMS[arm] else 1.0
+    steps = round(share * epochs * (images // base["data"]["batch_size"]))
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
-    length = epochs_of(share, epochs, keep)
-    steps = [f"run.steps={round(length * per_epoch)}"] if keep == 1 else [f"run.epochs={length:.0f}"]
-    gate = ["sifter.gate=off"] if ARMS[arm] else []
-    loaded = config.load(base, [*ARMS[arm], *gate, *steps, f"run.seed={seed}", f"run.name={name}"])
+    length = [f"run.epochs={epochs_of(share, epochs, arm)}", "sifter.gate=off"] if ARMS[arm] else [f"run.steps={steps}"]
+    loaded = config.load(base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"])
     clock, cpu = time.perf_counter(), time.process_time()
     result = train(loaded)
     wall, cpu = time.perf_counter() - clock, time.process_time() - cpu
