@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.config.validate import Reads
 from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
+from kd.errors import CorruptImage, DataError
 from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
@@ -29,17 +32,20 @@ from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
 
+LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
+"""How long, and how many images at most, `--check` decodes to find damaged ones."""
+
 
 def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     """Check a recipe and describe the run.
 
-    Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
+    Models are built on the meta device: no memory, no weights. Listing the data is real; images are decoded if `timed`.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
     Args:
         recipe: of the run.
         path: of its configuration, to show.
-        timed: also time a few steps with random weights, decode a few images, and say how long the run takes.
+        timed: also time a few steps with random weights, say how long the run takes, and look for damaged images.
 
     Raises:
         KdError: what `kd-train` would stop at.
@@ -63,24 +69,27 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
         *_skew(data),
+        *_unseen(data),
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
     if found:
         lines += [line for _, line in found]
-        teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
+        teacher = merge_teachers(recipe.teacher, [model for model, _ in found], reads.sigmoid)
     dims = sizes(len(classes), student, teacher, size)
     build_criterion(recipe.losses, dims, recipe.seed, getattr(teacher, "shares", (1.0,)))
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
     lines += _length(recipe.run, split, len(data.train))
     lines += _store(data)
     if teacher is not None and recipe.teacher.cache.views and "teacher" in recipe.needs:
-        kept = codec(recipe.teacher, len(classes) if reads.teacher_logits else 0, feature_shapes(teacher, size))
+        answers = len(classes) if reads.teacher_logits else 0
+        kept = codec(recipe.teacher, answers, feature_shapes(teacher, size), reads.sigmoid)
         lines.append(f"cache     {price(recipe.teacher, kept, len(data.train))}")
     lines += [
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
         "optimizer; activations come on top",
+        *(_images(data, section.on_corrupt) if timed else []),
         *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
@@ -89,7 +98,8 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
 def _skew(data: Data) -> list[str]:
     """Say which share of the images the largest classes have, where that is more than twice their own share."""
     labels = data.labels()
-    sizes = torch.bincount(labels[labels >= 0]).sort(descending=True).values
+    counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    sizes = counts.sort(descending=True).values
     most = -(-len(sizes) // 5)
     share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
     if share <= 2 * most / max(1, len(sizes)):
@@ -119,6 +129,47 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
     return lines
 
 
+def _unseen(data: Data) -> list[str]:
+    """Name the classes that validation says nothing about."""
+    labels = data.labels(val=True)
+    seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
+    missing = [name for label, name in enumerate(data.classes) if label not in seen]
+    if not missing or seen <= {-1}:
+        return []
+    shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
+    count = f"{len(missing)} of {len(data.classes)} classes"
+    return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
+
+
+def _images(data: Data, on_corrupt: str) -> list[str]:
+    """Decode images in random order, all if the time suffices, and say how many are damaged.
+
+    Raises:
+        CorruptImage: an image is damaged, and kd-train would stop at it.
+    """
+    first_val, total = len(data.train), len(data.train) + len(data.val)
+    damaged: list[CorruptImage] = []
+    looked, end = 0, time.monotonic() + LOOK_SECONDS
+    for id in random.Random(0).sample(range(total), min(total, MOST_LOOKED)):
+        try:
+            data.train.decode(id) if id < first_val else data.val.decode(id - first_val)
+        except CorruptImage as error:
+            damaged.append(error)
+        except DataError:
+            return []  # not rendered or unpacked yet
+        looked += 1
+        if time.monotonic() > end:
+            break
+    of = f"{looked} of {total}" if looked < total else f"all {looked}"
+    if not damaged:
+        return [f"images    decoded {of}: none is damaged"]
+    first = damaged[0]
+    if on_corrupt == "error":
+        more = f"; {len(damaged)} damaged images among {of}" if len(damaged) > 1 else ""
+        raise CorruptImage(first.where, first.wrong + more, first.allowed, first.remedy)
+    return [f"images    decoded {of}: {len(damaged)} damaged, to be skipped; {first.wrong}"]
+
+
 def _length(section: RunSection, split: BatchSplit | None, num_images: int) -> list[str]:
     if split is None:
         whole = f"{section.steps} steps" if section.steps else f"{section.epochs} epochs"
@@ -144,7 +195,8 @@ def _store(data: Data) -> list[str]:
 def _teacher(where: str, section: TeacherSection, data: Data, images: Images, reads: Reads) -> tuple[TeacherModel, str]:
     size, logits = data.section.image_size, reads.teacher_logits
     if section.checkpoint or not section.fitted:  # its weights are what must be checked
-        model = load_teacher(section, data.asked, size, reads.features, where=where, images=images, logits=logits)
+        asked: Any = {"where": where, "images": images, "logits": logits, "sigmoid": reads.sigmoid}
+        model = load_teacher(section, data.asked, size, reads.features, **asked)
         held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
         return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
     spec = Spec(where, section.model, section.args, data.classes, logits=logits)

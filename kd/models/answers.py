@@ -5,7 +5,8 @@
     logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
     names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
     validation.logits, validation.names      the same for validation images that are not among `names`
-    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through
+    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through;
+                       `problem_type`: transformers' word for logits of one label an image, or of several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` begins with
 `name,CLASS,CLASS,...`, one image a line.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +53,8 @@ class Answers:
     """[M, C or D]: of validation images that are not among `names`."""
     made_for: Mapping[str, Any] = field(default_factory=dict)
     """What the pixels of the views go through; empty: an answer belongs to the whole image."""
+    problem_type: str = ""
+    """One of `kd.models.folder.PROBLEM_TYPES`; empty: the table does not say."""
 
 
 def read(path: str, where: str) -> Answers:
@@ -73,20 +77,21 @@ def read(path: str, where: str) -> Answers:
 
 
 def _check(found: Answers, path: str, where: str) -> None:
-    rows = found.values.shape[1] if found.values.ndim == 3 else -1
-    others = 0 if found.val_values is None else len(found.val_values)
-    problem = ""
-    if rows < 0 or not found.values.is_floating_point():
+    tables = [found.values, *([] if found.val_values is None else [found.val_values[None]])]
+    both, problem = [found.names, found.val_names], ""
+    rows = [one.shape[1] if one.ndim == 3 else -1 for one in tables]
+    expected = [len(names) for names in both if names or names is found.names]
+    if any(one.ndim != 3 or not one.is_floating_point() for one in tables):
         problem = "its answers are no table of floating point numbers"
-    elif rows != len(found.names) or others != len(found.val_names):
-        problem = f"it has {rows + others} answers and {len(found.names) + len(found.val_names)} names"
+    elif len({one.shape[2] for one in tables}) > 1:
+        problem = "it has answers of several widths"
+    elif rows != expected:
+        problem = f"it has {sum(rows)} answers and {sum(expected)} names"
     elif found.classes and len(found.classes) != found.values.shape[2]:
         problem = f"it has {found.values.shape[2]} numbers an image and {len(found.classes)} classes"
-    elif len(set(found.names)) < len(found.names):
-        seen: set[str] = set()
-        twice = next(name for name in found.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        problem = f"it has the image '{twice}' twice"
-    elif not found.values.isfinite().all():
+    elif twice := [name for names in both for name, count in Counter(names).items() if count > 1]:
+        problem = f"it has the image '{twice[0]}' twice"
+    elif not all(one.isfinite().all() for one in tables):
         problem = "it has NaN or infinity"
     if problem:
         raise ModelError(where, f"'{path}': {problem}", "One finite answer for each name", "Correct the table")
@@ -100,6 +105,7 @@ def write(path: str | Path, answers: Answers) -> None:
         tensors |= {f"validation.{answers.meaning}": answers.val_values.contiguous()}
         tensors |= {"validation.names": _joined(answers.val_names)}
     text = {"classes": json.dumps(list(answers.classes)), "made_for": json.dumps(dict(answers.made_for))}
+    text |= {"problem_type": answers.problem_type}
     save_file(tensors, str(path), metadata=text)
 
 
@@ -122,6 +128,7 @@ def _safetensors(file: Path) -> Answers:
         other,
         tensors.get(f"validation.{meaning}"),
         json.loads(text.get("made_for", "{}")),
+        text.get("problem_type", ""),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
+from kd.report.console import scored_by
 
 SPANS = (
     "data",
@@ -100,9 +102,8 @@ class RunRecord:
 
     @property
     def decides(self) -> str:
-        """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
-        known = next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
-        return str(self.manifest.get("decides", known))
+        """The score that says which checkpoint is best: accuracy, mAP, knn or agreement."""
+        return str(self.manifest.get("decides", scored_by(self.val[0] if self.val else {})))
 
     @property
     def best(self) -> Mapping[str, Any]:
@@ -155,6 +156,13 @@ class RunRecord:
     def epochs_done(self) -> float:
         """Passes over the data: completed ones where they are counted."""
         return float(len(self.epochs)) or float(self.train[-1]["epoch"] if self.train else 0)
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps of rows and their values of a key, without rows that lack it, and without NaN and infinity."""
+    found = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+    kept = [(step, value) for step, value in found if math.isfinite(value)]
+    return [step for step, _ in kept], [value for _, value in kept]
 
 
 def label_of(run: RunRecord) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.report.console import percent
-from kd.report.record import SPANS, RunRecord, clock, time_parts
+from kd.report.record import SPANS, RunRecord, clock, points, time_parts
 from kd.report.sifting import saving_text
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
 
@@ -89,22 +89,27 @@ def findings(runs: Sequence[RunRecord]) -> str:
 
 def curves(runs: Sequence[RunRecord]) -> str:
     """Draw loss, accuracy and agreement over the steps."""
-    loss, accuracy, agreement = [], [], []
+    loss, agreement = [], []
+    scores: dict[str, list[Series]] = {"accuracy": [], "map": [], "f1_macro": []}
     neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
     for i, run in enumerate(runs):
         loss.append(_line(run.name, color(i), run.train, "loss"))
-        accuracy.append(_line(run.name, color(i), run.val, "accuracy"))
-        if run.baseline is not None:
-            accuracy.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, "accuracy"))
+        for key, series in scores.items():
+            series.append(_line(run.name, color(i), run.val, key))
+            if run.baseline is not None:
+                series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, key))
         agreement.append(_line(run.name, color(i), run.val, "agreement"))
-    rows = [run.val[-1] for run in runs if run.val and "teacher_accuracy" in run.val[-1]]
-    teachers = {round(float(row["teacher_accuracy"]), 3) for row in rows}
-    ends = [x for one in accuracy for x in one.x]
-    for value in sorted(teachers)[:2] if ends else ():
-        accuracy.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
+    for key, series in scores.items():
+        rows = [run.val[-1] for run in runs if run.val and f"teacher_{key}" in run.val[-1]]
+        teachers = {round(float(row[f"teacher_{key}"]), 3) for row in rows}
+        ends = [x for one in series for x in one.x]
+        for value in sorted(teachers)[:2] if ends else ():
+            series.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
     cards = [
         _chart("Training loss", loss, ""),
-        _chart("Validation accuracy", accuracy, "%"),
+        _chart("Validation accuracy", scores["accuracy"], "%"),
+        _chart("Validation mAP", scores["map"], "%"),
+        _chart("F1 at the threshold 0.5, mean of the classes", scores["f1_macro"], "%"),
         _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
         _chart("Agreement with the teacher", agreement, "%"),
     ]
@@ -112,8 +117,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
-    kept = [row for row in rows if key in row]
-    return Series(name, color, [float(row["step"]) for row in kept], [float(row[key]) for row in kept])
+    return Series(name, color, *points(rows, key))
 
 
 def _chart(title: str, series: Sequence[Series], unit: str) -> str:
@@ -158,7 +162,9 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
     bar, named = "", []
     for name, ms in drawn.items():
         share = 100 * ms / total
-        bar += f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{name} {share:.1f} %"></i>'
+        bar += (
+            f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
+        )
         named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
     wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
     told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
@@ -297,5 +303,5 @@ def sifting(runs: Sequence[RunRecord]) -> str:
 
 def embedded(values: Mapping[str, Any]) -> str:
     """Return values as JSON inside the page, for programs that read it."""
-    text = json.dumps(values).replace("</", "<\\/")
+    text = json.dumps(values).replace("<", "\\u003c")  # a name may hold </script> or <!--
     return f'<script type="application/json" id="numbers">{text}</script>'

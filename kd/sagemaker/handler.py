@@ -1,7 +1,7 @@
 """The student in SageMaker's PyTorch container: the four hooks that its toolkit calls.
 
-`kd-export --sagemaker` ships this file as `code/inference.py`, with `pixels.py` beside it. It needs torch, timm and
-Pillow and nothing of kd.
+`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py` and `pixels.py` beside it. It needs
+torch, timm and Pillow and nothing else of kd.
 
 A body is image/jpeg, image/png, image/webp, application/x-image, or JSON: {"image": base64} or {"images": [base64]}.
 The answer is JSON, one prediction an image. A ValueError is what the toolkit turns into an answer to the client.
@@ -21,10 +21,14 @@ import torch
 from PIL import Image
 
 try:
+    from exported import MANIFEST, sha256, unchanged  # type: ignore[import-not-found]
     from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
 except ImportError:  # inside of kd
+    from kd.exported import MANIFEST, sha256, unchanged
     from kd.pixels import centre_crop, to_rgb
 
+WEIGHTS = "model.safetensors"
+FILES = (WEIGHTS, "config.json")
 FORMATS = ("JPEG", "PNG", "WEBP")
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5
@@ -34,13 +38,15 @@ class Student:
     """The model, and what must happen to an image before it."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "model.safetensors").is_file():  # timm would take a pickle, which may run code
-            raise FileNotFoundError(f"no model.safetensors in '{folder}'")
+        if not (folder / WEIGHTS).is_file():  # timm would take a pickle, which may run code
+            raise FileNotFoundError(f"no {WEIGHTS} in '{folder}'")
+        manifest = verified(folder)
         self.network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
-        manifest = json.loads((folder / "manifest.json").read_text())
         self.embeds = manifest.get("output", {}).get("name") == "embedding"
         self.labels = [] if self.embeds else list(config["label_names"])
+        limits = manifest.get("output", {}).get("thresholds", {})
+        self.thresholds = [limits[label]["threshold"] for label in self.labels] if limits else []
         self.version, given = manifest["version"], manifest["input"]
         self.size, self.crop, self.target = given["size"], given["crop"], given["network_size"]
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
@@ -54,7 +60,24 @@ class Student:
             pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 255)
         with torch.inference_mode():
             output = self.network((pixels / 255 - self.mean) / self.std)
-            return torch.nn.functional.normalize(output, dim=1) if self.embeds else output.softmax(-1)
+            if self.embeds:
+                return torch.nn.functional.normalize(output, dim=1)
+            return output.double().sigmoid() if self.thresholds else output.softmax(-1)
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an export.
+
+    Raises:
+        ValueError: it, the weights or the labels are not what was exported.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text())
+    files = manifest.get("files", {})
+    changed = [] if unchanged(manifest) else [MANIFEST]
+    changed += [name for name in FILES if sha256(folder / name) != files.get(name, {}).get("sha256")]
+    if changed:
+        raise ValueError(f"not what was exported (the checksum differs): {', '.join(changed)} in '{folder}'")
+    return manifest
 
 
 def model_fn(model_dir: str, context: Any = None) -> Student:
@@ -85,14 +108,17 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images, or return their vectors."""
+    """Classify the images, or return their vectors; where an image may have several labels, those above a threshold."""
     if model.embeds:
         return {"version": model.version, "predictions": [{"embedding": row} for row in model(data).tolist()]}
-    scores, classes = model(data).topk(min(TOP, len(model.labels)))
     predictions = []
-    for row, indices in zip(scores.tolist(), classes.tolist(), strict=True):
-        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in zip(row, indices, strict=True)]
-        predictions.append({**top[0], "top": top})
+    for row in model(data):
+        scores, classes = row.sort(descending=True, stable=True)
+        pairs = list(zip(scores.tolist(), classes.tolist(), strict=True))
+        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in pairs[:TOP]]
+        above = [(p, i) for p, i in pairs if model.thresholds and p > model.thresholds[i]]
+        labels = {"labels": [{"label": model.labels[i], "score": round(p, 6)} for p, i in above]}
+        predictions.append({**(labels if model.thresholds else top[0]), "top": top})
     return {"version": model.version, "predictions": predictions}
 
 

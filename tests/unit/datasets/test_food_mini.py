@@ -165,9 +165,26 @@ def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"pixels": 8}, "pixels must be 16 to 512, is 8"),
         ({"label_noise": 1.0}, "label_noise must be 0 to 0.9, is 1"),
         ({"redundancy": 3}, "redundancy and imbalance must be 1 to train_images, are 3, 1"),
+        ({"imbalance": 2, "dishes": 2}, "redundancy and imbalance need dishes: 1"),
         ({"imbalance": 0.5}, "redundancy and imbalance must be 1 to train_images, are 1, 0.5"),
     ],
 )
 def test_bad_options(tmp_path: Path, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         small(tmp_path, **changes)
+
+
+def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
+    source = build(small(tmp_path, dishes=3, label_noise=0.5), "train", None)
+    assert folder_name(small(tmp_path, dishes=1)) == folder_name(small(tmp_path)) != source.folder.name
+    counts = set()
+    for id, (label, dish, *_) in enumerate(pictures(source.options, "train")):
+        there = {source.classes[one] for one in np.flatnonzero(source.label(id))}
+        assert there == {source.classes[label], *dish.split("+")[1:]}
+        assert len(there) == len(dish.split("+"))  # also where the first label is wrong
+        counts.add(len(there))
+    assert counts == {1, 2, 3}
+    tray = render("pizza+sushi", "train", 0, 0, 64)
+    assert tray.size == (64, 64)
+    assert tray.tobytes() == render("pizza+sushi", "train", 0, 0, 64).tobytes()
+    assert tray.tobytes() != render("pizza", "train", 0, 0, 64).tobytes()

@@ -11,7 +11,8 @@ import pytest
 
 import kd
 from kd.monitor.region import active
-from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe, read_rows
+from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe
+from kd.storage import read_rows
 from kd.types import State
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")

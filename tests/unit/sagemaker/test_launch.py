@@ -171,6 +171,7 @@ def test_the_metrics_match_the_log(capfd):
     console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
     console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
     console.log("val", state, {"accuracy": 0.25})
+    console.log("val", state, {"map": 0.75, "f1_macro": 0.5})
     log = capfd.readouterr().out.splitlines()
     found = {
         name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in launch.METRICS.items()
@@ -180,6 +181,7 @@ def test_the_metrics_match_the_log(capfd):
         "train:lr": [5e-05, 0.001],
         "train:images_per_second": [41, 42],
         "val:accuracy_percent": [50, 25],
+        "val:map_percent": [75],
         "val:teacher_accuracy_percent": [75],
         "val:agreement_percent": [62.5],
     }
@@ -226,6 +228,21 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
     body = aws("s3").get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "told"),
+    [("deploy", (), "delete-endpoint --endpoint-name fruit"), ("transform", ("s3://bucket/in",), "stop-transform-job")],
+)
+def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch, what, more, told):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sending, "_wait", interrupted)
+    answer = command("launch", what, exported, *more, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
+    assert (answer.code, answer.err) == (130, "interrupted\n")
+    assert "fruit goes on" in answer.out
+    assert told in answer.out
 
 
 def test_what_aws_refuses_is_one_line(aws, exported, refused):
