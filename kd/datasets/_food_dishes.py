@@ -1,8 +1,8 @@
 """Paint the twelve dishes of `food_mini`.
 
-Every picture is a pure function of (seed, split, dish, index). Tables, crockery and clutter are shared by all dishes,
-and palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between versions of
-Pillow, NumPy and the C library's sine, never between numbers of processes.
+Every picture is a pure function of (seed, split, dish, plate, photograph). Tables, crockery and clutter are shared by
+all dishes, and palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between
+versions of Pillow, NumPy and the C library's sine, never between numbers of processes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kd.datasets._food_scene import (
     clutter,
     egg,
     herbs,
+    move_camera,
     noodles,
     photograph,
     ramp,
@@ -345,15 +346,16 @@ PAINTERS: dict[str, tuple[Callable[[Scene], None], str]] = {
 """Each dish: who paints it, and on what it may lie."""
 
 
-def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Image:
+def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 0) -> Image.Image:
     """Paint one picture [size, size] of a dish: a pure function of its arguments.
 
     Args:
         dish: a key of `PAINTERS`; several, joined by "+", on one tray.
         split: "train" or "val"; the two never share a random number.
-        index: which picture of the dish.
+        index: which plate of the dish.
         seed: of the whole set.
         size: pixels a side.
+        shot: which photograph of the plate; the second one and later have other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{index}"), size * SUPERSAMPLE)
     set_table(scene)
@@ -367,6 +369,9 @@ def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Ima
         serve(scene, one, away * cos(angle), away * sin(angle), share)
     if scene.chance(0.2):
         clutter(scene)
+    if shot:
+        scene.rng = Random(f"{seed}/{split}/{dish}/{index}/{shot}")
+        move_camera(scene)
     return photograph(scene, size)
 
 

@@ -68,6 +68,7 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
+        *_skew(data),
         *_unseen(data),
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
@@ -92,6 +93,19 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
+
+
+def _skew(data: Data) -> list[str]:
+    """Say which share of the images the largest classes have, where that is more than twice their own share."""
+    labels = data.labels()
+    counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    sizes = counts.sort(descending=True).values
+    most = -(-len(sizes) // 5)
+    share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
+    if share <= 2 * most / max(1, len(sizes)):
+        return []
+    told = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
+    return [f"classes   {told}, the smallest {sizes[-1]}); see docs/sifting.md, when to use it"]
 
 
 def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:

@@ -205,7 +205,8 @@ def build_run(
     length = run_length(recipe.run, split, recipe.views)
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
-    gated = (session, distillation, recipe.sifter, context, loader, answering, share)
+    steps = length.steps or length.epochs * (len(data.train) // split.batch_size)
+    gated = (session, distillation, recipe.sifter, context, loader, answering, share, steps)
     with region("choose sifter"):
         sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
