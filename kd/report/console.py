@@ -15,6 +15,14 @@ from kd.references import redact
 from kd.report.trackers import Trackers
 from kd.types import State
 
+NAMES = {"accuracy": "accuracy", "map": "mAP", "knn": "knn"}
+"""The scores that are computed with labels, as a person reads them."""
+COLUMNS = {
+    "accuracy": {"accuracy": "accuracy", "top5": "top-5", "ece": "calibration error"},
+    "map": {"map": "mAP", "f1_macro": "F1 (macro)", "f1_micro": "F1 (micro)"},
+}
+"""What the table shows of models that answer with one label, or with several."""
+
 
 class Console:
     """Show the progress of a run. See `kd.contracts.Logger`."""
@@ -125,14 +133,21 @@ def embedding_text(values: Mapping[str, float]) -> str:
 
 
 def _validation_text(values: Mapping[str, float]) -> str:
-    if "kl" in values and "accuracy" not in values:
-        return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
-    if "accuracy" not in values:
+    score = scored_by(values)
+    if score == "knn" or (score == "agreement" and "kl" not in values):
         return f"val {embedding_text(values)}"
-    text = f"val accuracy {percent(values['accuracy'])}"
-    if "teacher_accuracy" in values:
-        text += f" (teacher {percent(values['teacher_accuracy'])}, agreement {percent(values['agreement'])})"
+    if score == "agreement":
+        return f"val agreement with the teacher {percent(values['agreement'])}, KL {values['kl']:.3f}"
+    text = f"val {NAMES[score]} {percent(values[score])}"
+    text += f", F1 {percent(values['f1_macro'])}" if "f1_macro" in values else ""
+    if f"teacher_{score}" in values:
+        text += f" (teacher {percent(values[f'teacher_{score}'])}, agreement {percent(values['agreement'])})"
     return text
+
+
+def scored_by(values: Mapping[str, float]) -> str:
+    """Return the name of the value that says how good a validation row is."""
+    return next((name for name in NAMES if name in values), "agreement")
 
 
 def percent(share: float) -> str:
