@@ -223,8 +223,8 @@ def main() -> None:
 
 HEAD = """# kd and timm, head to head
 
-`{csv}` has the command, commit, hardware, date and each epoch of each run. Times are shares of timm's, means of the
-seeds; accuracies are one number a seed.
+`{csv}` has the command, commit, hardware, date and each epoch of each run.
+Times are shares of timm's, means of the seeds; accuracies are one number a seed.
 """
 
 
