@@ -12,6 +12,7 @@ from kd import config
 from kd.errors import RunError
 from kd.jobs._answers import answers
 from kd.jobs._folder import opened_run
+from kd.monitor.timeline import read_rows
 from kd.references import redact
 from kd.report import text
 from kd.report.page import render
@@ -102,8 +103,8 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
         train=folder.metrics("train"),
         val=folder.metrics("val"),
         epochs=folder.metrics("epoch"),
-        timeline={int(file.stem.rpartition("_")[2]): rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
-        monitor={file.stem.partition("_")[2]: rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
+        timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
+        monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
@@ -112,11 +113,6 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
         baseline=read(path / BASELINE, -1) if (path / BASELINE / "config.yaml").is_file() else None,
         notes=(asked.note,) if asked is not None and asked.note else (),
     )
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; a last one that is still being written is left out."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def content(file: Path, otherwise: Any) -> Any:

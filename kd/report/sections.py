@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,9 +37,9 @@ def section(title: str, hint: str, *content: str) -> str:
 
 
 def card(title: str, *content: str) -> str:
-    """Return a card; empty where there is no content."""
-    body = "".join(content)
-    return f'<div class="card"><h3>{esc(title)}</h3>{body}</div>' if body else ""
+    """Return a card, with a title or without; empty where there is no content."""
+    body, head = "".join(content), f"<h3>{esc(title)}</h3>" if title else ""
+    return f'<div class="card">{head}{body}</div>' if body else ""
 
 
 def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
@@ -137,19 +136,7 @@ def time(runs: Sequence[RunRecord]) -> str:
         if parts:
             cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
     hint = "Wall-clock time of rank 0 by what the loop was doing. In the chart, each bar is one log window."
-    return section("Where the time went", hint, *cards) or _speed(runs)
-
-
-def _speed(runs: Sequence[RunRecord]) -> str:
-    """Draw images a second where a run has no timeline."""
-    drawn = [_line(run.name, color(i), run.train, "images_per_second") for i, run in enumerate(runs)]
-    drawn = [one for one in drawn if one.x]
-    if not drawn:
-        return ""
-    chart = lines(drawn, 1060, 220, "step", "", zero=True) + (
-        legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
-    )
-    return section("Speed", "This run recorded no timeline.", card("Images a second", chart))
+    return section("Where the time went", hint, *cards)
 
 
 def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
@@ -293,9 +280,3 @@ def sifting(runs: Sequence[RunRecord]) -> str:
             told = "Above: never left out, highest loss (often label errors). Below: left out most."
             cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{told}</p>'))
     return section("Sifting", "", *cards)
-
-
-def embedded(values: Mapping[str, Any]) -> str:
-    """Return values as JSON inside the page, for programs that read it."""
-    text = json.dumps(values).replace("</", "<\\/")
-    return f'<script type="application/json" id="numbers">{text}</script>'
