@@ -4,8 +4,9 @@ Run: python benchmarks/rules.py [--rounds 2] [--only NAME ...] [--record FOLDER]
 
 Each case is a tiny run with one fault. Its findings must hold the case's rule. What that finding advises, one key and
 one value, is then set, and both runs take turns. A row is one run. `measured` is what the fault is about:
-milliseconds of a steady step after the first epoch, of an image, seconds of the start, or MiB of growth. Where the
-advice is a profile, a run with it shows the fault, which is then removed by hand.
+milliseconds of a step after the first epoch (the median of log windows, which neighbours move less than the mean; of
+rare stalls the mean), of an image, seconds of the start, or MiB of growth. Where the advice is a profile, a run with it
+shows the fault, which is then removed by hand.
 
 The machine is sampled ten times a second, and `MaxInitializationTime` speaks from 2 seconds on instead of 30, so that
 runs of a few seconds are enough. Not here: a synchronizing loss and a starved GPU, which need a GPU.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import os
@@ -40,8 +42,10 @@ from kd.monitor.timeline import read_rows
 STEPS = 90
 PHOTOS = 160
 """Of each of three classes: 30 steps an epoch."""
-SMALL, LARGE = (96, 72), (640, 480)
-"""Pixels of a photograph: a JPEG of noise takes 0.2 ms or 6 ms to decode."""
+KEPT = 24
+"""Samples of the machine that a record has, about."""
+SMALL, MEDIUM, LARGE = (96, 72), (320, 240), (640, 480)
+"""Pixels of a photograph: a JPEG of noise takes 0.2, 1.5 or 6 ms to decode."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,30 @@ class Case:
     """Where the advice is to look closer: what is then done by hand."""
 
 
+INTERVAL, SETUP_SECONDS = 0.1, 2.0
+RANK = f"""
+import sys
+
+from kd.cli.train import main
+from kd.monitor import rules, system
+
+system.INTERVAL, rules.SETUP_SECONDS = {INTERVAL}, {SETUP_SECONDS}
+sys.exit(main())
+"""
+"""The program of a rank."""
 SLOW = "data.kind=sabotage.source"
 ONE = "data.workers=1"
 CASES = {
     "healthy": Case("", (ONE,)),
     "healthy_ranks": Case("", (ONE,), ranks=2),
     "too_many_workers": Case("CPUBottleneck", ("data.workers=8",), photos=LARGE),
-    "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=LARGE),
+    "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=MEDIUM),
     "decoding": Case("CPUBottleneck", (ONE,), photos=LARGE),
     "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", ONE)),
     "tiny_batch": Case("BatchSize", ("data.batch_size=1", ONE, "student.args.embed_dim=256"), "image_ms"),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
-    "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0")),
+    "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0"), "mean_ms"),
     "leak": Case(
         "GPUMemoryIncrease",
         ("losses=[{kind: sabotage.loss, leak_mib: 4}]", ONE),
@@ -117,7 +132,9 @@ def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
     """Train, and return the run folder."""
     if ranks == 1:
         with contextlib.redirect_stdout(io.StringIO()):
-            return kd.train(config, *overrides).folder
+            folder = kd.train(config, *overrides).folder
+        gc.collect()  # the workers of a run end with its loader, and would otherwise do so within the next run
+        return folder
     file = Path(config["run"]["folder"]) / f"{config['run']['name']}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(config))
@@ -127,7 +144,7 @@ def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     common = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kd.cli.train", str(file), *overrides]
+    command = [sys.executable, "-c", RANK, str(file), *overrides]
     started = [
         subprocess.Popen(
             command,
@@ -153,31 +170,44 @@ def value(folder: Path, what: str) -> float:
         quarter = max(1, len(samples) // 4)
         return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter])
     apart = ("evaluation", "checkpoint", "setup", "profile")
-    ms = sum(each for row in steady for name, each in row["ms"].items() if name not in apart)
-    step = ms / sum(row["steps"] for row in steady)
-    return step / int(kd.load_config(str(folder / "config.yaml")).data.batch_size) if what == "image_ms" else step
+    steps = [sum(ms for name, ms in row["ms"].items() if name not in apart) / row["steps"] for row in steady]
+    if what == "mean_ms":
+        return statistics.mean(steps)
+    batch = int(kd.load_config(str(folder / "config.yaml")).data.batch_size) if what == "image_ms" else 1
+    return statistics.median(steps) / batch
 
 
 def keep(folder: Path, case: Case, target: Path) -> None:
-    """Write what the rules saw, for the tests."""
-    config = kd.load_config(str(folder / "config.yaml"))
+    """Write what the rules saw, thinned, for `tests/unit/monitor/test_recorded.py`."""
+    config, choices = kd.load_config(str(folder / "config.yaml")), _choices(folder)
     facts = {
         "cores": cores(),
         "local_ranks": case.ranks,
         "threads": config.backend.options.threads or max(1, cores() // case.ranks),
         "workers": config.data.workers,
-        "batch_size": json.loads((folder / "manifest.json").read_text())["choices"].get("batch_size"),
+        "batch_size": int(choices.get("batch_size") or config.data.batch_size),
         "store": config.data.store,
-        "epochs": 3,
+        "choices": choices,
     }
-    facts["batch_size"] = int(facts["batch_size"] or config.data.batch_size)
-    timelines = {str(rank): read_rows(folder / f"timeline_{rank}.jsonl") for rank in range(case.ranks)}
-    samples = [
-        {name: each for name, each in row.items() if name in ("time", "cpu", "process_mib", "process_cpu", "workers_cpu", "gpu")}
-        for row in read_rows(next(folder.glob("monitor_*_0.jsonl")))[:60]
-    ]
-    content = {"rule": case.rule, "facts": facts, "timelines": timelines, "samples": samples}
-    target.write_text(json.dumps(content) + "\n")
+    names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "outliers", "regions")
+    timelines = {
+        rank: [
+            {name: row[name] for name in names if name in row} for row in read_rows(folder / f"timeline_{rank}.jsonl")
+        ]
+        for rank in range(case.ranks)
+    }
+    begin = next(row["time"] - row["wall_ms"] / 1000 for row in timelines[0] if row["kind"] == "steady")
+    samples = [row for row in read_rows(next(folder.glob("monitor_*_0.jsonl"))) if row["time"] >= begin]
+    samples = samples[:: max(1, len(samples) // KEPT)]
+    names = ("time", "cpu", "process_mib", "process_cpu", "workers_cpu", "gpu")
+    samples = [{name: row[name] for name in names} for row in samples]
+    target.write_text(
+        json.dumps({"rule": case.rule, "facts": facts, "timelines": timelines, "samples": samples}) + "\n"
+    )
+
+
+def _choices(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())["choices"]
 
 
 def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) -> list[dict[str, Any]]:
@@ -218,10 +248,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES))
     given = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    system.INTERVAL, rules.SETUP_SECONDS = 0.1, 2.0
+    system.INTERVAL, rules.SETUP_SECONDS = INTERVAL, SETUP_SECONDS
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        photos = {size: photographs(Path(work) / f"photos_{size[0]}", size) for size in (SMALL, LARGE)}
+        photos = {size: photographs(Path(work) / f"photos_{size[0]}", size) for size in (SMALL, MEDIUM, LARGE)}
         for name in given.only:
             table += play(name, given.rounds, photos[CASES[name].photos], Path(work) / name, given.record)
     print(f"{'case':<18}{'rule':<24}{'found':<8}{'slow':>10}{'cured':>10}{'ratio':>8}  advice")

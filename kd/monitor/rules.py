@@ -29,7 +29,7 @@ READING = 0.5
 STORE_SAVES = 0.5
 """Share of decoding that a store saves at least; benchmarks/loading.py."""
 CROWDED = 0.10
-"""Share of the cores that surplus workers must take; below it they cost the step little."""
+"""Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
 FULL_CORES = 90.0
 """Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
 LOW_GPU = 70.0
@@ -139,14 +139,15 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     """The cores have no room: more loader processes than cores, or decoding that no core is left for."""
     facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
-    workers = evidence.mean(lambda sample: sample["workers_cpu"])
-    if load is None or workers is None or evidence.steps() < MIN_STEPS:
+    workers, own = (evidence.mean(lambda sample, name=name: sample[name]) for name in ("workers_cpu", "process_cpu"))
+    if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
         return None
-    text, taken = f"the cores are {load:.0f} % busy", workers / (100 * facts.share)
-    if facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED:
+    text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
+    crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
+    if crowded and loading.busy > (1 - READING) * loading.seconds:
         value = 1 if facts.device == "cpu" else facts.room
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
-        text += f"{100 * taken:.0f} % of them"
+        text += f"{100 * taken:.0f} % of what the run gets of them"
         threshold, advice = f"{FULL_CORES:.0f} % of all cores", "the step then gets its cores back."
         return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
     if wait is None or wait.reading >= READING or facts.can_add:

@@ -88,7 +88,7 @@ def _tiles(run: RunRecord) -> str:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
         if waits:
-            tiles.append((percent(sum(waits) / len(waits)), "of the time waits for data", ""))
+            tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
     if run.cost:
         tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
     drawn = "".join(

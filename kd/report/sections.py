@@ -69,12 +69,11 @@ def findings(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         who = f"{run.name}: " if len(runs) > 1 else ""
         for one in run.findings:
-            change = f"<code>{esc(one['key'])}={esc(one['value'])}</code>" if one.get("key") else ""
-            evidence = one["evidence"].rstrip(".")
+            told, change = esc(one["evidence"]), esc(f"{one['key']}={one['value']}")
             found.append(
-                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {esc(evidence)}. '
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {told}. '
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
-                f"<p>{esc(one['advice'])} {change}</p></div>"
+                f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
             )
     if not found:
         found = [
@@ -135,7 +134,7 @@ def time(runs: Sequence[RunRecord]) -> str:
         parts = time_parts(run)
         if parts:
             cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
-    hint = "Wall-clock time of rank 0 by what the loop was doing. In the chart, each bar is one log window."
+    hint = "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is one log window."
     return section("Where the time went", hint, *cards)
 
 
@@ -147,8 +146,7 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
         share = 100 * ms / total
         bar += f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{name} {share:.1f} %"></i>'
         named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
-    wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
-    told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
+    told = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
     return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'
 
 
@@ -165,9 +163,10 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
         for name in inside
     ]
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
-    told = [f"{row['kind']} {number(row['wall_ms'] / row['steps'], 'ms')} a step" for row in before]
-    told += [f"slowest step {slow[0]:.0f}, {number(slow[1], 'ms')}"] if slow else []
-    text = "; ".join(told)
+    names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
+    told = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
+    told += [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."] if slow else []
+    text = " ".join(told)
     chart = stack(layers, 1060, 240, "last step of the window", "ms")
     return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
 
@@ -181,9 +180,10 @@ def machine(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         for name, rows in run.monitor.items():
             if len(rows) > 1:
-                title = f"{run.name}, {name}" if len(runs) > 1 else name
+                host = name.rpartition("_")[0]
+                title = f"{run.name}, {host}" if len(runs) > 1 else host
                 cards.append(_host(title, _sampled(rows)))
-    hint = "Samples of the machine while the run went. Strong colour: a busy core. Pale column: a machine that waits."
+    hint = "Samples of the machine, one a second. The stronger the colour, the busier the core."
     return section("The machine", hint, *cards)
 
 
@@ -256,7 +256,8 @@ def operators(runs: Sequence[RunRecord]) -> str:
         for i, run in enumerate(profiled)
     ]
     drawn = [one for one in memory if one.x]
-    held = card("Allocated memory, MiB", lines(drawn, 1060, 180, "ms", "MiB", True), named) if drawn else ""
+    curve = lines(drawn, 1060, 180, "milliseconds of the profile", "MiB", True) if drawn else ""
+    held = card("Allocated memory, MiB", curve, named) if drawn else ""
     return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
 
 

@@ -102,7 +102,8 @@ def test_more_workers_than_cores():
     found = ask(samples=full, workers=8)["CPUBottleneck"]
     assert (found.key, found.value, found.severity) == ("data.workers", 1, "warning")
     assert ask(samples=full, workers=2) == {}
-    assert ask(samples=[one | {"workers_cpu": 10.0} for one in full], workers=8) == {}  # they only wait
+    assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
+    assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
 
 
