@@ -77,11 +77,11 @@ ONE = "data.workers=1"
 CASES = {
     "healthy": Case("", (ONE,)),
     "healthy_ranks": Case("", (ONE,), ranks=2),
-    "too_many_workers": Case("CPUBottleneck", ("data.workers=8",), photos=LARGE),
+    "too_many_workers": Case("CPUBottleneck", ("data.workers=8",), photos=MEDIUM),
     "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=MEDIUM),
     "decoding": Case("CPUBottleneck", (ONE,), photos=LARGE),
     "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", ONE)),
-    "tiny_batch": Case("BatchSize", ("data.batch_size=1", ONE, "student.args.embed_dim=256"), "image_ms"),
+    "tiny_batch": Case("BatchSize", ("data.batch_size=1", ONE, "student.args.embed_dim=384"), "image_ms"),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
     "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0"), "mean_ms"),
@@ -92,7 +92,9 @@ CASES = {
         cured=("losses=[{kind: sabotage.loss}]",),
     ),
     "slow_start": Case(
-        "MaxInitializationTime", ("data.batch_size=auto", "data.image_size=32", "run.steps=20", ONE), "setup_s"
+        "MaxInitializationTime",
+        ("data.batch_size=auto", "student.args.embed_dim=192", "run.steps=20", ONE),
+        "setup_s",
     ),
     "one_thread": Case("OverallSystemUsage", ("backend.threads=1", ONE, "student.args.embed_dim=256")),
 }

@@ -26,8 +26,6 @@ LOADERS_BUSY = 0.7
 another reason: the first batch of an epoch, or a batch on its way between processes."""
 READING = 0.5
 """Share of the loading in which it neither computes nor waits for a core: from here on, bytes are the larger part."""
-STORE_SAVES = 0.5
-"""Share of decoding that a store saves at least; benchmarks/loading.py."""
 CROWDED = 0.10
 """Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
 FULL_CORES = 90.0
@@ -152,8 +150,8 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
     if wait is None or wait.reading >= READING or facts.can_add:
         return None
-    # a store leaves the augmentation, and reading it costs something too
-    saves = min(wait.ms, STORE_SAVES * wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
+    # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
+    saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
     if saves < DATA_WAIT or not facts.new_store:
         return None
     text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores; "

@@ -13,7 +13,7 @@ from kd.monitor.rules import find
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
 DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}
-AUGMENTS = {"busy": 1.0, "decoding": 0.15}
+AUGMENTS = {"busy": 1.0, "decoding": 0.08}
 
 
 def loading(seconds: float, shares: dict[str, float], steps: int = 40) -> dict:
