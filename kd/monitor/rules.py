@@ -141,13 +141,16 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
         return None
     text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
+    decodes = loading.decoding >= READING * loading.seconds
+    stored = "each image is then decoded once, in the first epoch."
     crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
     if crowded and loading.busy > (1 - READING) * loading.seconds:
-        value = 1 if facts.device == "cpu" else facts.room
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
         text += f"{100 * taken:.0f} % of what the run gets of them"
-        threshold, advice = f"{FULL_CORES:.0f} % of all cores", "the step then gets its cores back."
-        return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
+        key, value, advice = "data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores."
+        if decodes and facts.new_store:
+            key, value, advice = "data.store", facts.new_store, stored
+        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice, key, value)
     if wait is None or wait.reading >= READING or facts.can_add:
         return None
     # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
@@ -157,8 +160,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores; "
     text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
-    advice = "each image is then decoded once, in the first epoch."
-    return _finding("CPUBottleneck", saves, text, threshold, advice, "data.store", facts.new_store)
+    return _finding("CPUBottleneck", saves, text, threshold, stored, "data.store", facts.new_store)
 
 
 # --------------------------------------------------------------------------------------------------------- the GPU

@@ -100,7 +100,9 @@ def test_a_wait_that_nothing_helps_against_is_no_finding():
 def test_more_workers_than_cores():
     full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0) for i in range(9)]
     found = ask(samples=full, workers=8)["CPUBottleneck"]
-    assert (found.key, found.value, found.severity) == ("data.workers", 1, "warning")
+    assert (found.key, found.value, found.severity) == ("data.store", "ram", "warning")
+    assert ask(samples=full, workers=8, store="ram")["CPUBottleneck"].value == 1
+    assert ask(steady(loading_ms=loading(60.0, AUGMENTS)), samples=full, workers=8)["CPUBottleneck"].value == 1
     assert ask(samples=full, workers=2) == {}
     assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
     assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
