@@ -213,7 +213,9 @@ def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         "--data",
         str(photographs(scale, work)),
     ]
-    argv += ["--rounds", "1", "--steps", "24", "--batch", str(scale.batch), "--teachers", "B", "--workers", "12"]
+    steps, teacher = ("24", "B") if scale.kind == "cuda" else ("8", "S")
+    workers = str(max(1, len(os.sched_getaffinity(0)) - 4))
+    argv += f"--rounds 1 --steps {steps} --batch {scale.batch} --teachers {teacher} --workers {workers}".split()
     text = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [row("timm's train.py beside kd", 0.0, "see its CSV", text.strip().splitlines()[-2])]
 

@@ -36,7 +36,7 @@ import kd
 from _record import HERE, write
 from kd.host import cores
 from kd.monitor import rules, system
-from kd.monitor.timeline import read_rows
+from kd.storage import read_rows
 
 STEPS = 90
 PHOTOS = 160

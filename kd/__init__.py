@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # loader's own worker, a step on two cores was measured to take fifty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "train"]
 
 _HOMES = {

@@ -30,6 +30,8 @@ ABANDONED = 3600.0
 """Age in seconds from which a draft is taken for that of a killed process, where no lock tells."""
 MANIFEST_WAIT = 10.0
 """Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
+LAST = 2**26
+"""Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
 log = logging.getLogger("kd")
 
 # ---------------------------------------------------------------------------------------------- whole or absent
@@ -197,6 +199,29 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 # --------------------------------------------------------------------------------------------------------- lock
+
+
+def read_rows(path: Path, last: int = LAST) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none where there is no file.
+
+    A line that is no JSON object is left out: a kill or a full disk has cut it short, and the next start may have
+    written behind it. So is all but the end of a very long file.
+
+    Args:
+        path: of the file.
+        last: bytes at the end that are read.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        skipped = max(0, path.stat().st_size - last)
+        file.seek(skipped)
+        lines = file.read().split(b"\n")
+    rows = []
+    for line in lines[1 if skipped else 0 :]:
+        with suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def lock(path: Path, where: str) -> IO[str] | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from pieces import merged, paint, tiny
+from pieces import base, merged, paint
 
 import kd  # before torch: it tells OpenMP how to wait
 
@@ -56,19 +56,6 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small file system needs root")
     yield place
     subprocess.run(["umount", str(place)], check=True)
-
-
-def base(photos: Path, folder: Path) -> dict[str, Any]:
-    """A whole configuration in which nothing is left to a measurement: same seed, same bits."""
-    return {
-        "run": {"name": "tiny", "folder": str(folder / "runs"), "epochs": 2, "every": {"log": 2}},
-        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 8, "workers": 0},
-        "teacher": {**tiny(2, 48), "precision": "fp32", "fit": {"lr": 3e-3, "folder": str(folder / "teachers")}},
-        "student": tiny(),
-        "losses": [{"kind": "kl"}],
-        "optimizer": {"lr": 2e-3},
-        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
-    }
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
 VALUES = {"errors", "types", "seeds", "pixels", "references", "host", "storage", "object_store", "shards", "contracts"}
-VALUES |= {"instances"}
+VALUES |= {"exported", "instances"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "backends"}
 BELOW_SETUP = VALUES | {"parts", "config", "models", "data", "optim", "monitor", "report", "engine", "artifacts"}
 JOBS = BELOW_SETUP | {"setup", "jobs"}
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "types": set(),
     "seeds": set(),
     "pixels": set(),
+    "exported": set(),
     "instances": set(),
     "references": set(),
     "host": {"references"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "sagemaker": VALUES,
     "api": JOBS,
     "cli": JOBS | {"api", "predict", "sagemaker", "serve"},
-    "serve": {"errors", "pixels"},
+    "serve": {"errors", "exported", "pixels"},
     "predict": {"errors", "object_store", "serve", "shards", "storage"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from kd.artifacts.checkpoint import save_tensors
 from kd.errors import RunError
+from kd.exported import MANIFEST, checksum, sha256
 from kd.storage import atomic_folder, write_json
-
-MANIFEST = "manifest.json"
 
 
 def export(
@@ -48,14 +46,8 @@ def export(
             for path in extras.iterdir():
                 shutil.copyfile(path, draft / path.name)
         files = {path.relative_to(draft).as_posix(): _entry(path) for path in draft.rglob("*") if path.is_file()}
-        content = {**(facts or {}), "files": files}
+        content = json.loads(json.dumps({**(facts or {}), "files": files}))  # as it will be read
         write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
-
-
-def checksum(content: dict[str, Any]) -> str:
-    """Return the sha256 of a manifest without its checksum: of its JSON with sorted keys and no other spaces."""
-    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def refuse_other(folder: Path) -> None:
@@ -71,8 +63,4 @@ def refuse_other(folder: Path) -> None:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        sha = hashlib.sha256()
-        while block := file.read(1 << 20):
-            sha.update(block)
-    return {"bytes": path.stat().st_size, "sha256": sha.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -54,6 +54,8 @@ class Mirror:
         if found and CONFIG not in found:
             allowed = "The copy of a run, or nothing"
             raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
+        if outside := next((name for name in found if ".." in name.split("/") or name.startswith("/")), ""):
+            raise RunError(WHERE, f"'{self.url}' has a file '{outside}'", "Files below the copy", "Remove it there")
         if not (self.folder / CONFIG).exists():
             self._restore(found)
             return
@@ -139,9 +141,12 @@ def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
     return {match[1] for match in found if match and match[2] == "state.json"}
 
 
-def _rank(name: str) -> tuple[bool, str]:
-    """Order uploads; removals go the other way."""
-    return name.endswith("/state.json"), name
+def _rank(name: str) -> tuple[bool, bool, str]:
+    """Order uploads: config.yaml first, which makes the copy a run, and last what makes checkpoints whole.
+
+    Removals go the other way.
+    """
+    return name.endswith("/state.json"), name != CONFIG, name
 
 
 def _mark(status: os.stat_result) -> Mark:

@@ -5,6 +5,7 @@ Rank 0 writes; every rank reads (several machines need a shared file system for 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor
 from kd.artifacts import checkpoint
 from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
-from kd.storage import disk_error, flush, lock, log, recover, remove_folder, write_json, write_text
+from kd.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
 from kd.types import State
 
 
@@ -96,9 +97,17 @@ class RunDir:
         return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what manifest.json records; empty before the first `record`."""
+        """Return what manifest.json records; empty before the first `record`.
+
+        Raises:
+            RunError: it is damaged.
+        """
         file = self.path / "manifest.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as error:
+            remedy = "Restore it, or choose another run.name"
+            raise RunError("run.folder", f"'{file}' is damaged ({error})", "", remedy) from error
 
     def record(self, **facts: Any) -> None:
         """Add facts to manifest.json; rank 0 only."""
@@ -123,10 +132,7 @@ class RunDir:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all kinds, oldest first."""
-        file = self._metrics_file
-        if not file.is_file():
-            return []
-        return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        return read_rows(self._metrics_file, 2**62)
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
@@ -184,6 +190,11 @@ class RunDir:
         step = checkpoint.head(folder)[0].step if folder else -1
         return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
 
+    def best_weights(self) -> str:
+        """Return a hash of the best checkpoint; empty before the first one."""
+        folder = self._best()
+        return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
+
     def complete_copy(self) -> None:
         """Wait until the copy is complete.
 
@@ -222,8 +233,8 @@ class RunDir:
     def _truncate_metrics(self, step: int) -> None:
         file = self._metrics_file
         if self.rank == 0 and file.is_file():
-            rows = [line for line in file.read_text().splitlines() if line.endswith("}")]
-            write_text(file, "".join(f"{line}\n" for line in rows if json.loads(line)["step"] <= step))
+            kept = [row for row in self.rows() if row["step"] <= step]
+            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
 
     def _take_lock(self) -> None:
         try:

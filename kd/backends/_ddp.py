@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kd.backends import _shards
 from kd.backends._guard import guard_fused, hold
 from kd.backends._launch import announce, place
+from kd.backends._watch import Stragglers
 from kd.errors import BackendError, KdError
 from kd.host import free_mib
 from kd.types import Batch
@@ -47,6 +48,7 @@ class DDPBackend:
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
+        self._stragglers: Stragglers | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._teacher: nn.Module | None = None
         self._module: nn.Module | None = None
@@ -63,6 +65,8 @@ class DDPBackend:
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _join_error(self.place.launcher, self.timeout, error) from error
         self._joined = True
+        keys, seconds = _attempt(), self.timeout.total_seconds()
+        self._stragglers = Stragglers(self.rank, self.world_size, seconds, keys, _collectives_begun)
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
@@ -72,6 +76,7 @@ class DDPBackend:
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
+        self._stragglers.start()
 
     def _join(self) -> None:
         """Join the process group, with store keys that no earlier attempt of this launcher has used.
@@ -80,8 +85,7 @@ class DDPBackend:
         the address of a dead rank and wait for it.
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        named = dist.PrefixStore(f"kd/attempt_{attempt}", store)
+        named = dist.PrefixStore(_attempt(), store)
         dist.init_process_group(self.init, store=named, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
@@ -138,6 +142,8 @@ class DDPBackend:
         """Split a frozen module into one pipeline stage per rank."""
         from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
 
+        if self._stragglers is not None:
+            self._stragglers.counts_agree = False
         self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
         return self._teacher
 
@@ -252,6 +258,14 @@ class DDPBackend:
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
+        straggler = self._stragglers.named() if self._stragglers is not None else ""
+        if straggler:
+            return BackendError(
+                "backend",
+                f"rank {self.rank} gave up waiting: {straggler}",
+                f"A collective may take {self.timeout.total_seconds():g} s (backend.timeout_seconds)",
+                "See what holds that process up; the same command resumes from the last checkpoint",
+            )
         return BackendError(
             "backend",
             f"rank {self.rank} lost the other ranks ({reason})",
@@ -261,6 +275,8 @@ class DDPBackend:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self._stragglers is not None:
+            self._stragglers.close()
         if self._joined:
             self._joined = False
             if torch.__version__ < _FSDP2:
@@ -286,6 +302,19 @@ _PEER_ENDED = (
     "Timed out waiting",
     "Socket closed",
 )
+
+
+def _attempt() -> str:
+    """Return a prefix of keys in the launcher's store that no earlier attempt has used."""
+    return f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _collectives_begun() -> int:
+    """Return the number of collectives that this rank has begun, DDP's included; 0 where torch does not count them."""
+    try:
+        return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    except RuntimeError:
+        return 0
 
 
 def _check_pipeline(stages: int, world_size: int) -> None:

@@ -36,7 +36,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()

@@ -91,7 +91,7 @@ def _here(given: argparse.Namespace) -> int:
         argv = [given.config, *given.overrides]
         if any(name.startswith("data") for name in given.local):
             argv.append("data.loader=ray")
-        config.load(given.config, argv[1:])
+        config.load(given.config, argv[1:], cluster=False)  # the hosts start it
         codes.append(launch(given.local, argv))
 
     return guarded(command) or codes[0]
@@ -233,8 +233,11 @@ def _unique(name: str) -> str:
 
 def _groups(text: str) -> dict[str, int]:
     groups = dict(re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text))
-    if not groups or ",".join(f"{name}={count}" for name, count in groups.items()) != text:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of groups such as dnn=1,data=2")
+    training = [count for name, count in groups.items() if not name.startswith("data")]
+    if not training or ",".join(f"{name}={count}" for name, count in groups.items()) != text:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of groups such as dnn=1,data=2, one that trains")
+    if sum(map(int, groups.values())) > 250:
+        raise argparse.ArgumentTypeError(f"'{text}' has more than 250 hosts")
     return {name: int(count) for name, count in groups.items()}
 
 

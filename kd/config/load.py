@@ -25,13 +25,16 @@ from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
 from kd.references import Referenced, written
 
 
-def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here: bool = True) -> Config:
+def load(
+    path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here: bool = True, cluster: bool = True
+) -> Config:
     """Read a configuration: schema default < YAML < overrides.
 
     Args:
         path: a YAML file, or its contents as a dictionary.
         overrides: `key=value`, the key dotted (`optimizer.lr=1e-3`, `losses.0.weight=2`, `losses[0].weight=2`).
         here: require the packages that it names; False for the record of a run that was made elsewhere.
+        cluster: also require the address of the cluster, where the run decodes on one; False for who starts it.
 
     Raises:
         ConfigErrors: everything that is wrong with it, one line each.
@@ -41,7 +44,7 @@ def load(path: str | Path | dict[str, Any], overrides: Sequence[str] = (), here:
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
-        errors.extend(validate(config, here))
+        errors.extend(validate(config, here, cluster))
     if errors:
         raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
     if not config.run.name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,13 @@ from kd.types import NOT_FEATURES, BackendFacts, Dims
 ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
 
 
-def validate(config: Config, here: bool = True) -> Iterator[KdError]:
+def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
     """Yield every rule that a configuration breaks; each of its keys is well-formed.
 
     Args:
         config: with the backend's kind resolved.
         here: also require the packages that the run would import on this machine.
+        cluster: also require the address of the cluster, where the run decodes on one.
     """
     needed = needs(config.losses)
     read = reads(config.losses)
@@ -40,7 +42,7 @@ def validate(config: Config, here: bool = True) -> Iterator[KdError]:
         yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
     yield from _embedding(config, read)
     yield from _data(config.data, config.teacher)
-    yield from _remote(config.data, here)
+    yield from _remote(config.data, here, here and cluster)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _labels(config, needed)
     yield from _student(config.student)
@@ -111,7 +113,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
-def _remote(data: DataSection, here: bool) -> Iterator[KdError]:
+def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
     """Yield what does not go with images that other hosts decode."""
     if data.loader != "ray":
         return
@@ -121,6 +123,10 @@ def _remote(data: DataSection, here: bool) -> Iterator[KdError]:
     if here and not installed("ray"):
         remedy = "pip install 'kd[ray]', or set data.loader=local"
         yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
+    elif cluster and not os.environ.get("RAY_ADDRESS"):
+        wrong = "is ray, but the variable RAY_ADDRESS names no cluster"
+        remedy = "Start with kd-launch or as in docs/cluster.md, or set data.loader=local"
+        yield ConfigError("data.loader", wrong, "HOST:PORT", remedy)
 
 
 def _losses(

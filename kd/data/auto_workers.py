@@ -20,8 +20,8 @@ TURNS = (0, 1, 1, 0)
 """Segments of a comparison: the loader in use, the other one twice, and the first again."""
 MARGIN = 0.05
 """Share by which both segments of the other loader must be faster than both of the one in use."""
-FIRST = 64
-"""Batches before the first comparison; threads are compared before."""
+FIRST = 40
+"""Steps before the first comparison; threads are compared before."""
 EVERY = 512
 """Batches from one comparison to the next; half of 48 then come from the slower loader."""
 
@@ -40,7 +40,7 @@ class AutoWorkers:
         self.loaders, self.info = [rule, other], info
         self.unreadable = other.unreadable = rule.unreadable
         self.batch_size = rule.batch_size
-        self._batches = -FIRST
+        self._batches = -FIRST * rule.accumulate
         """Since the comparison began; below 0 before it."""
         self._seconds: list[float] = []
         self._medians: list[float] = []

@@ -16,11 +16,13 @@ from contextlib import closing, suppress
 from itertools import islice, pairwise
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kd.contracts import Dataset
 from kd.data.decoders import WHERE, Call, Pool, Slot, Unanswered, pack, unpack
 from kd.data.loader import Fetch, LocalLoader, Request
-from kd.errors import KdError
-from kd.types import Batch
+from kd.errors import KdError, RunError
+from kd.types import TENSORS, Batch
 
 CHUNK = 32
 """Images of one call at most."""
@@ -48,12 +50,14 @@ class RemoteLoader(LocalLoader):
         super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
         self.workers = max(1, len(pool.slots) // world_size)
+        self._compared = set[str]()
         self.made_here = 0
         """Images that this process made itself."""
         self._fetch = Fetch(dataset)
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
+        self._compared.clear()
         before = self.made_here
         yield from ahead(self._made())
         if made := self.made_here - before:
@@ -86,7 +90,7 @@ class RemoteLoader(LocalLoader):
         try:
             answer = self.pool.get(call)
             if not isinstance(answer, KdError):
-                return answer
+                return self._other(call.slot, call.request, answer) or answer
         except Unanswered as error:
             self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
@@ -95,6 +99,17 @@ class RemoteLoader(LocalLoader):
         if not isinstance(here, KdError):
             self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
         return here
+
+    def _other(self, slot: Slot, request: Request, answer: dict[str, Any]) -> RunError | None:
+        """Compare the first image of each host in a pass with this process's: its copy of the data may differ."""
+        if slot.address in self._compared:
+            return None
+        self._compared.add(slot.address)
+        here = pack(self._fetch[Request(request.ids[:1], request.weights[:1], request.view)])
+        if isinstance(here, KdError) or all(np.array_equal(here[name], answer[name][:1]) for name in TENSORS):
+            return None
+        wrong = f"the host {slot.address} makes other pixels of image {request.ids[0]} than this one"
+        return RunError(WHERE, wrong, "The same data on all hosts", "Copy it there again, or set data.loader=local")
 
     def _reassign(self, suspects: Sequence[Slot], others: deque[Call]) -> None:
         for i, other in enumerate(others):

@@ -49,16 +49,17 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> Asked:
     Args:
         folder: of the run.
         recipe: of the run.
-        images: of the validation split, evenly spaced; 0: all of them. Answers in the folder are taken as they are.
+        images: of the validation split, evenly spaced; 0: all of them.
     """
     if not (recipe.reads.student_logits and recipe.reads.teacher_logits):
         return Asked(None)  # an embedding has no answers to count
     try:
         data = open_sources(recipe.data)
         data.val.prepare()
-        file, kept = folder.path / FILE, _kept(folder)
+        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
+        file, kept = folder.path / FILE, _kept(folder, belongs)
         if kept is None:
-            kept = _ask(folder, recipe, data, images)
+            kept = {**_ask(folder, recipe, data, images), "belongs": belongs}
             write_json(file, kept)
     except KdError as error:
         return Asked(None, f"No answers of the models on validation images: {error}")
@@ -69,13 +70,13 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> Asked:
         return Asked(found, f"No photographs: {error}")
 
 
-def _kept(folder: RunDir) -> dict[str, Any] | None:
-    """Return the answers that an earlier report kept, if they are the best checkpoint's."""
+def _kept(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the answers that an earlier report kept, if they are the best checkpoint's for these images."""
     try:
         found = json.loads((folder.path / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if found.get("step") == folder.best_row().get("step") else None
+    return found if isinstance(found, dict) and found.get("belongs") == belongs else None
 
 
 def _ask(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _ask(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, A
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
     classes = data.classes
-    student, provenance = best_student(folder, recipe, classes)
+    student, _ = best_student(folder, recipe, classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {"student": student.to(device).eval()}
     teacher = _teacher(recipe, data)
@@ -95,7 +96,7 @@ def _ask(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, A
         models["teacher"] = LiveTeacher(teacher, device).validation()  # type: ignore[assignment]
     shown = views(data, recipe.seed)[1]
     asked = evenly_spaced(len(data.val), images or len(data.val))
-    found: dict[str, Any] = {"step": provenance["step"], "of": len(data.val), "ids": [], "label": []}
+    found: dict[str, Any] = {"of": len(data.val), "ids": [], "label": []}
     found |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
     for start in range(0, len(asked), BATCH):
         samples = [(id, shown.load(id, 0)) for id in asked[start : start + BATCH]]

@@ -91,7 +91,8 @@ def distill(
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
         sifting = sifting_report(run, data.train, folder)
-        console.info(f"{title}: {memory(recipe.optimizer.zero, run, built.facts['choices'])}")
+        told = memory(recipe.optimizer.zero, run, built.facts["choices"])
+        console.info(f"{title}: {told}" if told else "")
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)
@@ -166,7 +167,7 @@ def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
 
 
 def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
-    """Say what sharding and bfloat16 gave back on this rank, in MiB. All ranks must call it."""
+    """Say what sharding and bfloat16 gave back on this rank, in MiB; "" on one rank without. All ranks must call it."""
     backend = run.backend
     held = backend.counters()["optimizer_mib"]
     whole = held
@@ -176,8 +177,8 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
     if whole > held:
         text += f" of {whole:.2f} in all: ZeRO-1 over {backend.world_size} ranks gave back {whole - held:.2f}"
     if isinstance(run.teacher, LiveTeacher) and choices.get("teacher", "").startswith("bf16"):
-        text += f"; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
-    return text
+        return f"{text}; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
+    return text if backend.world_size > 1 else ""
 
 
 def unreadable(data: Data, run: Run, known: dict[str, Any]) -> list[str]:

@@ -23,9 +23,9 @@ from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
 from kd.monitor.profiler import Profiler
 from kd.monitor.rules import find
-from kd.monitor.timeline import APART, LAST, Timeline, read_rows
+from kd.monitor.timeline import APART, Timeline
 from kd.setup.recipe import Recipe
-from kd.storage import log, write_json
+from kd.storage import LAST, log, read_rows, write_json
 from kd.types import BackendFacts, Loading, State
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17

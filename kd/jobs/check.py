@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from kd.config.schema import OptimizerSection, RunSection, TeacherSection
 from kd.config.validate import Reads
 from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
+from kd.errors import CorruptImage, DataError
 from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
@@ -29,17 +32,20 @@ from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
 
+LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
+"""How long, and how many images at most, `--check` decodes to find damaged ones."""
+
 
 def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
     """Check a recipe and describe the run.
 
-    Models are built on the meta device: no memory, no weights. Listing the data is real; nothing is decoded.
+    Models are built on the meta device: no memory, no weights. Listing the data is real; images are decoded if `timed`.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
     Args:
         recipe: of the run.
         path: of its configuration, to show.
-        timed: also time a few steps with random weights, decode a few images, and say how long the run takes.
+        timed: also time a few steps with random weights, say how long the run takes, and look for damaged images.
 
     Raises:
         KdError: what `kd-train` would stop at.
@@ -62,6 +68,7 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
+        *_unseen(data),
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
@@ -80,6 +87,7 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
         f"memory    {_state_mib(recipe.optimizer, student, world_size):.0f} MiB a rank for weights, gradients and "
         "optimizer; activations come on top",
+        *(_images(data, section.on_corrupt) if timed else []),
         *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
@@ -104,6 +112,46 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
     if hourly:
         lines.append(f"cost      about USD {money(hourly * guess.total / 3600)} at USD {hourly:g} an hour")
     return lines
+
+
+def _unseen(data: Data) -> list[str]:
+    """Name the classes that validation says nothing about."""
+    seen = {data.val.label(id) for id in range(len(data.val))}
+    missing = [name for label, name in enumerate(data.classes) if label not in seen]
+    if not missing or seen <= {-1}:
+        return []
+    shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
+    count = f"{len(missing)} of {len(data.classes)} classes"
+    return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
+
+
+def _images(data: Data, on_corrupt: str) -> list[str]:
+    """Decode images in random order, all if the time suffices, and say how many are damaged.
+
+    Raises:
+        CorruptImage: an image is damaged, and kd-train would stop at it.
+    """
+    first_val, total = len(data.train), len(data.train) + len(data.val)
+    damaged: list[CorruptImage] = []
+    looked, end = 0, time.monotonic() + LOOK_SECONDS
+    for id in random.Random(0).sample(range(total), min(total, MOST_LOOKED)):
+        try:
+            data.train.decode(id) if id < first_val else data.val.decode(id - first_val)
+        except CorruptImage as error:
+            damaged.append(error)
+        except DataError:
+            return []  # not rendered or unpacked yet
+        looked += 1
+        if time.monotonic() > end:
+            break
+    of = f"{looked} of {total}" if looked < total else f"all {looked}"
+    if not damaged:
+        return [f"images    decoded {of}: none is damaged"]
+    first = damaged[0]
+    if on_corrupt == "error":
+        more = f"; {len(damaged)} damaged images among {of}" if len(damaged) > 1 else ""
+        raise CorruptImage(first.where, first.wrong + more, first.allowed, first.remedy)
+    return [f"images    decoded {of}: {len(damaged)} damaged, to be skipped; {first.wrong}"]
 
 
 def _length(section: RunSection, split: BatchSplit | None, num_images: int) -> list[str]:

@@ -92,6 +92,8 @@ def elsewhere(instance: Instance, here: StepCost, found: Measured, mfu: float) -
     if found.accelerator:
         return here, f"{told}\n          taken for a device of {instance.name} (an assumption where it is another one)"
     cost = on(instance, here, mfu)
+    if found.uncounted:
+        told += f"\n          left out: the teacher, which runs in {found.uncounted}; --run RUN has it"
     return cost, (
         f"{told}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
         f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
@@ -129,7 +131,7 @@ def step_cost(found: Measured, recipe: Recipe) -> StepCost:
         backward=max(0.0, found.step - found.score),
         load=found.load,
         gradient_mib=found.gradient_mib,
-        gflop=found.gflop,
+        gflop=found.gflop + (share * found.teacher_gflop if asked else 0.0),
         kernels=found.kernels,
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ from kd import config
 from kd.errors import RunError
 from kd.jobs._answers import answers
 from kd.jobs._folder import opened_run
-from kd.monitor.timeline import read_rows
 from kd.references import redact
 from kd.report import text
 from kd.report.page import render
 from kd.report.record import RunRecord, price_rows
 from kd.setup.recipe import Recipe
-from kd.storage import write_text
+from kd.storage import read_rows, write_text
 
 BASELINE = "labels_only"
 """Folder of the baseline inside a run folder."""
@@ -49,11 +49,12 @@ def report(
     Raises:
         RunError: a folder is no run folder, or the page cannot be written.
     """
-    runs = distinct([read(path, images, overrides) for path in paths])
     file = target or paths[0] / "report.html"
-    page = redact(render(runs))
+    with _told(paths):
+        runs = distinct([read(path, images, overrides) for path in paths])
+        page, summary = redact(render(runs)), redact(text.summary(runs))
     write_text(file, page, "--to")
-    return Report(file, len(page.encode()), redact(text.summary(runs)))
+    return Report(file, len(page.encode()), summary)
 
 
 def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -62,16 +63,34 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[st
     Raises:
         RunError: no run has a price.
     """
-    runs = distinct([read(path, -1, overrides) for path in paths])
-    if not any(run.cost for run in runs):
-        remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
-        raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
-    return price_rows(runs)
+    with _told(paths):
+        runs = distinct([read(path, -1, overrides) for path in paths])
+        if not any(run.cost for run in runs):
+            remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
+            raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
+        return price_rows(runs)
 
 
 def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = ()) -> str:
     """Return the page of runs as they stand now; the models are not asked."""
-    return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
+    with _told(paths):
+        return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
+
+
+@contextmanager
+def _told(paths: Sequence[Path]) -> Iterator[None]:
+    """Turn what goes wrong with values that kd does not write into one line.
+
+    Raises:
+        RunError: a file of a run holds such values.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
+        remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
+        raise RunError("run", wrong, "", remedy) from error
 
 
 def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:

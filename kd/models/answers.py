@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,20 +74,21 @@ def read(path: str, where: str) -> Answers:
 
 
 def _check(found: Answers, path: str, where: str) -> None:
-    rows = found.values.shape[1] if found.values.ndim == 3 else -1
-    others = 0 if found.val_values is None else len(found.val_values)
-    problem = ""
-    if rows < 0 or not found.values.is_floating_point():
+    tables = [found.values, *([] if found.val_values is None else [found.val_values[None]])]
+    both, problem = [found.names, found.val_names], ""
+    rows = [one.shape[1] if one.ndim == 3 else -1 for one in tables]
+    expected = [len(names) for names in both if names or names is found.names]
+    if any(one.ndim != 3 or not one.is_floating_point() for one in tables):
         problem = "its answers are no table of floating point numbers"
-    elif rows != len(found.names) or others != len(found.val_names):
-        problem = f"it has {rows + others} answers and {len(found.names) + len(found.val_names)} names"
+    elif len({one.shape[2] for one in tables}) > 1:
+        problem = "it has answers of several widths"
+    elif rows != expected:
+        problem = f"it has {sum(rows)} answers and {sum(expected)} names"
     elif found.classes and len(found.classes) != found.values.shape[2]:
         problem = f"it has {found.values.shape[2]} numbers an image and {len(found.classes)} classes"
-    elif len(set(found.names)) < len(found.names):
-        seen: set[str] = set()
-        twice = next(name for name in found.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        problem = f"it has the image '{twice}' twice"
-    elif not found.values.isfinite().all():
+    elif twice := [name for names in both for name, count in Counter(names).items() if count > 1]:
+        problem = f"it has the image '{twice[0]}' twice"
+    elif not all(one.isfinite().all() for one in tables):
         problem = "it has NaN or infinity"
     if problem:
         raise ModelError(where, f"'{path}': {problem}", "One finite answer for each name", "Correct the table")

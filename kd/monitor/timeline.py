@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kd.monitor.region import active, marked
-from kd.storage import write_text
+from kd.storage import read_rows, write_text
 from kd.types import UNKNOWN, Loading, State
 
 log = logging.getLogger("kd")
@@ -34,8 +34,6 @@ WARM_UP = 5
 OUTLIER = 3.0
 """A step that takes so many medians is an outlier. SageMaker's StepOutlier takes 3 standard deviations, which one slow
 step of a short window widens so far that it hides itself."""
-LAST = 2**26
-"""Bytes of a file that are read at the end of a run: some 60,000 log windows, or two days of samples."""
 
 
 @dataclass(slots=True)
@@ -335,21 +333,3 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     outliers = [told(i) for i in order if lengths[i] > OUTLIER * median]
     found: dict[str, Any] = {"median_ms": round(median, 3), "slowest": told(order[0])}
     return found | ({"outliers": outliers} if outliers else {})
-
-
-def read_rows(path: Path, last: int = LAST) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines.
-
-    A line that a killed process cut short is left out, and so is all but the end of a very long file.
-
-    Args:
-        path: of the file; none there: no rows.
-        last: bytes at the end that are read.
-    """
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - last)
-        file.seek(skipped)
-        lines = file.read().decode(errors="replace").splitlines()
-    return [json.loads(line) for line in lines[1 if skipped else 0 :] if line.endswith("}")]

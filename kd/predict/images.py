@@ -103,8 +103,15 @@ def _is_image(name: str) -> bool:
 
 def _folder(root: str) -> Images:
     names = []
-    for folder, below, files in os.walk(root, onerror=_unlisted):
+    above: dict[str, set[str]] = {root: set()}
+    for folder, below, files in os.walk(root, onerror=_unlisted, followlinks=True):
+        real = os.path.realpath(folder)
+        seen = above.pop(folder)
+        if real in seen:
+            wrong = f"the folder '{folder}' is a link to a folder above it"
+            raise DataError(WHERE, wrong, "", "Remove the link")
         below[:] = sorted(name for name in below if not name.startswith("."))
+        above.update({os.path.join(folder, name): seen | {real} for name in below})
         inside = os.path.relpath(folder, root)
         kept = (name for name in files if _is_image(name) and not name.startswith("."))
         names += [name if inside == "." else f"{inside}/{name}" for name in kept]

@@ -95,7 +95,7 @@ class Console:
 
 def _training_text(values: Mapping[str, float], news: Mapping[str, float]) -> str:
     """Return a row as text; `news` has the values that changed, so that constant counts are shown once."""
-    skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait")
+    skip = ("loss", "accuracy", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait", "optimizer_mib")
     shown = {name: value for name, value in news.items() if name not in skip and not name.startswith("ms_")}
     terms = " ".join(f"{name} {_number(value)}" for name, value in shown.items())
     loss = values.get("loss", math.nan)  # no step of the window was applied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +156,13 @@ class RunRecord:
     def epochs_done(self) -> float:
         """Passes over the data: completed ones where they are counted."""
         return float(len(self.epochs)) or float(self.train[-1]["epoch"] if self.train else 0)
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps of rows and their values of a key, without rows that lack it, and without NaN and infinity."""
+    found = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+    kept = [(step, value) for step, value in found if math.isfinite(value)]
+    return [step for step, _ in kept], [value for _, value in kept]
 
 
 def label_of(run: RunRecord) -> str:

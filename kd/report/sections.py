@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.report.console import percent
-from kd.report.record import SPANS, RunRecord, clock, time_parts
+from kd.report.record import SPANS, RunRecord, clock, points, time_parts
 from kd.report.sifting import saving_text
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
 
@@ -110,8 +110,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
-    kept = [row for row in rows if key in row]
-    return Series(name, color, [float(row["step"]) for row in kept], [float(row[key]) for row in kept])
+    return Series(name, color, *points(rows, key))
 
 
 def _chart(title: str, series: Sequence[Series], unit: str) -> str:
@@ -144,7 +143,9 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
     bar, named = "", []
     for name, ms in drawn.items():
         share = 100 * ms / total
-        bar += f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{name} {share:.1f} %"></i>'
+        bar += (
+            f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
+        )
         named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
     told = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
     return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kd.report.console import percent, table
-from kd.report.record import RunRecord, clock, differences, price_rows, time_parts
+from kd.report.record import RunRecord, clock, differences, points, price_rows, time_parts
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -64,7 +64,7 @@ def curves(run: RunRecord) -> str:
         ("step, ms", run.train, "step_ms", ""),
         ("images/s", run.train, "images_per_second", ""),
     ):
-        values = [float(row[key]) for row in rows if key in row]
+        values = points(rows, key)[1]
         if len(values) > 1:
             first, last = (percent(v) if unit else f"{v:.4g}" for v in (values[0], values[-1]))
             lines.append(f"{name:10s} {sparkline(values)} {first} -> {last}")

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd import pixels
+from kd import exported, pixels
 from kd.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
@@ -30,6 +30,7 @@ def sagemaker_archives(export: Path) -> list[Path]:
 
     code = {
         "inference.py": Path(handler.__file__).read_bytes(),
+        "exported.py": Path(exported.__file__).read_bytes(),
         "pixels.py": Path(pixels.__file__).read_bytes(),
         "requirements.txt": REQUIREMENTS.encode(),
     }

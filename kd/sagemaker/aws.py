@@ -69,7 +69,8 @@ def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Se
         sagemaker.create_endpoint_config(**requests["CreateEndpointConfig"])
         sagemaker.create_endpoint(**requests["CreateEndpoint"])
         print(f"endpoint {name} is created", flush=True)
-        _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name, POLL_SECONDS)
+        with _going_on(f"endpoint {name} goes on. {remove}"):
+            _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name, POLL_SECONDS)
         grey = io.BytesIO()
         Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
         question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
@@ -100,7 +101,19 @@ def transform(requests: Mapping[str, Request], export: Path, model: str, poll: f
         sagemaker.create_model(**requests["CreateModel"])
         sagemaker.create_transform_job(**requests["CreateTransformJob"])
         print(f"transform job {name} is created", flush=True)
-        _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name, poll)
+        stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+        with _going_on(f"transform job {name} goes on. {stop}"):
+            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name, poll)
+
+
+@contextmanager
+def _going_on(line: str) -> Iterator[None]:
+    """After Ctrl-C, say what AWS goes on with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(line, flush=True)
+        raise
 
 
 def _upload(export: Path, target: str) -> None:

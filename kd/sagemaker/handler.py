@@ -1,7 +1,7 @@
 """The student in SageMaker's PyTorch container: the four hooks that its toolkit calls.
 
-`kd-export --sagemaker` ships this file as `code/inference.py`, with `pixels.py` beside it. It needs torch, timm and
-Pillow and nothing of kd.
+`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py` and `pixels.py` beside it. It needs
+torch, timm and Pillow and nothing else of kd.
 
 A body is image/jpeg, image/png, image/webp, application/x-image, or JSON: {"image": base64} or {"images": [base64]}.
 The answer is JSON, one prediction an image. A ValueError is what the toolkit turns into an answer to the client.
@@ -21,10 +21,14 @@ import torch
 from PIL import Image
 
 try:
+    from exported import MANIFEST, sha256, unchanged  # type: ignore[import-not-found]
     from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
 except ImportError:  # inside of kd
+    from kd.exported import MANIFEST, sha256, unchanged
     from kd.pixels import centre_crop, to_rgb
 
+WEIGHTS = "model.safetensors"
+FILES = (WEIGHTS, "config.json")
 FORMATS = ("JPEG", "PNG", "WEBP")
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5
@@ -34,11 +38,11 @@ class Student:
     """The model, and what must happen to an image before it."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "model.safetensors").is_file():  # timm would take a pickle, which may run code
-            raise FileNotFoundError(f"no model.safetensors in '{folder}'")
+        if not (folder / WEIGHTS).is_file():  # timm would take a pickle, which may run code
+            raise FileNotFoundError(f"no {WEIGHTS} in '{folder}'")
+        manifest = verified(folder)
         self.network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
-        manifest = json.loads((folder / "manifest.json").read_text())
         self.embeds = manifest.get("output", {}).get("name") == "embedding"
         self.labels = [] if self.embeds else list(config["label_names"])
         self.version, given = manifest["version"], manifest["input"]
@@ -55,6 +59,21 @@ class Student:
         with torch.inference_mode():
             output = self.network((pixels / 255 - self.mean) / self.std)
             return torch.nn.functional.normalize(output, dim=1) if self.embeds else output.softmax(-1)
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an export.
+
+    Raises:
+        ValueError: it, the weights or the labels are not what was exported.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text())
+    files = manifest.get("files", {})
+    changed = [] if unchanged(manifest) else [MANIFEST]
+    changed += [name for name in FILES if sha256(folder / name) != files.get(name, {}).get("sha256")]
+    if changed:
+        raise ValueError(f"not what was exported (the checksum differs): {', '.join(changed)} in '{folder}'")
+    return manifest
 
 
 def model_fn(model_dir: str, context: Any = None) -> Student:

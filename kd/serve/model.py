@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from kd.errors import MissingExtra, ModelError
+from kd.exported import MANIFEST, unchanged
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
+WHERE = "export"
 ENDINGS = {"model.onnx": "", "model.int8.onnx": "-int8", "openvino.xml": "-openvino"}
 
 
@@ -87,9 +89,9 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
     Raises:
         ModelError: not an export, an export without this graph, or a file that was changed after the export.
     """
-    manifest, config = _json(folder, "manifest.json"), _json(folder, "config.json")
-    if isinstance(manifest, dict) and manifest.pop("checksum", None) not in (None, _checksum(manifest)):
-        raise _invalid_export(f"'{folder / 'manifest.json'}' is not what was exported (its checksum differs)")
+    manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
+    if isinstance(manifest, dict) and not unchanged(manifest):
+        raise _invalid_export(f"'{folder / MANIFEST}' is not what was exported (its checksum differs)")
     try:
         size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
         files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
@@ -173,7 +175,7 @@ def _import(name: str, remedy: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingExtra("kd-serve", f"{name} is not installed", "", remedy) from error
+        raise MissingExtra(WHERE, f"{name} is not installed", "", remedy) from error
 
 
 def _json(folder: Path, name: str) -> Any:
@@ -181,15 +183,9 @@ def _json(folder: Path, name: str) -> Any:
         return json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
-        raise ModelError("kd-serve", f"'{folder}' is not an export: it has no {name}", "", remedy) from error
+        raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy) from error
     except (OSError, ValueError) as error:
         raise _invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    """Return what `kd-export` wrote as the checksum of the rest. Exports of older builds have none."""
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
@@ -206,7 +202,7 @@ def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
 
 
 def _invalid_export(wrong: str) -> ModelError:
-    return ModelError("kd-serve", wrong, "A folder as `kd-export` wrote it", "Export anew: kd-export RUN")
+    return ModelError(WHERE, wrong, "A folder as `kd-export` wrote it", "Export anew: kd-export RUN")
 
 
 def _first_line(error: Exception) -> str:

@@ -87,7 +87,8 @@ def price(section: TeacherSection, kept: Codec, num_images: int) -> str:
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in kept.features.items()) or "logits"
     shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"
-    text = f"{total:.3g} GB for {shown}, {size / 1e3:.3g} kB each ({arrays})"
+    whole = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
+    text = f"{whole} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
     if total > section.cache.max_gb:
         remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
         allowed = f"At most {section.cache.max_gb:g} GB (teacher.cache.max_gb)"

@@ -175,6 +175,8 @@ class BatchSplit:
     eval_batch: int
 
     def __str__(self) -> str:
+        if self.world_size == self.accumulate == 1:
+            return f"{self.batch_size} images"
         return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 

@@ -52,7 +52,11 @@ class Measured:
     """Loading in one process; 0 where the images do not exist yet."""
     gradient_mib: float
     gflop: float
-    """Arithmetic of the student's step and the teacher's forward."""
+    """Arithmetic of the student's step, of an image."""
+    teacher_gflop: float
+    """Arithmetic of the teacher's forward, as far as torch runs it."""
+    uncounted: str
+    """What else runs the teacher: "onnxruntime"."""
     kernels: int
     """Operators of both."""
     device: str
@@ -84,7 +88,7 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
     few = max(1, count // 4)
     with ExitStack() as stack:
         small = stack.enter_context(Trial(distillation, live, backend, size, few))
-        gflop, kernels = _arithmetic(small, teacher is not None)
+        gflop, teacher_gflop, kernels = _arithmetic(small, teacher is not None)
         if milliseconds(small.step, backend) > SLOW_MS:
             count = few
         whole = stack.enter_context(Trial(distillation, live, backend, size, count))
@@ -110,6 +114,8 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
         load=_load_ms(data, recipe.seed),
         gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
         gflop=gflop / few,
+        teacher_gflop=teacher_gflop / few,
+        uncounted="" if teacher is None or teacher.runs_in == "a table" else teacher.runs_in,
         kernels=kernels,
         device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
         accelerator=backend.device.type != "cpu",
@@ -225,14 +231,18 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, int]:
-    """Return GFLOP (matrix products and convolutions, a multiply-add is two) and operators of one step."""
+def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, float, int]:
+    """Return GFLOP of the step and of the teacher's forward, and the operators of both.
+
+    Matrix products and convolutions are counted; a multiply-add is two.
+    """
     trial.step()  # asks the teacher, whose outputs are kept
     with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
         if with_teacher:
             trial.ask()
+        teacher = counter.get_total_flops()
         trial.step()
-    return counter.get_total_flops() / 1e9, kernels.count
+    return (counter.get_total_flops() - teacher) / 1e9, teacher / 1e9, kernels.count
 
 
 def _load_ms(data: Data, seed: int) -> float:

@@ -165,7 +165,16 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.{key}", wrong, "", f"Leave {key} out")
     made = GraphTeacher(path, options, spec.where, image_size)
     noise = torch.randint(256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0))
-    first = made.answer(noise.to(torch.uint8))
+    try:
+        first = made.answer(noise.to(torch.uint8))
+    except Exception as error:  # onnxruntime has its own, unrelated error types
+        reason = " ".join(str(error).split())[:200]
+        wrong = f"'{path}' fails on images of {made.input_size}x{made.input_size} pixels ({reason})"
+        allowed = "A graph from square RGB images to answers"
+        raise ModelError(f"{spec.where}.model", wrong, allowed, f"Set {spec.where}.input_size") from error
+    if len(first) != 2:
+        wrong = f"'{path}' answers two images with the shape {tuple(first.shape)}"
+        raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")
     if not spec.logits:
         made.features = tuple(features)
         made.num_features = first.flatten(1).shape[1]

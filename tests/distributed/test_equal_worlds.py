@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import STEPS
+from world_runs import STEPS
 
 MICROS = "data.micro_batch=3"
 

@@ -7,10 +7,10 @@ import shutil
 
 import torch
 import yaml
-from conftest import STEPS
 from pieces import tiny
 from ranks import World, start
 from safetensors.torch import load_file
+from world_runs import STEPS
 
 RANKS = 2
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import STEPS, Trained
 from pieces import tiny, without_clocks
 from ranks import HERE, environment, start
 from test_resume import same_bits
+from world_runs import STEPS, Trained
 
 OURS = ("data.kind=outside.signalling", "optimizer.ema=0.9", f"run.every.checkpoint={STEPS}")
 SLOW = {"KD_SLOW": "0.02"}

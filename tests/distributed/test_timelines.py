@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import STEPS
+from world_runs import STEPS
 
-from kd.monitor.timeline import read_rows
+from kd.storage import read_rows
 
 
 def test_each_rank_leaves_its_timeline(plain):

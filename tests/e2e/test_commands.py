@@ -193,7 +193,7 @@ def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
         patched.setattr(RunDir, "log", interrupted)
         stopped = command("train", path)
     assert stopped.code == 130
-    assert stopped.err == "interrupted; the same command resumes from the last checkpoint\n"
+    assert stopped.err == "interrupted; the same command resumes\n"
     assert command("train", path).code == 0
     weights = "checkpoints/step_00000008/tensors.safetensors"
     assert files(tmp_path / "runs" / "broken")[weights] == files(tmp_path / "runs" / "whole")[weights]
@@ -259,13 +259,31 @@ def test_check_answers_and_writes_nothing(fitted, settings, written, command, tm
         "length",
         "backend",
         "memory",
+        "images",
         "time",
         "speed",
     ]
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
-    assert said["batch"].endswith("8 images = 1 ranks x 1 micros x 8")
+    assert said["batch"].endswith(" 8 images")
     assert "8 steps of 8 images (2 epochs)" in said["length"]
     assert ("fitted for 2 epochs if not found" if fit else "weights and classes fit the data") in said["teacher"]
+    assert "all 49: none is damaged" in said["images"]
+
+
+def test_check_finds_damaged_images_and_classes_without_validation(written, photos, command, refused, tmp_path):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    shutil.rmtree(root / "val" / "fig")
+    cut = root / "train" / "fig" / "07.jpg"
+    cut.write_bytes(cut.read_bytes()[:300])
+    path = written(data={"root": str(root)})
+    line = refused("train", path, "--check")
+    assert line.startswith("data.root: file 'train/fig/07.jpg'")
+    assert "data.on_corrupt=skip" in line
+    answer = command("train", path, "--check", "data.on_corrupt=skip")
+    assert answer.code == 0, answer
+    assert "no validation image: 1 of 3 classes, which accuracy does not cover: fig\n" in answer.out
+    assert "all 45: 1 damaged, to be skipped; file 'train/fig/07.jpg'" in answer.out
 
 
 def test_check_needs_no_weights(written, command):

@@ -24,7 +24,7 @@ def test_what_is_checked_before(written, command):
     answer = command("train", written(losses=[{"kind": "tokens"}], teacher={"cache": {"views": 2}}), "--check")
     assert answer.code == 0, answer
     # 4 tokens and the pooled vector of 48 float16 numbers, and 12 bytes of checksums
-    assert "cache     3.54e-05 GB for 2 views of 36 images, 0.492 kB each (pooled [48], tokens [4, 48])" in answer.out
+    assert "cache     0.0354 MB for 2 views of 36 images, 0.492 kB each (pooled [48], tokens [4, 48])" in answer.out
 
 
 def test_report_manifest_and_card_say_what_decided(embedded, command):

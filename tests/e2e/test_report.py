@@ -126,6 +126,36 @@ def test_a_report_without_the_teacher_says_so(run, command):
     assert 'class="confusion"' not in text
 
 
+def test_answers_belong_to_the_weights_and_the_data(run, photos, command, tmp_path):
+    """The answers on other images were shown."""
+    page = tmp_path / "page.html"
+    assert command("report", run, "--to", page).code == 0
+    asked = [json.loads((run / "answers.json").read_text())]
+    other = Path(shutil.copytree(photos, tmp_path / "photos"))
+    min((other / "val").rglob("*.jpg")).unlink()
+    for more in ([f"data.root={other}"], [f"data.root={other}", "--images", "5"]):
+        assert command("report", run, *more, "--to", page).code == 0
+        asked.append(json.loads((run / "answers.json").read_text()))
+    assert [len(one["ids"]) for one in asked] == [13, 12, 5]
+    assert [one["of"] for one in asked] == [13, 12, 12]
+
+
+def test_files_that_kd_did_not_write(run, command, refused):
+    rows_file = run / "timeline_0.jsonl"
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    rows[-1]["ms"]['"><img src=x>'] = 1e6
+    torn = '{"step": 3, "ms": {"data": 1.0}' + json.dumps(rows[0])
+    rows_file.write_text("\n".join([torn, *map(json.dumps, rows)]) + "\n")
+    assert command("report", run, "run.name='<!--<script>'", "--images", "5").code == 0
+    page = (run / "report.html").read_text()
+    assert "<img src=x>" not in page
+    assert "<!--" not in page
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": "three", "loss": 1.0}\n')
+    for more in ((), ("--price", "price.per_hour=1")):
+        assert "does not hold what kd writes" in refused("report", run, *more)
+
+
 def test_plans_and_checks_answer_with_money(written, command):
     path = written()
     told = command("plan", path, "--on", "p4d.24xlarge", "x2")

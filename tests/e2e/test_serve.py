@@ -453,7 +453,7 @@ def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo):
 
 
 def test_what_a_user_can_get_wrong(refused, exported, tmp_path, command):
-    assert refused("serve", tmp_path).startswith(f"kd-serve: '{tmp_path}' is not an export: it has no manifest.json.")
+    assert refused("serve", tmp_path).startswith(f"export: '{tmp_path}' is not an export: it has no manifest.json.")
     assert refused("serve", exported, "--file", "other.onnx").startswith("--file: ")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -485,4 +485,4 @@ def test_the_word_serve_is_sagemakers(command):
         pytest.skip("/opt/ml/model exists here")
     answer = command("serve", "serve")
     assert answer.code == 2
-    assert answer.err.startswith("kd-serve: '/opt/ml/model' is not an export: it has no manifest.json.")
+    assert answer.err.startswith("export: '/opt/ml/model' is not an export: it has no manifest.json.")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import base
-from views_for_checks import Absent, Slow
+from pieces import base
+from views_for_checks import Absent, Slow, Stale
 
 from kd.cli.train import main as train
 from kd.data.decoders import Pool
@@ -44,12 +44,12 @@ def broken(photos, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def datasets(photos, broken) -> list:
-    """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent."""
+    """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent, stale."""
     source, torn = (build(Options(root=str(root)), "train", None) for root in (photos, broken))
     seen = Train(16, 0.35, 0.5, 0.3)
     views = Views(source, seen, size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
     skip, refuse = (Views(torn, Train(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
-    return [views, skip, refuse, Slow(views, 0.02), Absent(views)]
+    return [views, skip, refuse, Slow(views, 0.02), Absent(views), Stale(views)]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,13 @@ def test_an_image_that_nobody_can_read_is_the_same_error_after_the_same_batches(
             told.append((batches, type(error), str(error)))
     assert len(told) == 2
     assert told[0] == told[1]
+
+
+def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
+    """Its images were trained on, and nothing was said."""
+    _, there = both(datasets, pools[0], 5, 12, 1, 0, 1)
+    with pytest.raises(KdError, match=r"^data\.loader: the host .* makes other pixels of image \d+ than this one"):
+        list(there.epoch(plan_of(24), 0))
 
 
 def test_images_that_only_the_trainer_has(datasets, pools):

@@ -197,6 +197,16 @@ def test_contradictions_between_keys():
     assert list(found) == ["student.model"]
 
 
+def test_xla_with_zero_cannot_skip_steps():
+    """torch_xla's ZeRO applies each step."""
+    overrides = ("backend.kind=xla", "optimizer.zero=true", "optimizer.on_nonfinite=skip")
+    found = errors_of(minimal(), *overrides)
+    assert list(found) == ["optimizer.on_nonfinite"]
+    assert "optimizer.zero=false" in found["optimizer.on_nonfinite"]
+    for other in ("backend.kind=cpu", "optimizer.zero=false", "optimizer.on_nonfinite=error"):
+        load(minimal(), [*overrides, other])
+
+
 def test_a_batch_that_is_found_goes_with_neither_a_micro_batch_nor_a_sharded_teacher():
     assert "which finds it" in errors_of(minimal(), "data.batch_size=auto", "data.micro_batch=8")["data.micro_batch"]
     told = errors_of(minimal(), "data.batch_size=auto", "teacher.shard=true")

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from kd.errors import RunError
-from kd.storage import Records, Stop, atomic_folder, hashed_folder, lock, open_folder, recover, write_json, write_text
+from kd.storage import (
+    Records,
+    Stop,
+    atomic_folder,
+    hashed_folder,
+    lock,
+    open_folder,
+    read_rows,
+    recover,
+    write_json,
+    write_text,
+)
 
 
 def everything(folder: Path) -> list[str]:
@@ -133,6 +144,19 @@ def test_a_text_on_a_full_disk_leaves_the_old_one(small_disk):
 def records(folder: Path, label: str = "", size: int = 100, align: int = 1) -> Records:
     file = os.open(folder / "records", os.O_RDWR | os.O_CREAT)
     return Records(file, size, Stop("here", "The rest is left out."), label, align)
+
+
+def test_rows_that_are_not_whole_are_left_out(tmp_path):
+    """A full disk cut a row short within a nested value, and the resumed run wrote behind it."""
+    path = tmp_path / "rows.jsonl"
+    assert read_rows(path) == []
+    whole = [{"step": step, "ms": {"data": 0.5}} for step in range(4)]
+    lines = [json.dumps(row).encode() for row in whole]
+    torn = [lines[1][:20] + lines[1], b"\0" * 9, b"\xff{}", b"3", b"[" * 100_000, lines[2][:-1]]
+    path.write_bytes(b"\n".join([lines[0], *torn, lines[3]]) + b"\n" + lines[1][:-2])
+    assert read_rows(path) == [whole[0], whole[3]]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert read_rows(path, len(lines[3]) + 5) == [whole[3]]
 
 
 @pytest.mark.parametrize("align", [1, 64, 4096])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
+from xla_runs import STEPS, Trained
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 if find_spec("torch_xla") is not None:
@@ -17,7 +16,6 @@ if find_spec("torch_xla") is not None:
     import torch_xla
 
     torch_xla.device()
-STEPS = 20
 # torch_xla's own, about python and torch
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -31,27 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(text))
             if find_spec("torch_xla") is None:
                 item.add_marker(pytest.mark.skip(reason="torch_xla is not installed; `make test-xla` installs it"))
-
-
-class Trained(NamedTuple):
-    """A finished run."""
-
-    folder: Path
-
-    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl of a kind."""
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row for row in rows if row["kind"] == kind]
-
-    def losses(self) -> list[float]:
-        """Return the loss of every row."""
-        return [row["loss"] for row in self.rows()]
-
-    def checkpoint(self, step: int = STEPS) -> dict[str, Any]:
-        """Return the tensors of a checkpoint."""
-        from safetensors.torch import load_file
-
-        return load_file(self.folder / "checkpoints" / f"step_{step:08d}" / "tensors.safetensors")
 
 
 @pytest.fixture(scope="session")

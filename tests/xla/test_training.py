@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import STEPS
+from xla_runs import STEPS
 
 pytestmark = pytest.mark.slow  # compiling
 

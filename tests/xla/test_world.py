@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained
+from xla_runs import Trained
 
 from kd.errors import DataError
 

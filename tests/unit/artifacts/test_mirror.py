@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from kd import object_store
 from kd.artifacts.run_dir import RunDir
 from kd.errors import DataError, RunError
 from kd.types import State
@@ -15,8 +17,8 @@ from kd.types import State
 URL = "s3://bucket/runs/tiny"
 
 
-def opened(path: Path) -> RunDir:
-    folder = RunDir(path, keep=2, mirror=URL)
+def opened(path: Path, url: str = URL) -> RunDir:
+    folder = RunDir(path, keep=2, mirror=url)
     folder.restore_copy()
     folder.open("run: {}")
     return folder
@@ -108,3 +110,56 @@ def test_nothing_foreign_is_overwritten_or_removed(aws, tmp_path):
     folder.complete_copy()
     folder.close()
     assert remote(aws)["photo.jpg"] == b"mine"
+
+
+def test_a_kill_at_any_moment_leaves_a_copy_to_go_on_from(tmp_path, monkeypatch, record_property):
+    """After each number of uploads and removals: a whole checkpoint or none, with its rows, and the run goes on."""
+    made, allowed = 0, 0
+
+    def counted(operation):
+        def run(*arguments):
+            nonlocal made
+            made += 1
+            if made > allowed:
+                raise DataError("run.mirror", "the process is gone")
+            return operation(*arguments)
+
+        return run
+
+    for name in ("upload", "remove"):
+        monkeypatch.setattr(object_store, name, counted(getattr(object_store, name)))
+    reached = []
+    while True:
+        url, here = f"memory://killed/{allowed}", tmp_path / str(allowed)
+        made = 0
+        killed = opened(here / "killed", url)
+        for step in range(1, 5):
+            train(killed, step, step)
+            with suppress(RunError):
+                killed.complete_copy()
+        killed.close()
+        whole = made <= allowed
+        made = -(10**9)
+        folder = opened(here / "resumed", url)
+        found = folder.restore()
+        step = found[0].step if found is not None else 0
+        assert found is None or found[1]["w"].tolist() == [float(step)] * 3
+        assert [row["step"] for row in folder.metrics("val")] == list(range(1, step + 1))
+        train(folder, step + 1, 5)
+        folder.complete_copy()
+        folder.close()
+        reached.append(step)
+        if whole:
+            break
+        allowed += 1
+    record_property("tried", len(reached))
+    assert reached == sorted(reached)
+    assert set(reached) == {0, 1, 2, 3, 4}
+
+
+def test_a_file_outside_of_the_copy_is_refused(aws, tmp_path):
+    for name in ("config.yaml", "../../outside"):
+        aws("s3").put_object(Bucket="bucket", Key=f"runs/tiny/{name}", Body=b"x")
+    with pytest.raises(RunError, match=r"has a file '\.\./\.\./outside'"):
+        opened(tmp_path / "a" / "run")
+    assert not (tmp_path / "outside").exists()

@@ -41,6 +41,12 @@ def kept(folder: RunDir) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in sorted(folder.checkpoints.glob("step_*"))]
 
 
+def test_a_damaged_manifest_is_one_line(tmp_path):
+    (tmp_path / "manifest.json").write_bytes(b'{"choices": \xff')
+    with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
+        RunDir(tmp_path).manifest()
+
+
 def test_the_newest_and_the_best_are_kept(opened):
     for step, best in [(1, True), (2, False), (3, True), (4, False), (5, False), (6, False)]:
         save(opened, step, best)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kd.jobs import _observe
-from kd.monitor.timeline import read_rows
+from kd.storage import read_rows
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

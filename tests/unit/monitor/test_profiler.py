@@ -10,7 +10,8 @@ import torch
 
 import kd
 from kd.monitor.profiler import POINTS, Profiler, thinned
-from kd.monitor.timeline import Timeline, read_rows
+from kd.monitor.timeline import Timeline
+from kd.storage import read_rows
 from kd.types import State
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kd.host import cores
 from kd.monitor.system import Monitor, Sampler, file_name
-from kd.monitor.timeline import read_rows
+from kd.storage import read_rows
 
 REPORT = {  # the keys of AWS's user guide of neuron-monitor
     "neuron_runtime_data": [

@@ -18,6 +18,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from kd.errors import DataError
+from kd.predict.images import find
 from kd.predict.run import Settings, predict
 from kd.serve.answers import predictions
 from kd.serve.images import prepare
@@ -169,6 +171,18 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert target.read_bytes() == whole
     assert "1500 images are unreadable" in done.stderr
     assert int(done.stdout.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
+
+
+def test_links_to_folders_are_followed(pictures, tmp_path):
+    """Their images were left out, and nothing was said; training follows them."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "linked").symlink_to(pictures)
+    found = find(str(tmp_path / "photos"), tmp_path / "copies")
+    plain = find(str(pictures), tmp_path / "copies")
+    assert list(found.names) == [f"linked/{name}" for name in plain.names]
+    (tmp_path / "photos" / "again").symlink_to(tmp_path / "photos")
+    with pytest.raises(DataError, match="is a link to a folder above it"):
+        find(str(tmp_path / "photos"), tmp_path / "copies")
 
 
 def test_refusals(exported, pictures, refused, tmp_path):

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from kd import instances
+from kd import config, instances
 from kd.instances import Instance
+from kd.jobs.plan import step_cost
 from kd.report.plan import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
-from kd.setup.estimate import line_through
+from kd.setup.estimate import Measured, line_through
+from kd.setup.recipe import Recipe
 
 MACHINE = Instance("made.up", 10.0, 4, 100.0, 50.0, 80.0, 32)
 """4 devices, 50 GB/s inside, 80 Gbit/s = 10 GB/s outside, 16 cores."""
 COST = StepCost(fixed=1.0, image=0.5, backward=0.25, load=0.0, gradient_mib=100.0)
 JOB = Job(images=64_000, epochs=3, batch_size=64)
+
+
+def test_a_cached_teacher_is_asked_in_some_epochs_only(settings):
+    """Measured, and counted: a plan for a GPU took the teacher for every step."""
+    found = Measured(1.0, 2.0, 0.5, 4.0, 0.0, 0.1, 1.0, 6.0, 8.0, "", 100, "2 CPU cores", False, "float32")
+    settings["run"]["epochs"] = 4
+    live, cached = (
+        step_cost(found, Recipe(config.load(settings, [f"teacher.cache.views={views}"]))) for views in (0, 1)
+    )
+    assert (live.image, live.gflop) == (6.0, 14.0)
+    assert (cached.image, cached.gflop) == (3.0, 8.0)
 
 
 def test_a_ring_by_hand():

@@ -228,6 +228,21 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
 
 
+@pytest.mark.parametrize(
+    ("what", "more", "told"),
+    [("deploy", (), "delete-endpoint --endpoint-name fruit"), ("transform", ("s3://bucket/in",), "stop-transform-job")],
+)
+def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch, what, more, told):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sending, "_wait", interrupted)
+    answer = command("launch", what, exported, *more, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
+    assert (answer.code, answer.err) == (130, "interrupted\n")
+    assert "fruit goes on" in answer.out
+    assert told in answer.out
+
+
 def test_what_aws_refuses_is_one_line(aws, exported, refused):
     options = (exported, "--instance", "ml.c5.xlarge", *GIVEN, "--output", "s3://another-bucket/kd")
     assert "NoSuchBucket" in refused("launch", "deploy", *options)

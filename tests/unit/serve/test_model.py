@@ -70,7 +70,7 @@ def test_no_export(copy, name):
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"input": 3}'])
 def test_a_broken_manifest(copy, text):
     (copy / "manifest.json").write_text(text)
-    with pytest.raises(ModelError, match=r"^kd-serve: "):
+    with pytest.raises(ModelError, match=r"^export: "):
         describe(copy)
 
 
@@ -164,7 +164,7 @@ def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     with tarfile.open(theirs) as tar:
         tar.extractall(tmp_path / "model", filter="data")
     code = {path.name for path in (tmp_path / "model/code").iterdir()}
-    assert code == {"inference.py", "pixels.py", "requirements.txt"}
+    assert code == {"exported.py", "inference.py", "pixels.py", "requirements.txt"}
     script = tmp_path / "hooks.py"
     script.write_text(HOOKS)
     picture = next((photos / "val/fig").glob("*.jpg"))
@@ -179,6 +179,22 @@ def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     assert [entry["label"] for entry in answer["predictions"][0]["top"]] == [e["label"] for e in expected[0]["top"]]
     assert answer["predictions"][0]["score"] == pytest.approx(expected[0]["score"], abs=2e-6)
     assert (kind, refused, answer["version"]) == ("application/json", 4, told.version)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors"])
+def test_sagemakers_handler_refuses_a_changed_file(copy, name):
+    from kd.sagemaker import handler
+
+    handler.verified(copy)
+    content = (copy / name).read_bytes()
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    if name != "model.safetensors":
+        old, new = (b'"version": "', b'"version": "0') if name == "manifest.json" else (b'"fig"', b'"pear"')
+        assert old in content
+        changed = content.replace(old, new)
+    (copy / name).write_bytes(changed)
+    with pytest.raises(ValueError, match=rf"the checksum differs\): {name} in"):
+        handler.model_fn(str(copy))
 
 
 @pytest.mark.parametrize("url", ["", "ftp://localhost", "//", "http://"])

@@ -19,6 +19,7 @@ import kd
 from kd import config
 from kd.errors import KdError, ModelError
 from kd.jobs.check import check
+from kd.jobs.plan import plan
 from kd.models.answers import Answers, read, write
 from kd.models.classifier import main_output
 from kd.setup.data import open_sources
@@ -322,6 +323,34 @@ def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes", "message"),
+    [
+        (["B", 3, 8, 16], [2, 3], "fails on images of 8x8 pixels"),
+        (["B", 4, 16, 16], [2, 3], "fails on images of 16x16 pixels"),
+        (["B", 3, 16, 16], [0, 2, 3], r"answers two images with the shape \(1, 3, 1, 1\)"),
+    ],
+)
+def test_a_graph_that_does_not_take_images_is_one_line(shape, axes, message, bare, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    node = make.make_node("ReduceMax", ["x"], ["y"], axes=axes)
+    ends = [[make.make_tensor_value_info(name, kind, size)] for name, size in (("x", shape), ("y", None))]
+    graph = make.make_model(
+        make.make_graph([node], "g", *ends), opset_imports=[make.make_opsetid("", 13)], ir_version=8
+    )
+    onnx.save(graph, tmp_path / "g.onnx")
+    section = {"kind": "onnx", "model": str(tmp_path / "g.onnx"), "mean": [0, 0, 0], "std": [1, 1, 1]}
+    with pytest.raises(ModelError, match=rf"^teacher\.model: .*{message}"):
+        load(bare, section)
+
+
+def test_a_plan_says_that_it_leaves_a_graph_out(made, bare):
+    """Its arithmetic is not counted: hours on a GPU were those of the student alone."""
+    chosen = config.load(merged(bare, {"teacher": made["onnx"]}))
+    assert "left out: the teacher, which runs in onnxruntime" in plan(Recipe(chosen), ["p4d.24xlarge"])
+
+
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -359,6 +388,24 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
     write(tmp_path / "b.safetensors", change(read(made["answers"]["model"], "teacher.model")))
     with pytest.raises(ModelError, match=rf"^teacher\.model.*: .*{message}"):
         load(bare, {"kind": "answers", "model": str(tmp_path / "b.safetensors")})
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (torch.full((2, 3), float("nan")), "it has NaN or infinity"),
+        (torch.zeros(2, 4), "answers of several widths"),
+        (torch.zeros(2, 2, 3), "no table of floating point numbers"),
+        (torch.zeros(1, 3), "50 answers and 51 names"),
+    ],
+)
+def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_path):
+    """NaN became a class: the teacher's accuracy and the agreement were wrong, and nothing was said."""
+    table = read(made["answers"]["model"], "teacher.model")
+    table = Answers("logits", table.names, table.values, table.classes, ["a", "b"], said)
+    write(tmp_path / "c.safetensors", table)
+    with pytest.raises(ModelError, match=message):
+        read(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
 def test_a_table_does_not_go_with_mixed_images(made, bare):

@@ -1,0 +1,141 @@
+"""What does patience buy? The student of the main job after 8 to 80 epochs, distilled and on labels alone, three seeds.
+
+One teacher is fitted for all, for 20 epochs. Its answers to eight views of each image are cached before, once for each
+seed. Each length is a run of its own, with its own schedule of the learning rate; only its last evaluation counts. CPU
+time is that of the student's run on one thread: it depends little on neighbours. The teacher's is not in it.
+
+Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40]
+
+Finished runs are kept in runs/patience.jsonl and not made again. Writes the CSV and docs/patience.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kd
+from _record import write
+from kd.jobs.cache import cache
+from kd.jobs.teach import teach
+from kd.report.svg import Frame, Series, lines
+
+CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
+PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
+TEACHER = ["teacher.fit.epochs=20", "teacher.precision=fp32"]
+VIEWS = 8
+ROWS = Path("runs", "patience.jsonl")
+STYLE = """
+svg { --accent: #2f6fde; --labels: #d9822b; --soft: #667085; --rule: #e4e7ec; font: 12px system-ui, sans-serif }
+@media (prefers-color-scheme: dark) { svg { --accent: #6ea8ff; --labels: #f0ab63; --soft: #98a2b3; --rule: #2b313b } }
+.grid { stroke: var(--rule) } text { fill: var(--soft) } .line { fill: none; stroke-width: 2 }
+.dashed { stroke-dasharray: 2 5 }
+"""
+
+
+def one_run(student: str, seed: int, epochs: int) -> dict[str, Any]:
+    """Train a student and return its row; the teacher is there already."""
+    own = ["losses=[{kind: ce}]", "teacher.model=", f"data.views={VIEWS}"]
+    if student == "distilled":
+        own = [*TEACHER, f"teacher.cache.views={VIEWS}"]
+    steps = 93 * epochs
+    given = [f"run.seed={seed}", f"run.epochs={epochs}", f"run.name=patience_{student}_{seed}_{epochs}"]
+    if student == "distilled":
+        cache(kd.load_config(CONFIG, [*PINS, *own, *given]))
+    begun = time.process_time()
+    run = kd.train(CONFIG, *PINS, *own, *given, f"run.every.evaluate={steps}", f"run.every.log={steps // 8}")
+    return {
+        "student": student,
+        "seed": seed,
+        "epochs": epochs,
+        "accuracy": round(run.metrics["accuracy"], 4),
+        "teacher": round(run.metrics["teacher_accuracy"], 4) if student == "distilled" else "",
+        "cpu_minutes": round((time.process_time() - begun) / 60, 2),
+    }
+
+
+def measured(student: str, seeds: Sequence[int], epochs: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row of each run of a kind of student; make those that are not there."""
+    known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    rows = {(row["student"], row["seed"], row["epochs"]): row for row in known}
+    for length in epochs:
+        for seed in seeds:
+            if (student, seed, length) not in rows:
+                rows[student, seed, length] = row = one_run(student, seed, length)
+                print(row, flush=True)
+                with ROWS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return [rows[student, seed, length] for length in epochs for seed in seeds]
+
+
+def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float]]:
+    """Return epochs, mean CPU minutes, mean accuracy and its standard deviation, sorted by epochs."""
+    found = []
+    for epochs in sorted({row["epochs"] for row in rows}):
+        same = [row for row in rows if row["epochs"] == epochs]
+        values = [row["accuracy"] for row in same]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        minutes = statistics.mean(row["cpu_minutes"] for row in same)
+        found.append((epochs, minutes, statistics.mean(values), spread))
+    return found
+
+
+def plot(rows: list[dict[str, Any]]) -> str:
+    """Return the curves as an SVG file that follows the reader's light or dark theme."""
+    series = []
+    for name, color in (("distilled", "--accent"), ("labels", "--labels")):
+        points = curve([row for row in rows if row["student"] == name])
+        if points:
+            series.append(Series(name, color, [point[0] for point in points], [point[2] for point in points]))
+    students = list(series)
+    teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
+    ends = [min(series[0].x), max(series[0].x)]
+    series.append(Series("teacher", "--soft", ends, [teacher] * 2, dashed=True))
+    drawn = lines(series, 640, 300, "epochs", "%")
+    drawn = re.sub(r' data-chart="[^"]*"', "", drawn).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    low, high = min(min(one.y) for one in series), max(max(one.y) for one in series)
+    margin = 0.06 * (high - low)  # as `lines` has it
+    frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
+    names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
+    marks = [
+        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (22 if one.name != "teacher" else -6):.1f}" '
+        f'text-anchor="end" style="fill:var({one.color})">{names[one.name]}</text>'
+        for one in series
+    ]
+    marks += [
+        f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" style="fill:var({one.color})"/>'
+        for one in students
+        for x, y in zip(one.x, one.y, strict=True)
+    ]
+    head, _, rest = drawn.partition(">")
+    return f"{head}><style>{STYLE}</style>{rest.removesuffix('</svg>')}{''.join(marks)}</svg>\n"
+
+
+def main() -> None:
+    """Make the runs, write the CSV and the plot, print the curves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, nargs="+", default=[8, 16, 40, 80])
+    parser.add_argument(
+        "--labels", type=int, nargs="*", default=[8, 16, 40], help="epochs of the student on labels alone"
+    )
+    given = parser.parse_args()
+    teach(kd.load_config(CONFIG, [*PINS, *TEACHER]))
+    rows = measured("distilled", given.seeds, given.epochs) + measured("labels", given.seeds, given.labels)
+    for name in ("distilled", "labels"):
+        for epochs, minutes, mean, spread in curve([row for row in rows if row["student"] == name]):
+            print(f"{name:9s} {epochs:3d} epochs {minutes:5.1f} min {100 * mean:.1f} +- {100 * spread:.1f} %")
+    (Path(os.environ.get("OUT") or CONFIG.parents[1] / "docs") / "patience.svg").write_text(plot(rows))
+    write("patience", " ".join(["python benchmarks/patience.py", *sys.argv[1:]]), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""manifest.json of an export: whether it and the files that it lists are what was exported. Imports nothing of kd."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the sha256 of a manifest without its checksum: of its JSON with sorted keys and no other spaces."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def unchanged(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest is what was exported; exports of older builds have no checksum."""
+    return manifest.get("checksum") in (None, checksum(manifest))
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's content."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
