@@ -80,7 +80,9 @@ CASES = {
     "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=MEDIUM),
     "decoding": Case("CPUBottleneck", (ONE,), photos=LARGE),
     "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", ONE)),
-    "tiny_batch": Case("BatchSize", ("data.batch_size=1", ONE, "student.args.embed_dim=384"), "image_ms"),
+    "tiny_batch": Case(
+        "BatchSize", ("data.batch_size=1", "data.image_size=32", "student.args.embed_dim=384", ONE), "image_ms"
+    ),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
     "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0")),
