@@ -14,9 +14,6 @@ runs of a few seconds are enough. Not here: a synchronizing loss and a starved G
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import io
 import json
 import os
 import socket
@@ -35,7 +32,6 @@ from PIL import Image
 import kd
 from _record import HERE, write
 from kd.host import cores
-from kd.monitor import rules, system
 from kd.storage import read_rows
 
 STEPS = 90
@@ -70,7 +66,7 @@ from kd.monitor import rules, system
 system.INTERVAL, rules.SETUP_SECONDS = {INTERVAL}, {SETUP_SECONDS}
 sys.exit(main())
 """
-"""The program of a rank."""
+"""The program of a process."""
 SLOW = "data.kind=sabotage.source"
 ONE = "data.workers=1"
 CASES = {
@@ -132,26 +128,23 @@ def settings(photos: Path, runs: Path, name: str) -> dict[str, Any]:
 
 
 def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
-    """Train, and return the run folder."""
-    if ranks == 1:
-        with contextlib.redirect_stdout(io.StringIO()):
-            folder = kd.train(config, *overrides).folder
-        gc.collect()  # the workers of a run end with its loader, and would otherwise do so within the next run
-        return folder
+    """Train in processes of their own, whose memory and workers end with them, and return the run folder."""
     file = Path(config["run"]["folder"]) / f"{config['run']['name']}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    common = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths}
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RANK, str(file), *overrides]
     started = [
         subprocess.Popen(
             command,
-            env=os.environ | common | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
             stdout=subprocess.DEVNULL,
         )
         for rank in range(ranks)
@@ -249,7 +242,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES))
     given = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    system.INTERVAL, rules.SETUP_SECONDS = INTERVAL, SETUP_SECONDS
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
         photos = {size: photographs(Path(work) / f"photos_{size[0]}", size) for size in (SMALL, MEDIUM, LARGE)}
