@@ -90,7 +90,7 @@ CASES = {
     ),
     "slow_start": Case(
         "MaxInitializationTime",
-        ("data.batch_size=auto", "student.args.embed_dim=192", "run.steps=20", ONE),
+        ("data.batch_size=auto", "student.args.embed_dim=192", "run.steps=6", ONE),
         "setup_s",
     ),
     "one_thread": Case("OverallSystemUsage", ("backend.threads=1", ONE, "student.args.embed_dim=256")),
