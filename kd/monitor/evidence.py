@@ -46,11 +46,6 @@ class Facts:
         return max(1, self.share - 1)
 
     @property
-    def can_add(self) -> bool:
-        """Whether another data worker may help: there is a core for it, and the run does not try that itself."""
-        return self.workers < self.room and not self.measured
-
-    @property
     def new_store(self) -> str:
         """The `data.store` that would help: one for all ranks of a host; "" where there is one or images come once."""
         return "" if self.store != "none" or self.epochs < 2 else "ram" if self.local_ranks == 1 else "disk"

@@ -109,10 +109,16 @@ def data_wait(evidence: Evidence) -> Wait | None:
     return Wait(data, whole, loading)
 
 
+def _can_add(evidence: Evidence) -> bool:
+    """Return whether another data worker may help: a core is free for it, and the run does not try that itself."""
+    facts = evidence.facts
+    return facts.workers < facts.room and not facts.measured and (evidence.load() or 0.0) < FULL_CORES
+
+
 def dataloader(evidence: Evidence) -> Finding | None:
     """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
     wait, facts = data_wait(evidence), evidence.facts
-    if wait is None or wait.reading >= READING or not facts.can_add:
+    if wait is None or wait.reading >= READING or not _can_add(evidence):
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
     value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
@@ -151,7 +157,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         if decodes and facts.new_store:
             key, value, advice = "data.store", facts.new_store, stored
         return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice, key, value)
-    if wait is None or wait.reading >= READING or facts.can_add:
+    if wait is None or wait.reading >= READING or _can_add(evidence):
         return None
     # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
     saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
@@ -262,10 +268,10 @@ def step_outlier(evidence: Evidence) -> Finding | None:
     text += f"mostly in {span}; the slowest is step {worst[0]} with {worst[1]:.0f} ms, where {median:.0f} are usual"
     threshold = f"{100 * OUTLIER_SHARE:.0f} % of the time, in steps three times as long as the median"
     key, value, advice = "profile.steps", [max(1, worst[0] - 5), worst[0] + 5], "its trace shows why."
-    if span == "data" and (facts.workers <= facts.share or not facts.new_store):
-        key, value, advice = "data.workers", facts.workers + 1, "a queue of batches then bridges slow reads."
-    elif span == "data":
+    if span == "data" and facts.new_store:
         key, value, advice = "data.store", facts.new_store, "each image is then read once, in the first epoch."
+    elif span == "data":
+        key, value, advice = "data.workers", facts.workers + 1, "a queue of batches then bridges slow reads."
     return _finding("StepOutlier", lost / whole, text, threshold, advice, key, value)
 
 
@@ -286,12 +292,12 @@ def load_balancing(evidence: Evidence) -> Finding | None:
     text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
     threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
     facts = evidence.facts
-    if span == "data" and facts.workers == 0:
-        advice = "its data are then loaded while it computes."
-        return _finding("LoadBalancing", saves, text, threshold, advice, "data.workers", 1)
     if span == "data" and facts.new_store:
         advice = "reading and decoding then cost each rank the same."
         return _finding("LoadBalancing", saves, text, threshold, advice, "data.store", facts.new_store)
+    if span == "data" and facts.workers == 0:
+        advice = "its data are then loaded while it computes."
+        return _finding("LoadBalancing", saves, text, threshold, advice, "data.workers", 1)
     advice = "the trace of rank 0 shows what it waits for."
     return _finding("LoadBalancing", saves, text, threshold, advice, "profile.steps", _last_steps(evidence))
 

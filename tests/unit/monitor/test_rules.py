@@ -75,6 +75,8 @@ def test_waiting_for_data_is_told_from_its_cause():
     slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
     assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
     assert ask(slow, workers=0, measured=True).keys() == {"CPUBottleneck"}  # the run has tried a worker itself
+    full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
+    assert ask(slow, workers=0, samples=full).keys() == {"CPUBottleneck"}  # other programs have the cores
 
     found = ask(steady(ms=WAITING))  # its one worker works all the time
     assert (found.keys(), found["CPUBottleneck"].key) == ({"CPUBottleneck"}, "data.store")
@@ -161,11 +163,11 @@ def test_a_step_of_which_little_depends_on_the_images():
 def test_outliers_count_by_the_time_that_they_take():
     outliers = {"outliers": [[90, 100.0, "data"], [80, 90.0, "data"]]}
     found = ask(steady(**outliers))["StepOutlier"]
-    assert found.key == "data.workers"
+    assert found.key == "data.store"
     assert "2 of 40 steps" in found.evidence
     assert ask(steady(**(outliers | {"outliers": [[90, 100.0, "forward"]]})))["StepOutlier"].value == [85, 95]
     assert ask(steady(400, **outliers)) == {}
-    assert ask(steady(**outliers), workers=3)["StepOutlier"].value == "ram"  # more workers than cores
+    assert ask(steady(**outliers), store="ram")["StepOutlier"].key == "data.workers"
 
 
 def test_a_neighbour_may_be_why_steps_are_slow():
@@ -175,7 +177,7 @@ def test_a_neighbour_may_be_why_steps_are_slow():
     assert ask(steady(outliers=[[90, 100.0, "forward"]]), samples=shared) == {}
     assert ask(steady(outliers=[[90, 100.0, "data"]]), samples=shared) == {}
     reads = steady(outliers=[[90, 100.0, "data"]], loading_ms=loading(4.0, READS))
-    assert ask(reads, samples=shared)["StepOutlier"].key == "data.workers"
+    assert ask(reads, samples=shared)["StepOutlier"].key == "data.store"
 
 
 def test_ranks_are_compared_by_their_own_work():
