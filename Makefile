@@ -4,6 +4,7 @@
 # make test-floor  the core with the oldest packages that pyproject.toml allows, in an environment of its own (6 GB)
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
+# make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contra
 	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-xla test-floor gpu soak bench lint clean
+.PHONY: run test test-xla test-floor gpu soak compare bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -44,6 +45,11 @@ gpu:
 soak: $(VENV)/.dev
 	$(VENV)/bin/python tools/soak.py
 
+ARGS ?= run.epochs=10
+# ARGS: other arguments of tools/compare.py, such as --config FILE, --seeds 0, or key=value of the configuration
+compare: $(VENV)/.run
+	$(VENV)/bin/python tools/compare.py --timm $(TIMM) $(ARGS)
+
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/step.py
 	$(VENV)/bin/python benchmarks/teacher.py
@@ -53,6 +59,8 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/seeds.py
 	$(VENV)/bin/python benchmarks/cached_run.py
 	$(VENV)/bin/python tools/sift_study.py food_mini
+	$(VENV)/bin/python benchmarks/regimes.py --work runs/regimes
+	$(VENV)/bin/python benchmarks/losses.py --work runs/regimes
 	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/predict.py --data FOLDER; benchmarks/remote.py --data FOLDER; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
 
 $(VENV)/bin/python:

@@ -4,7 +4,7 @@ One teacher is fitted for all, for 20 epochs. Its answers to eight views of each
 seed. Each length is a run of its own, with its own schedule of the learning rate; only its last evaluation counts. CPU
 time is that of the student's run on one thread: it depends little on neighbours. The teacher's is not in it.
 
-Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40]
+Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40] [--label-seeds 0 1 2]
 
 Finished runs are kept in runs/patience.jsonl and not made again. Writes the CSV and docs/patience.svg.
 """
@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import kd
 from _record import write
 from kd.jobs.cache import cache
@@ -30,7 +32,6 @@ from kd.report.svg import Frame, Series, lines
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
-TEACHER = ["teacher.fit.epochs=20", "teacher.precision=fp32"]
 VIEWS = 8
 ROWS = Path("runs", "patience.jsonl")
 STYLE = """
@@ -41,17 +42,20 @@ svg { --accent: #2f6fde; --labels: #d9822b; --soft: #667085; --rule: #e4e7ec; fo
 """
 
 
-def one_run(student: str, seed: int, epochs: int) -> dict[str, Any]:
-    """Train a student and return its row; the teacher is there already."""
-    own = ["losses=[{kind: ce}]", "teacher.model=", f"data.views={VIEWS}"]
+def one_run(teacher: Path, student: str, seed: int, epochs: int) -> dict[str, Any]:
+    """Train a student and return its row."""
+    settings = yaml.safe_load(CONFIG.read_text())
+    settings["teacher"] = {}
+    own = ["losses=[{kind: ce}]", f"data.views={VIEWS}"]
     if student == "distilled":
-        own = [*TEACHER, f"teacher.cache.views={VIEWS}"]
+        settings["teacher"] = {"model": str(teacher), "precision": "fp32", "cache": {"views": VIEWS}}
+        own = []
     steps = 93 * epochs
     given = [f"run.seed={seed}", f"run.epochs={epochs}", f"run.name=patience_{student}_{seed}_{epochs}"]
     if student == "distilled":
-        cache(kd.load_config(CONFIG, [*PINS, *own, *given]))
+        cache(kd.load_config(settings, [*PINS, *given]))
     begun = time.process_time()
-    run = kd.train(CONFIG, *PINS, *own, *given, f"run.every.evaluate={steps}", f"run.every.log={steps // 8}")
+    run = kd.train(settings, *PINS, *own, *given, f"run.every.evaluate={steps}", f"run.every.log={steps // 8}")
     return {
         "student": student,
         "seed": seed,
@@ -62,14 +66,14 @@ def one_run(student: str, seed: int, epochs: int) -> dict[str, Any]:
     }
 
 
-def measured(student: str, seeds: Sequence[int], epochs: Sequence[int]) -> list[dict[str, Any]]:
+def measured(teacher: Path, student: str, seeds: Sequence[int], epochs: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row of each run of a kind of student; make those that are not there."""
     known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     rows = {(row["student"], row["seed"], row["epochs"]): row for row in known}
     for length in epochs:
         for seed in seeds:
             if (student, seed, length) not in rows:
-                rows[student, seed, length] = row = one_run(student, seed, length)
+                rows[student, seed, length] = row = one_run(teacher, student, seed, length)
                 print(row, flush=True)
                 with ROWS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -106,7 +110,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
     names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
     marks = [
-        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (22 if one.name != "teacher" else -6):.1f}" '
+        f'<text x="{frame.x(one.x[-1]) - 6:.1f}" y="{frame.y(one.y[-1]) + (30 if one.name != "teacher" else -6):.1f}" '
         f'text-anchor="end" style="fill:var({one.color})">{names[one.name]}</text>'
         for one in series
     ]
@@ -127,9 +131,11 @@ def main() -> None:
     parser.add_argument(
         "--labels", type=int, nargs="*", default=[8, 16, 40], help="epochs of the student on labels alone"
     )
+    parser.add_argument("--label-seeds", type=int, nargs="*", default=[0, 1, 2])
     given = parser.parse_args()
-    teach(kd.load_config(CONFIG, [*PINS, *TEACHER]))
-    rows = measured("distilled", given.seeds, given.epochs) + measured("labels", given.seeds, given.labels)
+    fitted = teach(kd.load_config(CONFIG, [*PINS, "teacher.fit.epochs=20", "teacher.precision=fp32"]))[0]
+    rows = measured(fitted, "distilled", given.seeds, given.epochs)
+    rows += measured(fitted, "labels", given.label_seeds, given.labels)
     for name in ("distilled", "labels"):
         for epochs, minutes, mean, spread in curve([row for row in rows if row["student"] == name]):
             print(f"{name:9s} {epochs:3d} epochs {minutes:5.1f} min {100 * mean:.1f} +- {100 * spread:.1f} %")

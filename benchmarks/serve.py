@@ -86,7 +86,8 @@ def random_export(folder: Path, name: str, size: int) -> Path:
 
     from kd.artifacts.export import export
     from kd.models import onnx
-    from kd.models.load import Spec, export_files, load
+    from kd.models.folder import export_files
+    from kd.models.load import Spec, load
 
     torch.manual_seed(0)
     student = load(Spec("student", name, {}, LABELS), size).eval()

@@ -19,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,28 +76,58 @@ def teacher_folder(name: str, num_classes: int, work: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A program that has ended."""
+
+    lines: list[tuple[float, str]]
+    """What it printed, with the seconds since its start."""
+    seconds: float
+    cpu_seconds: float
+    """Of its threads and of the processes that it waited for."""
+    peak_mib: float
+    """Largest resident memory of one of these processes."""
+
+
+def finished(argv: list[str], environment: dict[str, str] | None = None) -> Finished:
+    """Run a program to its end.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    start, lines = time.perf_counter(), []
+    stream = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(environment or {})}
+    )
+    assert stream.stdout is not None
+    for line in stream.stdout:
+        lines.append((time.perf_counter() - start, line))
+    _, status, used = os.wait4(stream.pid, 0)
+    stream.returncode = os.waitstatus_to_exitcode(status)
+    if stream.returncode:
+        raise SystemExit("".join(line for _, line in lines)[-3000:])
+    seconds = time.perf_counter() - start
+    return Finished(lines, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def train_with_timm(timm: str, data: Path, teacher: Path, flags: dict[str, Any], output: Path) -> Finished:
+    """Distill with timm's train.py, by the teacher's softened answers alone; `flags` as on its command line."""
+    flags = {"data-dir": data, "train-split": "train", "val-split": "val", "device": device(), **flags}
+    flags |= {"kd-model-name": f"local-dir:{teacher}", "distill-loss-weight": 1, "task-loss-weight": 0}
+    flags |= {"opt": "adamw", "output": output, **({"amp-dtype": "bfloat16"} if bf16_pays() else {})}
+    argv = [sys.executable, str(Path(timm) / "train.py"), *(["--amp"] if bf16_pays() else [])]
+    for name, value in flags.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        argv += [f"--{name}", *map(str, values)]
+    return finished(argv, {"PYTHONPATH": timm})
+
+
 def run_timm(given: argparse.Namespace, teacher: Path, num_classes: int, data: Path, work: Path) -> list[float]:
     """Train with timm; return the images/s of its log windows."""
-    argv = [sys.executable, str(Path(given.timm) / "train.py"), "--data-dir", str(data), "--train-split", "train"]
-    argv += ["--val-split", "val", "--model", STUDENT, "--num-classes", str(num_classes), "--device", device()]
-    argv += ["--kd-model-name", f"local-dir:{teacher}", "--kd-temperature", "2", "--distill-loss-weight", "1"]
-    argv += [
-        "--task-loss-weight",
-        "0",
-        "-b",
-        str(given.batch),
-        "--workers",
-        str(given.workers),
-        "--epochs",
-        "1",
-        "--opt",
-        "adamw",
-    ]
-    argv += ["--lr", "1e-3", "--warmup-epochs", "0", "--log-interval", "2", "--output", str(work / "timm")]
-    argv += ["--amp", "--amp-dtype", "bfloat16"] if bf16_pays() else []
-    environment = {**os.environ, "PYTHONPATH": given.timm}
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
-    text = done.stdout + done.stderr
+    flags: dict[str, Any] = {"model": STUDENT, "num-classes": num_classes, "batch-size": given.batch}
+    flags |= {"workers": given.workers, "epochs": 1, "lr": 1e-3, "warmup-epochs": 0, "log-interval": 2}
+    done = train_with_timm(given.timm, data, teacher, {**flags, "kd-temperature": 2}, work / "timm")
+    text = "".join(line for _, line in done.lines)
     # Train: 0 [   2/13 ( 15%)]  Loss: ...  Time: 4.512s,    7.09/s  (4.620s,    6.93/s)  LR: ...
     found = re.findall(r"Train: 0 \[\s*(\d+)/.*?Time: ([\d.]+)s,", text)
     times = [float(seconds) for step, seconds in found if int(step) >= given.skip]
@@ -129,9 +161,7 @@ def run_kd(given: argparse.Namespace, settings: dict[str, Any], name: str, work:
     file = work / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
     argv = [sys.executable, "-m", "kd.cli.train", str(file), f"run.name={name}", *overrides]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+    finished(argv)
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return [row["images_per_second"] for row in rows if row["kind"] == "train" and row["step"] > given.skip]
 

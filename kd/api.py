@@ -17,11 +17,13 @@ from kd import config
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.config.validate import reads
 from kd.contracts import Backend, Loader, Sifter
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.evaluate import Evaluator
+from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
@@ -112,7 +114,8 @@ def distill(
         seed: of order, views and dropout; the models' weights are the caller's.
         progress: print progress.
         labels: "all"; "some": loss terms on labels skip images with the label -1; "none": the datasets hold images
-            alone, or labels that are not read, and the student is compared with the teacher.
+            alone, or labels that are not read, and the student is compared with the teacher; "sets": a label is 0 or 1
+            for each class, for the losses bce and binary_kl.
         folder: checkpoints and metrics are written there after each epoch; called again, `distill` resumes from it.
 
     Raises:
@@ -179,14 +182,18 @@ def _settings(
     labels: str,
 ) -> Config:
     """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
+    stand_in: dict[str, Any] = {"kind": "imagefolder", "labels": labels}
+    if labels == "sets":
+        stand_in = {"kind": "multilabel", "labels": "all", "train_labels": "given", "val_labels": "given"}
+    own = "binary_kl" if isinstance(losses, Criterion) and "sigmoid" in losses.needs else "kl"
     section = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
     return config.load(
         {
             "run": {"name": "distill", "epochs": epochs, "steps": steps, "seed": seed},
-            "data": {"kind": "imagefolder", "root": ".", "batch_size": batch_size, "labels": labels},
+            "data": {**stand_in, "root": ".", "batch_size": batch_size},
             "teacher": {"model": "given"},
             "student": {"model": "given"},
-            "losses": [{"kind": "kl"}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
+            "losses": [{"kind": own}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
             "sifter": section,
             "optimizer": dict(optimizer or {}),
             "backend": dict(backend or {}),
@@ -207,7 +214,8 @@ def _run(
     sink: Memory | RunDir,
     console: Console,
 ) -> Run:
-    batch_size, seed, labels = fixed_batch(settings.data), settings.run.seed, settings.data.labels
+    batch_size, seed, sets = fixed_batch(settings.data), settings.run.seed, settings.data.kind == "multilabel"
+    labels, sigmoid = "sets" if sets else settings.data.labels, reads(settings.losses).sigmoid
     val_batch = getattr(val, "batch_size", None) or batch_size
     modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     given = [LogitsModel(one, f"teacher[{i}]" if len(modules) > 1 else "teacher") for i, one in enumerate(modules)]
@@ -216,7 +224,7 @@ def _run(
     train_loader, num_images = _loader("train", train, batch_size, world, workers, seed, labels, num_classes)
     val_loader, num_val = _loader("val", val, val_batch, world, workers, seed, labels, num_classes)
     split = split_batch(settings.data, world.world_size, num_images)
-    whole = given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given))
+    whole = given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given), sigmoid)
     live = LiveTeacher(whole, world.device)
     criterion = losses
     if not isinstance(losses, Criterion):
@@ -238,7 +246,8 @@ def _run(
         sink.record(**facts)
     length = run_length(settings.run, split, settings.data.views)
     plan = evaluation_plan(num_val, val_batch)
-    evaluator = Evaluator(world, val_loader, plan, live, True, num_classes, labels != "none")
+    kind = LabelSetEvaluator if sigmoid else Evaluator
+    evaluator = kind(world, val_loader, plan, live, True, num_classes, labels != "none")
     parts = (distillation, live, train_loader, sifter, evaluator, sink, console)
     return assemble(settings.optimizer, seed, length, world, *parts)
 

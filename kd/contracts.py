@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from kd.errors import KdError
-from kd.types import Batch, Costs, Decoded, Outputs, Plan, Sample, State
+from kd.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
 class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
-    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all".
-    `split` is "train" or "val". `classes` is None for the training split, which defines the class order. The validation
-    split gets the training classes and must use their order, even where it lacks some of them.
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `Options.label_sets` is true
+    where an image has a set of labels. `split` is "train" or "val". `classes` is None for the training split, which
+    defines the class order. The validation split gets these and must use them, even where it lacks some.
     """
 
     classes: Sequence[str]
@@ -36,8 +36,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def label(self, id: int) -> int:
-        """Return the label of one image without decoding it; -1: it has none."""
+    def label(self, id: int) -> Label:
+        """Return the label of one image without decoding it, or its set of labels; see `kd.types.Label`."""
         ...
 
     def name(self, id: int) -> str:
@@ -213,7 +213,8 @@ class Loss(Protocol):
 
     needs: frozenset[str]
     """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name: "pooled", "tokens". One that
-    names no features reads logits; one that reads both names "logits" too."""
+    names no features reads logits; one that reads both names "logits" too. "sigmoid": it reads a logit as the answer to
+    its class alone, for images of several labels; else the logits are those of a softmax."""
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-NOT_FEATURES = frozenset({"teacher", "hard_labels", "logits"})
+NOT_FEATURES = frozenset({"teacher", "hard_labels", "logits", "sigmoid"})
 """What a loss may need beside features by name. A loss that names features reads no logits, unless it says "logits"."""
+Label = int | np.ndarray
+"""A class, -1 for none; of an image with several int8 [C]: 1 for each class that it shows, all -1 if nobody knows."""
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 """The tensor fields of every batch."""
 
@@ -33,8 +36,8 @@ class Sample(NamedTuple):
 
     pixels: Tensor
     """uint8 [3, H, W], RGB."""
-    label: int
-    partner_label: int
+    label: Label
+    partner_label: Label
     """The label of the mixup partner; equal to `label` without mixing."""
     lam: float
     """The share of `label` in the pixels, 0 to 1; 1.0 without mixing."""
@@ -70,9 +73,9 @@ class Batch:
     image: Tensor
     """uint8 [B, 3, H, W]; each model normalizes and resizes them itself."""
     label: Tensor
-    """int64 [B]."""
+    """int64 [B], or int8 [B, C] where an image has several: see `Label`."""
     partner_label: Tensor
-    """int64 [B]; equal to `label` without mixing."""
+    """Like `label`, and equal to it without mixing."""
     lam: Tensor
     """float32 [B], the share of `label`; 1.0 without mixing."""
     weight: Tensor
@@ -88,13 +91,19 @@ class Batch:
     teacher_outputs: TeacherOutputs | None = None
     """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
 
+    @property
+    def labelled(self) -> Tensor:
+        """Whether an image, and its partner where it is mixed, has a label, bool [B]."""
+        whole = torch.minimum(self.label, self.partner_label)
+        return (whole.view(len(whole), -1) >= 0).all(1)
+
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
         """Make a batch of unmixed images of weight 1 from images and labels.
 
         Args:
             image: [B, ...], on the device.
-            label: int64 [B].
+            label: int64 [B], or int8 [B, C].
             ids: int64 [B]; None: 0 to B - 1.
         """
         ones = torch.ones(len(label), device=label.device)
@@ -257,7 +266,8 @@ class SiftContext:
     world_size: int
     seed: int
     labels: Callable[[], Tensor]
-    """Return every image's class, int64 [num_images]; called only by sifters that need it."""
+    """Return every image's class, int64 [num_images]; called only by sifters that need it. Where images have several
+    labels, no such sifter is allowed."""
     reduce_sum: Callable[[Tensor], Tensor]
     """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
     views: int = 0

@@ -136,7 +136,7 @@ def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     from kd.setup.data import open_sources
 
     first = config.load(settings)
-    folder = teach(first)
+    folder = teach(first)[0]
     settings["teacher"] |= {"model": str(folder), "args": {}, "cache": {"views": VIEWS}}
     settings["teacher"]["fit"] = {}
     for seed in seeds:

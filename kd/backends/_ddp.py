@@ -60,13 +60,13 @@ class DDPBackend:
         if self.world_size == 1:
             return
         announce(self.place)
+        seconds, first = self.timeout.total_seconds(), self.local_rank == 0
         try:
             self._join()
+            self._joined = True
+            self._stragglers = Stragglers(self.rank, self.world_size, first, seconds, _attempt(), _collectives_begun)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _join_error(self.place.launcher, self.timeout, error) from error
-        self._joined = True
-        keys, seconds = _attempt(), self.timeout.total_seconds()
-        self._stragglers = Stragglers(self.rank, self.world_size, seconds, keys, _collectives_begun)
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:

@@ -26,17 +26,20 @@ class Stragglers:
     that holds it is stopped.
     """
 
-    def __init__(self, rank: int, ranks: int, deadline: float, keys: str, begun: Callable[[], int]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, first_here: bool, deadline: float, keys: str, begun: Callable[[], int]
+    ) -> None:
         """Connect to the store, and write the first row.
 
         Args:
             rank: of this process.
             ranks: of the world.
+            first_here: it is the first rank of its machine.
             deadline: of a collective, seconds.
             keys: prefix of the keys in the store.
             begun: returns the number of collectives that this rank has begun.
         """
-        self.rank, self.patience, self._begun = rank, deadline / 2, begun
+        self.rank, self._first_here, self.patience, self._begun = rank, first_here, deadline / 2, begun
         self.counts_agree = True
         """Ranks at one place have begun as many collectives; not so in a pipeline, where gloo counts sends too."""
         self._keys = [f"{keys}/watch/{other}" for other in range(ranks)]
@@ -95,7 +98,9 @@ class Stragglers:
         before = ""
         while not self._wait():
             text = self.named()
-            speaks = self.rank == (1 if self._lost(time.monotonic()) else 0)
+            speaks = self.rank == 0
+            if self._lost(time.monotonic()):  # rank 1 may be gone with rank 0's machine
+                speaks = self.rank == 1 or (self._first_here and socket.gethostname() != self._rows[0][2])
             if text and text != before and speaks:
                 logging.getLogger("kd").warning("backend: the other ranks wait: %s", text)
             before = text

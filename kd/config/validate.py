@@ -45,6 +45,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _remote(config.data, here, here and cluster)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     yield from _labels(config, needed)
+    yield from _label_sets(config, needed, read)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
@@ -76,6 +77,8 @@ class Reads:
     """False: the teacher needs no classes; its features are all that is asked of it."""
     features: tuple[str, ...]
     """Names of features, of both models."""
+    sigmoid: bool = False
+    """Whether a logit answers for its class alone, because an image has several labels; else a softmax is meant."""
 
 
 def reads(losses: Sequence[LossSection]) -> Reads:
@@ -86,7 +89,8 @@ def reads(losses: Sequence[LossSection]) -> Reads:
     if not on_logits:
         features |= {"pooled"}  # what is exported, and evaluated
     of_teacher = any("teacher" in one for one in on_logits) or not features
-    return Reads(bool(on_logits), of_teacher, tuple(sorted(features)))
+    sigmoid = any("sigmoid" in one for one in on_logits)
+    return Reads(bool(on_logits), of_teacher, tuple(sorted(features)), sigmoid)
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
@@ -189,6 +193,31 @@ def _labels(config: Config, needed: Sequence[frozenset[str]]) -> Iterator[KdErro
             yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
     if not config.teacher.model:
         yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
+
+
+def _label_sets(config: Config, needed: Sequence[frozenset[str]], read: Reads) -> Iterator[KdError]:
+    """Yield where data, losses and cache do not mean the same by a logit: one of several answers, or the only one."""
+    labelled = config.data.labels != "none"  # else the losses alone say what is meant
+    sets = bool(getattr(config.data.options, "label_sets", False)) if labelled else read.sigmoid
+    have = "images have several labels" if sets else "an image has one label"
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
+        on_logits = "logits" in wanted or not wanted - NOT_FEATURES
+        if on_logits and ("sigmoid" in wanted) != sets:
+            kinds = "bce, binary_kl" if sets else "ce, kl, hard, ..."
+            wrong = f"'{term.kind}' is for {'one label' if sets else 'several labels'} an image, but {have}"
+            wrong = wrong if labelled else f"'{term.kind}' reads the logits by a softmax, another term by sigmoids"
+            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on logits: {kinds}", "Take one of these")
+    if not sets:
+        return
+    if labelled and not read.student_logits:
+        wrong = "has several labels an image, but the losses train an embedding model, which is scored by one label"
+        yield ConfigError("data.labels", wrong, "none, which compares it with its teacher", "Set data.labels=none")
+    if getattr(config.sifter.options, "balance", False):
+        wrong = "keeps a share of each class, but images have several labels"
+        yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")
+    if config.teacher.cache.topk > 0:
+        wrong = f"is {config.teacher.cache.topk}, and keeps what a softmax needs, but the losses read each logit alone"
+        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
 def _student(student: StudentSection) -> Iterator[KdError]:

@@ -11,6 +11,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -210,8 +211,8 @@ class Fetch(TorchDataset[Batch | KdError]):
         return Batch(
             ids=torch.tensor(request.ids),
             image=image,
-            label=torch.tensor([sample.label for sample in samples]),
-            partner_label=torch.tensor([sample.partner_label for sample in samples]),
+            label=torch.from_numpy(np.array([sample.label for sample in samples])),
+            partner_label=torch.from_numpy(np.array([sample.partner_label for sample in samples])),
             lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
             weight=torch.tensor(request.weights, dtype=torch.float32) * readable,
             view=request.view,

@@ -29,7 +29,8 @@ class MapDataset:
             items: it.
             seed: of the views.
             where: what a person calls it, for messages.
-            labels: "all", "some" (-1: none) or "none" (what stands beside an image is not read).
+            labels: "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (what stands beside an image is
+                not read).
             num_classes: labels must be below; 0: not known yet.
         """
         self.items, self.seed, self.where, self.labels, self.num_classes = items, seed, where, labels, num_classes
@@ -64,12 +65,12 @@ class MapDataset:
                 "End the transform in a tensor",
             )
         try:
-            value = int(label)
+            value = np.asarray(label, np.int8) if self.labels == "sets" else int(label)
         except (TypeError, ValueError) as error:
             raise DataError(
                 self.where, f"item {id} is not (image, label): {error}", "A label is a number", "Return pairs"
             ) from error
-        check_labels(torch.tensor([value]), f"item {id}", self.where, self.labels, self.num_classes)
+        check_labels(torch.as_tensor(value)[None], f"item {id}", self.where, self.labels, self.num_classes)
         return Sample(image, value, value, 1.0)
 
 
@@ -93,12 +94,17 @@ def split_item(item: Any, subject: str, where: str, labels: str) -> tuple[Any, A
 
 
 def check_labels(labels_B: torch.Tensor, subject: str, where: str, labels: str, num_classes: int) -> None:
-    """Require labels to be classes, or -1 where some are missing.
+    """Require labels to be classes, or -1 where some are missing, or sets of classes [B, C].
 
     Raises:
         DataError: naming the first that is none.
     """
     if labels == "none":
+        return
+    if labels == "sets":
+        if labels_B.shape[1:] != (num_classes or labels_B.shape[-1],) or not ((labels_B == 0) | (labels_B == 1)).all():
+            wrong = f"{subject} has labels of shape {list(labels_B.shape[1:])}, or other values than 0 and 1"
+            raise DataError(where, wrong, f"{num_classes or 'As many'} numbers, 1 for each class that is there", "")
         return
     lowest = 0 if labels == "all" else -1
     value = next((one for one in labels_B.tolist() if one < lowest or (num_classes and one >= num_classes)), None)

@@ -24,7 +24,7 @@ from kd.contracts import Source
 from kd.errors import CorruptImage, DataError, RunError
 from kd.pixels import centre_crop
 from kd.storage import Records, Stop, disk_error, open_folder, record_bytes
-from kd.types import Decoded
+from kd.types import Decoded, Label
 
 FORMAT = 3
 HEAD = struct.Struct("<III")
@@ -147,7 +147,7 @@ class Stored:
     def __len__(self) -> int:
         return len(self.source)
 
-    def label(self, id: int) -> int:
+    def label(self, id: int) -> Label:
         """Return the label of one image."""
         return self.source.label(id)
 

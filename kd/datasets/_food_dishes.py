@@ -1,8 +1,8 @@
 """Paint the twelve dishes of `food_mini`.
 
-Every picture is a pure function of (seed, split, dish, index). Tables, crockery and clutter are shared by all dishes,
-and palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between versions of
-Pillow, NumPy and the C library's sine, never between numbers of processes.
+Every picture is a pure function of (seed, split, dish, plate, photograph). Tables, crockery and clutter are shared by
+all dishes, and palettes overlap, so that neither colour nor background gives the dish away. Pixels may differ between
+versions of Pillow, NumPy and the C library's sine, never between numbers of processes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kd.datasets._food_scene import (
     clutter,
     egg,
     herbs,
+    move_camera,
     noodles,
     photograph,
     ramp,
@@ -345,22 +346,40 @@ PAINTERS: dict[str, tuple[Callable[[Scene], None], str]] = {
 """Each dish: who paints it, and on what it may lie."""
 
 
-def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Image:
+def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 0) -> Image.Image:
     """Paint one picture [size, size] of a dish: a pure function of its arguments.
 
     Args:
-        dish: a key of `PAINTERS`.
+        dish: a key of `PAINTERS`; several, joined by "+", on one tray.
         split: "train" or "val"; the two never share a random number.
-        index: which picture of the dish.
+        index: which plate of the dish.
         seed: of the whole set.
         size: pixels a side.
+        shot: which photograph of the plate; the second one and later have other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{index}"), size * SUPERSAMPLE)
-    paint, surfaces = PAINTERS[dish]
     set_table(scene)
     for _ in range(scene.count(0, 1)):
         clutter(scene)
-    x, y, radius = scene.number(-0.1, 0.1), scene.number(-0.1, 0.1), scene.number(0.95, 1.15)
+    dishes = dish.split("+")
+    around = scene.number(0, 2 * pi) if len(dishes) > 1 else 0.0
+    away, share = ((0.0, 1.0), (0.5, 0.52), (0.56, 0.44), (0.6, 0.4))[len(dishes) - 1]
+    for number, one in enumerate(dishes):
+        angle = around + 2 * pi * number / len(dishes)
+        serve(scene, one, away * cos(angle), away * sin(angle), share)
+    if scene.chance(0.2):
+        clutter(scene)
+    if shot:
+        scene.rng = Random(f"{seed}/{split}/{dish}/{index}/{shot}")
+        move_camera(scene)
+    return photograph(scene, size)
+
+
+def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
+    """Paint a dish about (x, y), with this share of the picture's side."""
+    paint, surfaces = PAINTERS[dish]
+    x, y = x + share * scene.number(-0.1, 0.1), y + share * scene.number(-0.1, 0.1)
+    radius = share * scene.number(0.95, 1.15)
     squash = scene.number(0.85, 1.0)
     scene.place(x, y, radius, squash=squash)
     kinds = surfaces.split()
@@ -368,6 +387,3 @@ def render(dish: str, split: str, index: int, seed: int, size: int) -> Image.Ima
     turn = scene.number(-0.3, 0.3) if dish == "burger" else scene.number(0, 2 * pi)
     scene.place(x, y, radius * inside * scene.number(0.92, 1.0), turn, squash)
     paint(scene)
-    if scene.chance(0.2):
-        clutter(scene)
-    return photograph(scene, size)

@@ -19,18 +19,23 @@ def main(order: Path, painters: int, number: int) -> None:
     """Paint every `painters`-th picture of the order, from `number` on.
 
     Args:
-        order: a JSON file: folder, seed, size, and for each split a list of (label, dish, index).
+        order: a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
         painters: how many processes share the order.
         number: which of them this is.
     """
     work = json.loads(order.read_text())
     dishes = tuple(PAINTERS)
     jobs = [(split, *picture) for split, listed in work["pictures"].items() for picture in listed]
-    for split, label, dish, index in jobs[number::painters]:
+    for split, label, dish, plate, shot in jobs[number::painters]:
         folder = Path(work["folder"]) / split / dishes[label]
         folder.mkdir(parents=True, exist_ok=True)
-        image = render(dish, split, index, work["seed"], work["size"])
-        image.save(folder / f"{dish}_{index:04d}.jpg", quality=90)
+        image = render(dish, split, plate, work["seed"], work["size"], shot)
+        image.save(folder / file_name(dish, plate, shot), quality=90)
+
+
+def file_name(dish: str, plate: int, shot: int) -> str:
+    """Return pizza_0007.jpg for the first photograph of a plate, pizza_0007_1.jpg for the second."""
+    return f"{dish}_{plate:04d}{f'_{shot}' if shot else ''}.jpg"
 
 
 if __name__ == "__main__":

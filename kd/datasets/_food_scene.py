@@ -329,6 +329,16 @@ def clutter(scene: Scene) -> None:
         scene.pieces(blobs(scene, scene.count(1, 3), 0.6, 0.25, 0.4, 0.05), [*REDS, *YELLOWS, *GREENS], 0.15)
 
 
+def move_camera(scene: Scene) -> None:
+    """Look at the same table from a little nearer, turned and shifted."""
+    size, zoom, turn = scene.image.width, scene.number(0.8, 0.88), scene.number(-0.1, 0.1)
+    c, s, middle = zoom * cos(turn), zoom * sin(turn), size / 2
+    reach = middle * (1 - c - abs(s))
+    x, y = middle + scene.number(-reach, reach), middle + scene.number(-reach, reach)
+    place = (c, -s, x - (c - s) * middle, s, c, y - (s + c) * middle)
+    scene.canvas(scene.image.transform((size, size), Image.Transform.AFFINE, place, Image.Resampling.BILINEAR))
+
+
 def photograph(scene: Scene, size: int) -> Image.Image:
     """Take the picture: light from a window, a wrong white balance, a soft lens, a grainy sensor."""
     image = scene.image

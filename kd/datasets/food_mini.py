@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
+
 from kd.datasets._decode import decode, retried
 from kd.datasets._food_dishes import PAINTERS
-from kd.datasets._food_paint import VERSION
+from kd.datasets._food_paint import VERSION, file_name
 from kd.errors import DataError
 from kd.host import cores
-from kd.types import Decoded
+from kd.types import Decoded, Label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,14 @@ class Options:
     """Seed of the pictures; `run.seed` does not change them."""
     label_noise: float = 0.0
     """Share of the training pictures with the label of another dish, 0 to 0.9."""
+    redundancy: int = 1
+    """Photographs of each plate in the largest class, which are near-duplicates. No class has more different plates, so
+    that a class is large because its plates were photographed more often."""
+    imbalance: float = 1.0
+    """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
+    geometrically (arXiv:1901.05555). Validation stays balanced."""
+    dishes: int = 1
+    """Dishes on a tray at most, 1 to 4; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:
         if self.train_images < 1 or self.val_images < 1:
@@ -51,6 +61,18 @@ class Options:
             raise ValueError(f"pixels must be 16 to 512, is {self.pixels}")
         if not 0 <= self.label_noise <= 0.9:
             raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
+        if not 1 <= self.redundancy <= self.train_images or not 1 <= self.imbalance <= self.train_images:
+            given = f"{self.redundancy}, {self.imbalance:g}"
+            raise ValueError(f"redundancy and imbalance must be 1 to train_images, are {given}")
+        if self.dishes > 1 and max(self.redundancy, self.imbalance) > 1:
+            raise ValueError("redundancy and imbalance need dishes: 1, are for pictures of one label")
+        if not 1 <= self.dishes <= 4:
+            raise ValueError(f"dishes must be 1 to 4, is {self.dishes}")
+
+    @property
+    def label_sets(self) -> bool:
+        """Whether a picture has a set of labels."""
+        return self.dishes > 1
 
 
 class FoodMini:
@@ -71,14 +93,18 @@ class FoodMini:
     def __len__(self) -> int:
         return len(self._pictures)
 
-    def label(self, id: int) -> int:
-        """Return the label; -1 where labels are withheld."""
-        return -1 if self.hidden else self._pictures[id][0]
+    def label(self, id: int) -> Label:
+        """Return the label, or the set of labels of a tray; -1 where labels are withheld."""
+        label, dish, *_ = self._pictures[id]
+        if self.hidden or not self.options.label_sets:
+            return -1 if self.hidden else label
+        there = {self.dishes[label], *dish.split("+")[1:]}
+        return np.array([one in there for one in self.dishes], np.int8)
 
     def name(self, id: int) -> str:
         """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
-        label, dish, index = self._pictures[id]
-        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{dish}_{index:04d}.jpg"
+        label, dish, plate, shot = self._pictures[id]
+        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
 
     def prepare(self) -> None:
         """Paint both splits where they are not painted yet."""
@@ -101,22 +127,30 @@ class FoodMini:
 
 def folder_name(options: Options) -> str:
     """Return the folder of these settings; others never share it."""
-    settings = {key: value for key, value in asdict(options).items() if key != "root"}
+    later = ("redundancy", "imbalance", "dishes")  # at 1 the pictures are those from before these keys
+    settings = {k: v for k, v in asdict(options).items() if k != "root" and not (k in later and v == 1)}
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def pictures(options: Options, split: str) -> list[tuple[int, str, int]]:
-    """List (label, painted dish, index) of a split, by label and dish."""
+def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
+    """List (label, painted dish, plate, photograph of it) by label and dish; of a tray the dishes, joined by "+"."""
     dishes = tuple(PAINTERS)
-    count, noise = (options.train_images, options.label_noise) if split == "train" else (options.val_images, 0.0)
-    rng = Random(f"{options.art_seed}/labels")
+    train = split == "train"
+    rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []
     for label, dish in enumerate(dishes):
-        wrong = set(rng.sample(range(count), round(noise * count)))
+        size = options.train_images * options.imbalance ** (-label / (len(dishes) - 1))
+        count = max(1, round(size)) if train else options.val_images
+        plates = min(count, -(-options.train_images // options.redundancy)) if train else count
+        wrong = set(rng.sample(range(count), round(options.label_noise * count) if train else 0))
         for index in range(count):
             other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
-            listed.append((other if index in wrong else label, dish, index))
+            beside = [one for one in dishes if one not in (dish, dishes[other])]  # a wrong label is on no tray
+            more = trays.sample(beside, trays.randrange(options.dishes))
+            listed.append(
+                (other if index in wrong else label, "+".join([dish, *more]), index % plates, index // plates)
+            )
     return sorted(listed)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kd.contracts import Backend, Teacher
 from kd.engine.span import Span, no_span
@@ -54,7 +55,7 @@ class Criterion(nn.Module):
                 for name, term, member in zip(self.names, self.terms, self.members, strict=True)
             }
             if known is not batch:
-                factor_B = ((batch.label >= 0) & (batch.partner_label >= 0)) / self.labelled
+                factor_B = batch.labelled / self.labelled
                 for name, term in zip(self.names, self.terms, strict=True):
                     scores[name] = scores[name] * factor_B if reads_labels(term) else scores[name]
             weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
@@ -62,7 +63,7 @@ class Criterion(nn.Module):
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
 
     def _known(self, batch: Batch) -> Batch:
-        """Return a batch whose labels are all classes: class 0 stands for no label."""
+        """Return a batch whose labels are all known: class 0, or the empty set, stands for no label."""
         if self.labelled == 1:
             return batch
         return replace(batch, label=batch.label.clamp_min(0), partner_label=batch.partner_label.clamp_min(0))
@@ -138,7 +139,10 @@ def _score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
     if by == "loss":
         assert batch.teacher_outputs is not None
         return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
-    log_prob_MC = distillation.student(batch.image).logits.float().log_softmax(-1)
+    logits_MC = distillation.student(batch.image).logits.float()
+    if "sigmoid" in distillation.criterion.needs:  # the sum over classes of the entropies of yes and no
+        return (F.softplus(logits_MC) - logits_MC.sigmoid() * logits_MC).sum(-1)
+    log_prob_MC = logits_MC.log_softmax(-1)
     return -(log_prob_MC.exp() * log_prob_MC).sum(-1)  # UNIX, arXiv:2012.09413
 
 

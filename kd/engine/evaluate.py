@@ -5,6 +5,7 @@ Shape legend: B images of a batch, C classes, K calibration bins.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,8 @@ class Evaluator:
         self.labelled, self.decides = labelled, "accuracy" if labelled else "agreement"
         self.backend, self.loader, self.plan = backend, loader, plan
         self.teacher, self.has_teacher, self.num_classes = teacher, has_teacher, num_classes
+        self.chance = 1 / max(1, num_classes)
+        """The value that decides, of a model that guesses."""
         self._teacher_logits: list[Tensor] = []
 
     @torch.no_grad()
@@ -86,22 +89,32 @@ class Evaluator:
                 return {}
             with self.backend.autocast():
                 student_BC = student(batch.image).logits.float()
-            weight_B = batch.weight * (batch.label >= 0)
-            scores = score(student_BC, batch.label, weight_B) if self.labelled else {}
-            if self.has_teacher:
-                teacher_BC = self._teacher_says(i, batch)
-                if keep:
-                    self._teacher_logits.append(teacher_BC)
-                of_teacher = score(teacher_BC, batch.label, weight_B) if self.labelled else {}
-                scores.update({f"teacher_{name}": value for name, value in of_teacher.items()})
-                if not self.labelled:
-                    scores["agreement_bins"] = score(student_BC, teacher_BC.argmax(-1), batch.weight)["bins"]
-                scores.update(compare(student_BC, teacher_BC, batch.weight))
-            scores["images"], scores["labelled"] = batch.weight.sum().double(), weight_B.sum().double()
-            rows.append(scores)  # not summed as they come: on XLA the first batch would be another graph
+            teacher_BC = self._teacher_says(i, batch) if self.has_teacher else None
+            if keep and teacher_BC is not None:
+                self._teacher_logits.append(teacher_BC)
+            rows.append(self._row(batch, student_BC, teacher_BC))  # not summed here: on XLA batch 1 would be special
             self.backend.end_step()
         student.train(was_training)
         return self._finish(rows)
+
+    def of(self, teacher: Teacher) -> Evaluator:
+        """Return the same for another teacher."""
+        other = copy.copy(self)
+        other.teacher, other._teacher_logits = teacher, []
+        return other
+
+    def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return what `_finish` needs of a batch, on the device: here sums over its images."""
+        weight_B = batch.weight * batch.labelled
+        scores = score(student_BC, batch.label, weight_B) if self.labelled else {}
+        if teacher_BC is not None:
+            of_teacher = score(teacher_BC, batch.label, weight_B) if self.labelled else {}
+            scores.update({f"teacher_{name}": value for name, value in of_teacher.items()})
+            if not self.labelled:
+                scores["agreement_bins"] = score(student_BC, teacher_BC.argmax(-1), batch.weight)["bins"]
+            scores.update(compare(student_BC, teacher_BC, batch.weight))
+        scores["images"], scores["labelled"] = batch.weight.sum().double(), weight_B.sum().double()
+        return scores
 
     def _teacher_says(self, number: int, batch: Batch) -> Tensor:
         """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""
@@ -117,12 +130,7 @@ class Evaluator:
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
         images, labelled = by_name.pop("images"), by_name.pop("labelled")
-        if images == 0:
-            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
-            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
-        if self.labelled and labelled == 0:
-            wrong = "no image of the validation split that could be decoded has a label"
-            raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")
+        self._require(int(images), int(labelled))
         values = {}
         for name, value in by_name.items():
             count = images if name in ("kl", "agreement", "agreement_bins") else labelled
@@ -132,6 +140,19 @@ class Evaluator:
             else:
                 values[name] = (value / count).item()
         return values
+
+    def _require(self, images: int, labelled: int) -> None:
+        """Require that so many images, of which so many have a label, can be scored.
+
+        Raises:
+            DataError: there is none.
+        """
+        if images == 0:
+            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
+            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        if self.labelled and labelled == 0:
+            wrong = "no image of the validation split that could be decoded has a label"
+            raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")
 
 
 def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
                 (scores["loss"].mean() / len(micros)).backward()
         with run.span("sifting"):
             run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
-        if logits_BC.shape[1] and run.evaluator.labelled:  # an embedding model has no answers to count
+        if run.evaluator.decides == "accuracy":  # neither an embedding nor a set of labels is right or wrong
             scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)

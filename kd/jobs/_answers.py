@@ -51,8 +51,8 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> Asked:
         recipe: of the run.
         images: of the validation split, evenly spaced; 0: all of them.
     """
-    if not (recipe.reads.student_logits and recipe.reads.teacher_logits):
-        return Asked(None)  # an embedding has no answers to count
+    if not (recipe.reads.student_logits and recipe.reads.teacher_logits) or recipe.reads.sigmoid:
+        return Asked(None)  # an embedding, or a set of labels, is no answer to count
     try:
         data = open_sources(recipe.data)
         data.val.prepare()
@@ -133,10 +133,10 @@ def _teacher(recipe: Recipe, data: Data) -> TeacherModel | None:
             if not is_fitted(target):
                 raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
             place = str(target)
-        given: Any = {"where": where, "images": data.images(recipe.seed, recipe.views)}
+        given: Any = {"where": where, "images": data.images(recipe.seed, recipe.views), "sigmoid": recipe.reads.sigmoid}
         size, features = recipe.data.image_size, recipe.reads.features
         models.append(load_teacher(alone, data.asked, size, features, place, **given))
-    return merge_teachers(recipe.teacher, models)
+    return merge_teachers(recipe.teacher, models, recipe.reads.sigmoid)
 
 
 def _answers(kept: Mapping[str, Any], data: Data) -> Answers:

@@ -14,7 +14,6 @@ from torch import Tensor
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Source, TeacherModel
 from kd.engine.embedding import EmbeddingEvaluator
-from kd.engine.evaluate import Evaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.engine.snapshot import agree
@@ -25,7 +24,7 @@ from kd.jobs._observe import Observer
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.report.console import Console, embedding_text, percent
+from kd.report.console import NAMES, Console, embedding_text, percent
 from kd.report.sifting import describe, describe_images, extremes, sheet
 from kd.report.trackers import Trackers
 from kd.setup.build import build_run
@@ -90,7 +89,7 @@ def distill(
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
-        sifting = sifting_report(run, data.train, folder)
+        sifting = sifting_report(run, data, folder)
         told = memory(recipe.optimizer.zero, run, built.facts["choices"])
         console.info(f"{title}: {told}" if told else "")
         names = unreadable(data, run, known)
@@ -213,11 +212,10 @@ def check_teacher(least: float, run: Run, console: Console) -> dict[str, float]:
             f"teacher: no labels to score it with; the student agrees with it on {percent(values['agreement'])}"
         )
         return values
-    accuracy = values["teacher_accuracy"]
-    console.info(
-        f"teacher: accuracy {percent(accuracy)} on the validation split; student now {percent(values['accuracy'])}"
-    )
-    _require("teacher", accuracy, least, run)
+    score, name = run.evaluator.decides, NAMES[run.evaluator.decides]
+    reached = values[f"teacher_{score}"]
+    console.info(f"teacher: {name} {percent(reached)} on the validation split; student now {percent(values[score])}")
+    _require("teacher", reached, least, run)
     return values
 
 
@@ -242,41 +240,42 @@ def check_embedding(least: float, run: Run, console: Console) -> dict[str, float
 
 def check_members(names: Sequence[str], least: float, run: Run, teacher: Ensemble, console: Console) -> None:
     """Score each of several teachers alone: the average would hide one whose classes stand in another order."""
-    whole = run.evaluator
+    whole: Any = run.evaluator
     for i, (name, member) in enumerate(zip(names, teacher.members, strict=True)):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
         live = LiveTeacher(member, run.backend.device).validation()  # type: ignore[arg-type]
-        one = Evaluator(run.backend, whole.loader, whole.plan, live, True, whole.num_classes)
-        accuracy = one(run.distillation.student)["teacher_accuracy"]
-        console.info(f"{where}: '{name}' alone {percent(accuracy)}")
-        _require(where, accuracy, least, run)
+        one = whole.of(live)
+        reached = one(run.distillation.student)[f"teacher_{whole.decides}"]
+        console.info(f"{where}: '{name}' alone {percent(reached)}")
+        _require(where, reached, least, run)
 
 
-def _require(where: str, accuracy: float, least: float, run: Run) -> None:
-    chance = 1 / run.evaluator.num_classes
-    least = least if least >= 0 else min(0.5, 2 * chance)
-    if accuracy < least:
+def _require(where: str, reached: float, least: float, run: Run) -> None:
+    chance, score = run.evaluator.chance, run.evaluator.decides  # type: ignore[union-attr]
+    least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
+    if reached < least:
+        share = f"is right on {percent(reached)} of the validation images; guessing is right on {percent(chance)}"
+        mean = f"has the {NAMES[score]} {percent(reached)} on the validation images; guessing has {percent(chance)}"
         raise ModelError(
             where,
-            f"is right on {percent(accuracy)} of the validation images; guessing is right on {percent(chance)}",
+            share if score == "accuracy" else mean,
             f"At least {percent(least)} (teacher.min_accuracy)",
             "Check that its classes stand in the data's order and that its weights were loaded",
         )
 
 
-def sifting_report(run: Run, source: Source, folder: RunDir) -> str:
+def sifting_report(run: Run, data: Data, folder: RunDir) -> str:
     """Return the sifting section of report.md and write the contact sheet; all ranks must call it.
 
     Empty where nothing was sifted. The images are shown where the sifter knows how often each was visited.
     """
-    state = run.sifter.state_dict()
+    source, state = data.train, run.sifter.state_dict()
     epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
     if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
         return ""
     text = describe(epochs, len(source), run.length.batch_size)
     if "visits" in state:
-        labels = torch.tensor([source.label(id) for id in range(len(source))])
-        text += "\n" + describe_images(state["visits"], state["mean"], labels, source.classes, source.name)
+        text += "\n" + describe_images(state["visits"], state["mean"], data.labels(), source.classes, source.name)
         text += (
             f"\nBoth are pictured in `{write_sheet(folder.path / 'sifting.jpg', state, source)}`, the former first.\n"
         )

@@ -21,7 +21,7 @@ from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
-from kd.models.load import export_files
+from kd.models.folder import export_files
 from kd.object_store import join
 from kd.references import written
 from kd.setup.recipe import Recipe, hashes
@@ -129,7 +129,7 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
 def export_run(folder: RunDir, recipe: Recipe, target: Path, classes: Sequence[str]) -> None:
     """Write the best checkpoint's student (its averaged weights where there are any) as a timm folder."""
     student, provenance = best_student(folder, recipe, classes)
-    content, weights = export_files(student.network, classes, recipe.data.eval_crop)
+    content, weights = export_files(student.network, classes, recipe.data.eval_crop, recipe.reads.sigmoid)
     artifact.export(target, content, weights, provenance)
 
 

@@ -16,6 +16,7 @@ from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
 from kd.references import written
 from kd.report.card import Card, render
+from kd.report.console import scored_by
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
@@ -33,6 +34,8 @@ class Made:
     parity: dict[str, dict[str, Any]] = field(default_factory=dict)
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
+    thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By class, where each is answered alone: see `_parity.chosen_thresholds`."""
 
 
 def write(
@@ -55,8 +58,9 @@ def write(
     """
     if not options.onnx and (options.int8 or options.openvino):
         raise ConfigError("--no-onnx", "--int8 and --openvino are made from model.onnx", "", "Leave out --no-onnx")
+    unchosen = _parity.chosen_thresholds(_parity.Row(), classes) if recipe.reads.sigmoid else {}
     if not options.onnx and not options.pt2:
-        return Made()
+        return Made(thresholds=unchosen)
     student.eval()
     runners = _write(folder, student, recipe.data.image_size, options)
     with distributed(recipe.backend) as backend:
@@ -68,6 +72,7 @@ def write(
         images = _parity.validation_images(data, options.images)
         eager, rows = _parity.compare(student, runners, images)
     made = Made(eager_ms=eager.cpu_ms)
+    made.thresholds = _parity.chosen_thresholds(eager, classes) if recipe.reads.sigmoid else {}
     for name, row in rows.items():
         if name == INT8:
             note = _parity.check_drop(name, row, eager, options.max_drop)
@@ -131,9 +136,10 @@ def card(
             losses=[section.kind for section in recipe.losses],
             data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
             labels=folder.manifest()["classes"] if student.num_classes else (),
+            thresholds=made.thresholds,
             width=0 if student.num_classes else student.num_features,
             metrics=metrics,
-            baseline=max(baseline, key=lambda row: row["accuracy"]) if baseline else {},
+            baseline=max(baseline, key=lambda row: row[scored_by(row)]) if baseline else {},
             graphs=made.parity,
             eager_ms=made.eager_ms,
             processor=processor(),

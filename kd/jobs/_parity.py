@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from kd.data.views import Views
+from kd.engine.label_sets import score, thresholds
 from kd.errors import DataError, ModelError
 from kd.models.classifier import Classifier
 from kd.report.console import percent
@@ -36,19 +37,38 @@ class Row:
     cosine: float = 0.0
     """Sum of the cosines with PyTorch's vectors."""
     cpu_ms: float = 0.0
+    answers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Logits [B, C] and label sets [B, C], where images have several labels."""
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Share of right answers; of label sets the mean average precision."""
+        if self.answers:
+            logits_NC, label_NC = self.whole()
+            return score(logits_NC, label_NC > 0)["map"]
         return self.correct / max(1, self.images)
 
+    @property
+    def score(self) -> str:
+        """The name of what `accuracy` holds."""
+        return "mAP" if self.answers else "accuracy"
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all logits and all label sets, [N, C]."""
+        logits_NC, label_NC = (torch.from_numpy(np.concatenate(each)) for each in zip(*self.answers, strict=True))
+        return logits_NC, label_NC
+
     def add(self, logits: np.ndarray, reference: np.ndarray, labels: np.ndarray) -> None:
-        """Count one batch: logits [B, C] or vectors [B, D] twice, labels [B]."""
+        """Count one batch: logits [B, C] or vectors [B, D] twice, labels [B] or label sets [B, C]."""
         difference = np.abs(logits - reference).max()
         self.images += len(labels)
         self.cosine += float((logits * reference).sum()) if self.embedding else 0.0
         self.same_top1 += int((logits.argmax(1) == reference.argmax(1)).sum())
-        self.correct += int((logits.argmax(1) == labels).sum())
+        if labels.ndim == 2:
+            known = (labels >= 0).all(1)
+            self.answers.append((logits[known], labels[known]))
+        else:  # without a label PyTorch is right
+            self.correct += int((logits.argmax(1) == np.where(labels < 0, reference.argmax(1), labels)).sum())
         # NaN compares with nothing: it must not pass as no difference
         self.max_difference = max(self.max_difference, float(difference) if np.isfinite(difference) else np.inf)
 
@@ -57,8 +77,10 @@ class Row:
         rounded = {"max_difference": float(f"{self.max_difference:.3g}"), "cpu_ms": round(self.cpu_ms, 3)}
         if self.embedding:
             return {"images": self.images, **rounded, "cosine": self.mean_cosine}
-        facts = {**asdict(self), **rounded, "accuracy": self.accuracy}
-        return {name: value for name, value in facts.items() if name not in ("embedding", "cosine")}
+        counted = {"images": self.images, "same_top1": self.same_top1, "correct": self.correct}
+        if self.answers:
+            del counted["correct"]
+        return {**counted, **rounded, self.score: self.accuracy}
 
     @property
     def mean_cosine(self) -> float:
@@ -106,12 +128,30 @@ def compare(
     for pixels, labels in images:
         first = pixels[:1] if not len(first) else first
         reference = answer(pixels)
-        labels = np.where(labels < 0, reference.argmax(1), labels)  # without a label PyTorch is right
         eager.add(reference, reference, labels)
         for name, run in runners.items():
             rows[name].add(run(pixels), reference, labels)
     _time(first, {"": answer, **runners}, {"": eager, **rows})
     return eager, rows
+
+
+def chosen_thresholds(eager: Row, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return for each class from which probability it is answered, and how that was found, as JSON values.
+
+    Args:
+        eager: PyTorch's answers on the validation images that were compared.
+        classes: in the order of the logits.
+    """
+    found = {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
+    if not eager.answers:
+        return found
+    logits_NC, label_NC = eager.whole()
+    values_C, enough_C = thresholds(logits_NC, label_NC > 0)
+    for name, value, enough, shown in zip(
+        classes, values_C.tolist(), enough_C.tolist(), (label_NC > 0).sum(0).tolist(), strict=True
+    ):
+        found[name] = {"threshold": round(value, 6), "chosen": enough, "images": shown}
+    return found
 
 
 def eager_runner(student: Classifier) -> Runner:
@@ -177,7 +217,7 @@ def check_drop(name: str, row: Row, eager: Row, max_drop: float) -> str:
         before, after, what = 1.0, row.mean_cosine, "the mean cosine with PyTorch's vectors"
         shown = f"{after:.4f}"
     else:
-        before, after, what = eager.accuracy, row.accuracy, "accuracy"
+        before, after, what = eager.accuracy, row.accuracy, row.score
         shown = f"{percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"
     if not before - after <= max_drop:
         raise ModelError(

@@ -13,6 +13,7 @@ from kd.data.loader import LocalLoader, evaluation_plan
 from kd.errors import ModelError, RunError
 from kd.models.answers import Answers, write
 from kd.models.cache import Store
+from kd.models.folder import PROBLEM_TYPES
 from kd.models.load import Images
 from kd.types import Outputs
 
@@ -29,6 +30,7 @@ def export_answers(
     images: Images,
     classes: Sequence[str],
     views: int,
+    sigmoid: bool,
 ) -> None:
     """Write the records of all views, and the teacher's answers for the validation images; all ranks must call it.
 
@@ -43,6 +45,7 @@ def export_answers(
         images: of both splits, and what the views show.
         classes: of the logits.
         views: how many.
+        sigmoid: whether each logit answers for its class alone.
 
     Raises:
         ModelError: the cache keeps tokens, or logits beside features.
@@ -58,7 +61,8 @@ def export_answers(
     values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(views)])
     said = _validation(live, backend, loader, len(images.val))
     names = [[source.name(id) for id in range(len(source))] for source in (images.train, images.val)]
-    table = Answers(meaning, names[0], values, list(classes), names[1], said.to(values.dtype), images.shown())
+    both, about = (names[1], said.to(values.dtype)), (images.shown(), PROBLEM_TYPES[sigmoid] if classes else "")
+    table = Answers(meaning, names[0], values, list(classes), *both, *about)
     try:
         write(path, table)
     except OSError as error:

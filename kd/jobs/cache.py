@@ -91,7 +91,8 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
         if target is not None:
             complete(parts.images.train, missing)
             live, loader = parts.live.validation(), parts.val_loader
-            export_answers(target, store, live, backend, loader, parts.images, parts.classes, count)
+            about = (parts.images, parts.classes, count, recipe.reads.sigmoid)
+            export_answers(target, store, live, backend, loader, *about)
         done = Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
@@ -118,7 +119,8 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     if report.summary and backend.rank == 0:
         log.info("teacher: %s", report.summary)
     answers = len(data.classes) if recipe.reads.teacher_logits else 0
-    stored = open_cache(recipe.teacher, recipe.run.folder, seed, report, teacher, session, answers)
+    given = (report, teacher, session, answers, recipe.reads.sigmoid)
+    stored = open_cache(recipe.teacher, recipe.run.folder, seed, *given)
     loader, val_loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)
     images, classes = data.images(seed, recipe.views), data.classes if answers else ()
     allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)

@@ -68,20 +68,22 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(classes)} classes, {size} px",
+        *_skew(data),
         *_unseen(data),
         f"student   {recipe.student.model}: {_millions(student)}, init {recipe.student.init}",
     ]
     teacher = None
     if found:
         lines += [line for _, line in found]
-        teacher = merge_teachers(recipe.teacher, [model for model, _ in found])
+        teacher = merge_teachers(recipe.teacher, [model for model, _ in found], reads.sigmoid)
     dims = sizes(len(classes), student, teacher, size)
     build_criterion(recipe.losses, dims, recipe.seed, getattr(teacher, "shares", (1.0,)))
     lines.append("losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses))
     lines += _length(recipe.run, split, len(data.train))
     lines += _store(data)
     if teacher is not None and recipe.teacher.cache.views and "teacher" in recipe.needs:
-        kept = codec(recipe.teacher, len(classes) if reads.teacher_logits else 0, feature_shapes(teacher, size))
+        answers = len(classes) if reads.teacher_logits else 0
+        kept = codec(recipe.teacher, answers, feature_shapes(teacher, size), reads.sigmoid)
         lines.append(f"cache     {price(recipe.teacher, kept, len(data.train))}")
     lines += [
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {world_size} process(es)",
@@ -91,6 +93,19 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
+
+
+def _skew(data: Data) -> list[str]:
+    """Say which share of the images the largest classes have, where that is more than twice their own share."""
+    labels = data.labels()
+    counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    sizes = counts.sort(descending=True).values
+    most = -(-len(sizes) // 5)
+    share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
+    if share <= 2 * most / max(1, len(sizes)):
+        return []
+    told = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
+    return [f"classes   {told}, the smallest {sizes[-1]}); see docs/sifting.md, when to use it"]
 
 
 def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
@@ -116,7 +131,8 @@ def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
 
 def _unseen(data: Data) -> list[str]:
     """Name the classes that validation says nothing about."""
-    seen = {data.val.label(id) for id in range(len(data.val))}
+    labels = data.labels(val=True)
+    seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
     missing = [name for label, name in enumerate(data.classes) if label not in seen]
     if not missing or seen <= {-1}:
         return []
@@ -179,7 +195,8 @@ def _store(data: Data) -> list[str]:
 def _teacher(where: str, section: TeacherSection, data: Data, images: Images, reads: Reads) -> tuple[TeacherModel, str]:
     size, logits = data.section.image_size, reads.teacher_logits
     if section.checkpoint or not section.fitted:  # its weights are what must be checked
-        model = load_teacher(section, data.asked, size, reads.features, where=where, images=images, logits=logits)
+        asked: Any = {"where": where, "images": images, "logits": logits, "sigmoid": reads.sigmoid}
+        model = load_teacher(section, data.asked, size, reads.features, **asked)
         held = f"runs in {model.runs_in}" if model.runs_in else _millions(model)
         return model, f"teacher   {section.model}: {held}; weights and classes fit the data"
     spec = Spec(where, section.model, section.args, data.classes, logits=logits)

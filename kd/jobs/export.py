@@ -16,7 +16,7 @@ from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
 from kd.models import onnx
 from kd.models.classifier import Classifier
-from kd.models.load import export_files
+from kd.models.folder import export_files
 from kd.setup.recipe import Recipe
 
 
@@ -72,7 +72,7 @@ def export(
     artifact.refuse_other(target)  # before minutes of work, not after
     student, provenance = best_student(folder, recipe, classes)
     labels = classes if student.num_classes else ()
-    content, weights = export_files(student.network, labels, recipe.data.eval_crop)
+    content, weights = export_files(student.network, labels, recipe.data.eval_crop, recipe.reads.sigmoid)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
         made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
@@ -97,15 +97,17 @@ def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made
             "crop": recipe.data.eval_crop,
             "network_size": student.input_size or size,
         },
-        "output": _output(student),
+        "output": _output(student, made),
         "parity": made.parity,
         "environment": _environment(),
     }
 
 
-def _output(student: Classifier) -> dict[str, Any]:
+def _output(student: Classifier, made: _graphs.Made) -> dict[str, Any]:
     if student.num_classes:
-        return {"name": onnx.LOGITS, "layout": f"float32 [batch, {student.num_classes}]", "width": student.num_classes}
+        more = {"thresholds": made.thresholds} if made.thresholds else {}
+        shape = f"float32 [batch, {student.num_classes}]"
+        return {"name": onnx.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
     return {"name": onnx.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
 

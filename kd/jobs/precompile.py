@@ -59,10 +59,10 @@ def _runs(recipe: Recipe, data: Data, backend: Backend) -> list[tuple[str, Recip
             answers = data.classes if reads.teacher_logits else ()
             models.append(build_student(fits[where].student, recipe.seed, answers, size, reads.features))
         else:
-            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits, "sigmoid": reads.sigmoid}
             models.append(load_teacher(alone, data.asked, size, reads.features, **given))
         data = data.with_classes(models[0].classes)
-    teacher = merge_teachers(section, models) if models else None
+    teacher = merge_teachers(section, models, reads.sigmoid) if models else None
     baseline = [Recipe(recipe.baseline)] if recipe.baseline is not None else []
     return [
         *((where, fit, None, data) for where, fit in fits.items()),

@@ -62,16 +62,16 @@ def obtain_teacher(recipe: Recipe, data: Data, backend: Backend) -> tuple[Teache
     images = data.images(recipe.seed, recipe.views)
     for where, alone in recipe.teachers.items():
         folder = str(fit_teacher(recipe.fits[where], data, backend)) if where in recipe.fits else ""
-        place = (folder, on_meta, where, images, reads.teacher_logits)
+        place = (folder, on_meta, where, images, reads.teacher_logits, reads.sigmoid)
         models.append(load_teacher(alone, data.asked, size, reads.features, *place))
         data = data.with_classes(models[0].classes)  # those of the others must be the same
-    return merge_teachers(section, models), data
+    return merge_teachers(section, models, reads.sigmoid), data
 
 
-def merge_teachers(section: TeacherSection, models: Sequence[TeacherModel]) -> TeacherModel:
+def merge_teachers(section: TeacherSection, models: Sequence[TeacherModel], sigmoid: bool) -> TeacherModel:
     """Return the one teacher, or several as one."""
     weights = [1.0, *(member.weight for member in section.also)]
-    return models[0] if len(models) == 1 else Ensemble(models, weights)
+    return models[0] if len(models) == 1 else Ensemble(models, weights, sigmoid)
 
 
 def fit_key(fit: Recipe, fingerprint: str) -> str:

@@ -15,7 +15,7 @@ from kd.jobs.check import check
 from kd.jobs.report import read
 from kd.jobs.teach import obtain_teacher
 from kd.references import redact
-from kd.report.console import percent, table
+from kd.report.console import COLUMNS, percent, scored_by, table
 from kd.report.text import curves
 from kd.setup.build import distributed
 from kd.setup.data import open_data
@@ -65,12 +65,13 @@ def report(name: str, seed: int, result: Result) -> str:
     """Return the table of a run as Markdown, and what to type next."""
     if not result.metrics:
         return ""
-    if "accuracy" not in result.metrics:
-        if "kl" not in result.metrics:
+    score = scored_by(result.metrics)
+    if score not in COLUMNS:
+        if score == "knn" or "kl" not in result.metrics:
             return _embedding_report(name, seed, result)
         return "\n".join([f"# {name}", "", table([_unlabelled(result)]), "", *_closing(seed, result)])
     rows = []
-    if "teacher_accuracy" in result.metrics:
+    if f"teacher_{score}" in result.metrics:
         rows.append(_row("teacher", result.metrics, result.teacher_parameters, None, "teacher_"))
     rows.append(
         _row("student, distilled" if rows else "student", result.metrics, result.parameters, result.images_per_second)
@@ -80,7 +81,8 @@ def report(name: str, seed: int, result: Result) -> str:
         rows.append(_row("student, labels only", alone.metrics, alone.parameters, alone.images_per_second))
     lines = [f"# {name}", "", table(rows), ""]
     if "agreement" in result.metrics:
-        lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the validation images.", ""]
+        what = "validation images" if score == "accuracy" else "labels that one of them gives an image"
+        lines += [f"Student and teacher agree on {percent(result.metrics['agreement'])} of the {what}.", ""]
     if result.sifting:
         lines += [result.sifting]
     return "\n".join([*lines, *_closing(seed, result)])
@@ -103,7 +105,7 @@ def _unlabelled(result: Result) -> dict[str, str]:
         "model": "student, distilled without labels",
         "agreement with the teacher": percent(values["agreement"]),
         "KL, nats": f"{values['kl']:.3f}",
-        "calibration error against it": percent(values["agreement_ece"]),
+        **({"calibration error against it": percent(values["agreement_ece"])} if "agreement_ece" in values else {}),
         "parameters": f"{result.parameters / 1e6:.2f} M",
         "training images/s": f"{result.images_per_second:.0f}",
     }
@@ -139,9 +141,7 @@ def _embedding_report(name: str, seed: int, result: Result) -> str:
 def _row(name: str, values: dict[str, float], parameters: int, speed: float | None, prefix: str = "") -> dict[str, str]:
     return {
         "model": name,
-        "accuracy": percent(values[f"{prefix}accuracy"]),
-        "top-5": percent(values[f"{prefix}top5"]),
-        "calibration error": percent(values[f"{prefix}ece"]),
+        **{title: percent(values[prefix + key]) for key, title in COLUMNS[scored_by(values)].items()},
         "parameters": f"{parameters / 1e6:.2f} M",
         "training images/s": f"{speed:.0f}" if speed else "-",
     }

@@ -5,7 +5,7 @@ Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Z
     target = lam * onehot(label) + (1 - lam) * onehot(partner_label)
     L = - sum_c ( (1 - s) * target_c + s / C ) * log softmax(student)_c
 
-Not handled: class weights, and binary (multi-label) cross-entropy.
+Not handled: class weights. For several labels an image there is `bce`.
 
 Shape legend: B images of a batch, C classes.
 """

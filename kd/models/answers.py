@@ -5,7 +5,8 @@
     logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
     names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
     validation.logits, validation.names      the same for validation images that are not among `names`
-    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through
+    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through;
+                       `problem_type`: transformers' word for logits of one label an image, or of several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` begins with
 `name,CLASS,CLASS,...`, one image a line.
@@ -52,6 +53,8 @@ class Answers:
     """[M, C or D]: of validation images that are not among `names`."""
     made_for: Mapping[str, Any] = field(default_factory=dict)
     """What the pixels of the views go through; empty: an answer belongs to the whole image."""
+    problem_type: str = ""
+    """One of `kd.models.folder.PROBLEM_TYPES`; empty: the table does not say."""
 
 
 def read(path: str, where: str) -> Answers:
@@ -102,6 +105,7 @@ def write(path: str | Path, answers: Answers) -> None:
         tensors |= {f"validation.{answers.meaning}": answers.val_values.contiguous()}
         tensors |= {"validation.names": _joined(answers.val_names)}
     text = {"classes": json.dumps(list(answers.classes)), "made_for": json.dumps(dict(answers.made_for))}
+    text |= {"problem_type": answers.problem_type}
     save_file(tensors, str(path), metadata=text)
 
 
@@ -124,6 +128,7 @@ def _safetensors(file: Path) -> Answers:
         other,
         tensors.get(f"validation.{meaning}"),
         json.loads(text.get("made_for", "{}")),
+        text.get("problem_type", ""),
     )
 
 

@@ -197,15 +197,16 @@ class Ensemble(nn.Module):
 
     num_features = 0
 
-    def __init__(self, members: Sequence[Any], weights: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[Any], weights: Sequence[float], sigmoid: bool = False) -> None:
         """Combine K teachers of the same classes.
 
         Args:
             members: each a `kd.contracts.TeacherModel` or a LogitsModel.
             weights: K numbers > 0; only their ratios matter.
+            sigmoid: whether each logit answers for its class alone; else the classes share one probability.
         """
         super().__init__()
-        self.members = nn.ModuleList(members)
+        self.members, self.sigmoid = nn.ModuleList(members), sigmoid
         self.shares = [weight / sum(weights) for weight in weights]
         self.classes = members[0].classes
         self.runs_in = " and ".join(sorted({member.runs_in for member in members} - {""}))
@@ -214,7 +215,7 @@ class Ensemble(nn.Module):
     def validation(self) -> Ensemble:
         """Return the same, asked with the ids of validation images."""
         members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
-        return Ensemble(members, self.shares)
+        return Ensemble(members, self.shares, self.sigmoid)
 
     num_features = 0
 
@@ -236,16 +237,19 @@ class Ensemble(nn.Module):
         return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
     def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; the logits are log-probabilities, float32."""
+        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; logits of the averages, float32."""
         outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
         named = {}
         for k, one in enumerate(outputs):
             named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}
         if not outputs[0].logits.shape[1]:
             return Outputs(outputs[0].logits, named)
-        shares_K = torch.tensor(self.shares, device=image.device).log()
-        stacked_KBC = torch.stack([one.logits.float().log_softmax(-1) for one in outputs]) + shares_K[:, None, None]
-        return Outputs(stacked_KBC.logsumexp(0), named)
+        shares_K11 = torch.tensor(self.shares, device=image.device).log()[:, None, None]
+        logits_KBC = torch.stack([one.logits.float() for one in outputs])
+        if self.sigmoid:  # log(p / (1 - p)) of the averaged p
+            yes_BC, no_BC = ((F.logsigmoid(way * logits_KBC) + shares_K11).logsumexp(0) for way in (1, -1))
+            return Outputs(yes_BC - no_BC, named)
+        return Outputs((logits_KBC.log_softmax(-1) + shares_K11).logsumexp(0), named)
 
 
 def digest(network: nn.Module) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
+from kd.models.folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,22 @@ class Spec:
     """For a teacher that answers by an image's name."""
     logits: bool = True
     """False: it is built without a classifier, for its features; one that the weights bring is left out."""
+    sigmoid: bool = False
+    """Whether the losses read each logit as the answer to its class alone (several labels an image)."""
+
+    def require_meaning(self, problem_type: str) -> None:
+        """Require that logits mean what the losses take them for.
+
+        Args:
+            problem_type: as a config.json of transformers or of kd names it; empty, or another word: nobody knows.
+
+        Raises:
+            ModelError: answers to one label are read as answers to several, or the other way round.
+        """
+        if self.logits and problem_type in PROBLEM_TYPES and problem_type != PROBLEM_TYPES[self.sigmoid]:
+            have, asked = ("one label", "several labels") if self.sigmoid else ("several labels", "one label")
+            wrong = f"'{self.model}' was trained for {have} an image ({problem_type}), but the losses are for {asked}"
+            raise ModelError(f"{self.where}.model", wrong, "The same for both", "Take another teacher, or other losses")
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -82,11 +98,14 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     count = len(spec.classes or own or ())
     network = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
+    if spec.exact_head:
+        folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
+        spec.require_meaning(folder_config(folder if folder.is_dir() else folder.parent).get("problem_type") or "")
     if spec.exact_head and pretrained and spec.classes:
         _check_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
-    config = _data_config(network)
+    config = data_config(network)
     return Classifier(
         network,
         num_classes=len(classes),
@@ -232,23 +251,6 @@ def read_tensors(spec: Spec) -> Any:
     return tensors, folder_classes(file.parent, where)
 
 
-def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
-    """Return the class names that an exported folder records, or None.
-
-    Raises:
-        ModelError: its config.json is not whole.
-    """
-    config = folder / "config.json"
-    if not config.is_file():
-        return None
-    try:
-        content = json.loads(config.read_text())
-        names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
-    except (ValueError, AttributeError, OSError) as error:
-        raise ModelError(where, f"'{config}' is not whole ({error})", "", "Write the folder anew") from error
-    return list(names) if names else None
-
-
 def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse weights of another class list; timm would put a random head in their place and go on."""
     config = getattr(network, "pretrained_cfg", None) or {}
@@ -338,40 +340,3 @@ def _head_names(network: nn.Module) -> list[str]:
     modules = {id(module): name for name, module in network.named_modules()}
     prefix = modules.get(id(head), "head") if head is not None else "head"
     return [f"{prefix}.weight", f"{prefix}.bias"]
-
-
-def _data_config(network: nn.Module) -> dict[str, Any]:
-    from timm.data import resolve_model_data_config
-
-    config = resolve_model_data_config(network)
-    embed = getattr(network, "patch_embed", None)
-    size = getattr(embed, "img_size", None)
-    if size is not None:  # what the model was built for, not what its pretrained weights were
-        config["input_size"] = (3, *size)
-    return config
-
-
-def export_files(network: nn.Module, classes: Sequence[str], crop: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
-
-    Args:
-        network: the timm model.
-        classes: written as `label_names`, in the order of the logits.
-        crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
-    """
-    from timm.models._hub import save_config_for_hf
-
-    config = _data_config(network)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        save_config_for_hf(
-            network,
-            str(path),
-            model_config={"num_classes": len(classes), "label_names": list(classes)},
-            data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
-        )
-        content = json.loads(path.read_text())
-    for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
-        content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
-    return content, tensors

@@ -66,8 +66,13 @@ class Journal:
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
 
-    def finish(self, target: Path, top: int) -> None:
+    def finish(self, target: Path, top: int, several: bool = False) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
+
+        Args:
+            target: a file that does not exist.
+            top: labels of each image.
+            several: an image has as many labels as exceed their thresholds; `top` is for JSON lines alone.
 
         Raises:
             RunError: the disk is full or not writable.
@@ -75,7 +80,9 @@ class Journal:
         """
         self.flush()
         with atomic_file(target, WHERE) as draft:
-            {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}[target.suffix](draft, self.path, top)
+            {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}[target.suffix](
+                draft, self.path, 0 if several else top
+            )
         self.path.unlink()
 
 
@@ -154,15 +161,21 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _csv(draft: Path, journal: Path, top: int) -> None:
-    """Write image, label, score, label_2, score_2, ..., error."""
+    """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error.
+
+    Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them.
+    """
     names = [
         name for i in range(1, top + 1) for name in (("label", "score") if i == 1 else (f"label_{i}", f"score_{i}"))
     ]
+    names = names or ["labels", "scores"]
     with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *names, "error"])
         for row in _rows(journal):
-            values = [found[key] for found in row.get("top", []) for key in ("label", "score")]
+            values = [found[key] for found in row.get("top", [])[:top] for key in ("label", "score")]
+            if "labels" in row:
+                values = ["|".join(str(found[key]) for found in row["labels"]) for key in ("label", "score")]
             writer.writerow([row["image"], *(values or [""] * len(names)), row.get("error", "")])
 
 
@@ -175,7 +188,8 @@ def _parquet(draft: Path, journal: Path, top: int) -> None:
     pyarrow, parquet = _pyarrow()
     text, found = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
     top_type = pyarrow.list_(pyarrow.struct(list(found.items())))
-    schema = pyarrow.schema({"image": text, **found, "top": top_type, "error": text})
+    main = found if top else {"labels": top_type}
+    schema = pyarrow.schema({"image": text, **main, "top": top_type, "error": text})
     with parquet.ParquetWriter(draft, schema) as writer:
         group: list[Row] = []
         for row in _rows(journal):

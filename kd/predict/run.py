@@ -78,7 +78,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     cores = settings.cores or usable_cores()
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
-    top = min(settings.top or len(described.labels), len(described.labels))
+    top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
     identity = {
         "model": described.name,
         "version": described.version,
@@ -100,7 +100,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
                 shown = time.monotonic()
                 _show(journal, len(images.names), resumed, shown - started, out)
         seconds = time.monotonic() - started
-        journal.finish(settings.to, top)
+        journal.finish(settings.to, top, several=bool(described.output.thresholds))
     shutil.rmtree(copies, ignore_errors=True)
     return Summary(len(images.names), resumed, tuple(journal.unreadable), journal.num_unreadable, seconds)
 
@@ -114,8 +114,9 @@ def _classified(
         made, outputs = _run(images, model, limits, ids, contents)
         if not outputs:
             return made
-        values = np.concatenate(outputs)
-        found = iter(embeddings(values) if model.output.embeds else predictions(values, model.labels, top))
+        values, output = np.concatenate(outputs), model.output
+        given = (model.labels, top, output.thresholds)
+        found = iter(embeddings(values) if output.embeds else predictions(values, *given))
         return [row if "error" in row else {**row, **next(found)} for row in made]
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)

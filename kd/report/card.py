@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kd.report.console import percent
+from kd.report.console import COLUMNS, percent, scored_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Card:
     data: str
     labels: Sequence[str]
     """Empty: an embedding model."""
+    thresholds: Mapping[str, Mapping[str, Any]]
+    """By label, where an image may have several: threshold, chosen, images. Empty: an image has one label."""
     width: int
     """Of its vectors; 0 of a classifier."""
     metrics: Mapping[str, Any]
@@ -29,7 +31,7 @@ class Card:
     baseline: Mapping[str, Any]
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
-    """For each exported graph: max_difference, images, cpu_ms, and same_top1 and accuracy, or cosine."""
+    """For each exported graph: max_difference, images, cpu_ms, and same_top1 with accuracy or mAP, or cosine."""
     eager_ms: float
     """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
@@ -82,15 +84,16 @@ def _scores(card: Card) -> list[str]:
         return ["The run recorded no validation for these weights.", ""]
     if card.width:
         return _embedding_scores(metrics)
+    shown = COLUMNS.get(scored_by(metrics), COLUMNS["accuracy"])
     for name, row, prefix in (
         ("teacher", metrics, "teacher_"),
         ("this student", metrics, ""),
         ("the same student, labels only", card.baseline, ""),
     ):
-        if f"{prefix}accuracy" in row:
-            values = (row[f"{prefix}{key}"] for key in ("accuracy", "top5", "ece"))
+        if all(f"{prefix}{key}" in row for key in shown):
+            values = (row[f"{prefix}{key}"] for key in shown)
             rows.append(f"| {name} | {' | '.join(percent(value) for value in values)} |")
-    lines = ["| validation split | accuracy | top-5 | calibration error |", "|---|---:|---:|---:|", *rows, ""]
+    lines = [f"| validation split | {' | '.join(shown.values())} |", "|---|---:|---:|---:|", *rows, ""]
     lines = lines if rows else ["Trained and evaluated without labels, against its teacher.", ""]
     if "agreement" in metrics:
         agreement, kl = percent(metrics["agreement"]), metrics["kl"]
@@ -118,7 +121,8 @@ def _embedding_scores(metrics: Mapping[str, Any]) -> list[str]:
 def _graphs(card: Card) -> list[str]:
     if not card.graphs:
         return []
-    compared = "mean cosine with PyTorch" if card.width else "accuracy | same top-1 as PyTorch"
+    score = "mAP" if any("mAP" in row for row in card.graphs.values()) else "accuracy"
+    compared = "mean cosine with PyTorch" if card.width else f"{score} | same top-1 as PyTorch"
     lines = [
         f"| file | {compared} | max abs. difference | CPU ms per image |",
         "|---|---:|---:|---:|" if card.width else "|---|---:|---:|---:|---:|",
@@ -127,7 +131,7 @@ def _graphs(card: Card) -> list[str]:
         if card.width:
             found = f"{row['cosine']:.6f}"
         else:
-            found = f"{percent(row['accuracy'])} | {row['same_top1']} of {row['images']}"
+            found = f"{percent(row[score])} | {row['same_top1']} of {row['images']}"
         lines.append(f"| {file} | {found} | {row['max_difference']:.1e} | {row['cpu_ms']:.2f} |")
     return [
         *lines,
@@ -156,11 +160,27 @@ def _limits(card: Card) -> list[str]:
         "## Limits",
         "",
         "The numbers above are of one run on one validation split. "
+        + _several_labels(card.thresholds)
         + (
             "Compare vectors by their cosine: the graphs return them with length 1, timm as they are. They lie in the "
             "student's own space: they do not compare with the teacher's."
             if card.width
+            else "An image unlike the training data gets scores too: a score is not the "
+            "probability that the image shows that class."
+            if card.thresholds
             else "Any image gets one of the classes, also one unlike the training data: a score is not the "
             "probability that the image shows that class."
         ),
     ]
+
+
+def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say how logits become labels; empty where an image has one label."""
+    if not thresholds:
+        return ""
+    chosen = sum(bool(one["chosen"]) for one in thresholds.values())
+    return (
+        "An image has each label whose sigmoid exceeds its threshold in manifest.json, or none. "
+        f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images, on which their F1 is "
+        "therefore too good; the others are 0.5. "
+    )

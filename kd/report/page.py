@@ -8,7 +8,7 @@ from pathlib import Path
 from kd import instances
 from kd.report import sections
 from kd.report.answers import answers
-from kd.report.console import percent
+from kd.report.console import NAMES, percent
 from kd.report.record import RunRecord, clock, differences, label_of, money, price_rows
 from kd.report.sections import color, esc, section, table
 from kd.report.svg import legend
@@ -73,17 +73,21 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
 def _tiles(run: RunRecord) -> str:
     best, alone = run.best, run.baseline.best if run.baseline is not None else {}
     tiles: list[tuple[str, str, str]] = []
-    if best and "accuracy" not in best:
+    score = run.decides
+    if best and score not in ("accuracy", "map"):
         name = "nearest neighbours" if "knn" in best else "agreement (cosine)"
         name = "agrees with the teacher" if "kl" in best else name
         tiles.append((percent(best[run.decides]), name, ""))
     elif best:
-        beside = [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
-        beside += [f"labels only {percent(alone['accuracy'])}"] if alone else []
-        tiles.append((percent(best["accuracy"]), "validation accuracy", ", ".join(beside)))
+        beside = [f"teacher {percent(best[f'teacher_{score}'])}"] if f"teacher_{score}" in best else []
+        beside += [f"labels only {percent(alone[score])}"] if alone else []
+        tiles.append((percent(best[score]), f"validation {NAMES[score]}", ", ".join(beside)))
         if "agreement" in best:
             tiles.append((percent(best["agreement"]), "agrees with the teacher", f"KL {best['kl']:.3f} nats"))
-        tiles.append((percent(best["ece"]), "calibration error", "15 bins"))
+        if score == "map":
+            tiles.append((percent(best["f1_macro"]), "F1, mean of the classes", f"micro {percent(best['f1_micro'])}"))
+        else:
+            tiles.append((percent(best["ece"]), "calibration error", "15 bins"))
     if run.train:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
@@ -109,7 +113,13 @@ def _compared(runs: Sequence[RunRecord]) -> str:
     rows = []
     for name, run in entries:
         best = run.best
-        names = {"accuracy": "accuracy", "knn": "knn", "top5": "top-5", "ece": "calibration error"}
+        names = {
+            **NAMES,
+            "f1_macro": "F1 (macro)",
+            "f1_micro": "F1 (micro)",
+            "top5": "top-5",
+            "ece": "calibration error",
+        }
         names["agreement"] = "agreement"
         shown = {key: title for key, title in names.items() if any(key in one.best for _, one in entries)}
         rows.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
+from kd.report.console import scored_by
 
 SPANS = (
     "data",
@@ -101,9 +102,8 @@ class RunRecord:
 
     @property
     def decides(self) -> str:
-        """The score that says which checkpoint is best: accuracy; of an embedding model knn, or agreement."""
-        known = next((name for name in ("accuracy", "knn") if any(name in row for row in self.val)), "agreement")
-        return str(self.manifest.get("decides", known))
+        """The score that says which checkpoint is best: accuracy, mAP, knn or agreement."""
+        return str(self.manifest.get("decides", scored_by(self.val[0] if self.val else {})))
 
     @property
     def best(self) -> Mapping[str, Any]:

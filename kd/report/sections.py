@@ -87,22 +87,27 @@ def findings(runs: Sequence[RunRecord]) -> str:
 
 def curves(runs: Sequence[RunRecord]) -> str:
     """Draw loss, accuracy and agreement over the steps."""
-    loss, accuracy, agreement = [], [], []
+    loss, agreement = [], []
+    scores: dict[str, list[Series]] = {"accuracy": [], "map": [], "f1_macro": []}
     neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
     for i, run in enumerate(runs):
         loss.append(_line(run.name, color(i), run.train, "loss"))
-        accuracy.append(_line(run.name, color(i), run.val, "accuracy"))
-        if run.baseline is not None:
-            accuracy.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, "accuracy"))
+        for key, series in scores.items():
+            series.append(_line(run.name, color(i), run.val, key))
+            if run.baseline is not None:
+                series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, key))
         agreement.append(_line(run.name, color(i), run.val, "agreement"))
-    rows = [run.val[-1] for run in runs if run.val and "teacher_accuracy" in run.val[-1]]
-    teachers = {round(float(row["teacher_accuracy"]), 3) for row in rows}
-    ends = [x for one in accuracy for x in one.x]
-    for value in sorted(teachers)[:2] if ends else ():
-        accuracy.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
+    for key, series in scores.items():
+        rows = [run.val[-1] for run in runs if run.val and f"teacher_{key}" in run.val[-1]]
+        teachers = {round(float(row[f"teacher_{key}"]), 3) for row in rows}
+        ends = [x for one in series for x in one.x]
+        for value in sorted(teachers)[:2] if ends else ():
+            series.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
     cards = [
         _chart("Training loss", loss, ""),
-        _chart("Validation accuracy", accuracy, "%"),
+        _chart("Validation accuracy", scores["accuracy"], "%"),
+        _chart("Validation mAP", scores["map"], "%"),
+        _chart("F1 at the threshold 0.5, mean of the classes", scores["f1_macro"], "%"),
         _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
         _chart("Agreement with the teacher", agreement, "%"),
     ]

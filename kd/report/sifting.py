@@ -80,12 +80,17 @@ def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, An
 
 
 def describe_images(
-    visits_N: Tensor, loss_N: Tensor, label_N: Tensor, classes: Sequence[str], name: Callable[[int], str]
+    visits_N: Tensor, loss_N: Tensor, labels: Tensor, classes: Sequence[str], name: Callable[[int], str]
 ) -> str:
-    """Return the kept share of each class, and the names of the images kept and left out most, as Markdown."""
+    """Return the kept share of each class, and the names of the images kept and left out most, as Markdown.
+
+    `labels` [N] are classes, or [N, C] sets of them: an image then counts for each of its classes.
+    """
     share_N = visits_N / visits_N.max().clamp(min=1)
-    kinds = [*enumerate(classes), (-1, "without a label")]
-    owns = {kind: label_N == number for number, kind in kinds if (label_N == number).any()}
+    own_NC = labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(len(classes))
+    owns = {kind: own_NC[:, number] for number, kind in enumerate(classes) if own_NC[:, number].any()}
+    if (unknown_N := (labels.view(len(labels), -1) < 0).all(1)).any():
+        owns["without a label"] = unknown_N
     rows = [
         {
             "class": kind,

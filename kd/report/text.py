@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kd.report.console import percent, table
+from kd.report.console import NAMES, percent, table
 from kd.report.record import RunRecord, clock, differences, points, price_rows, time_parts
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -44,8 +44,8 @@ def _results(run: RunRecord) -> list[str]:
     best = run.best
     if not best:
         return ["Not evaluated yet.", ""]
-    parts = [f"{run.decides} {percent(best[run.decides])}"]
-    parts += [f"teacher {percent(best['teacher_accuracy'])}"] if "teacher_accuracy" in best else []
+    parts, teacher = [f"{NAMES.get(run.decides, run.decides)} {percent(best[run.decides])}"], f"teacher_{run.decides}"
+    parts += [f"teacher {percent(best[teacher])}"] if teacher in best else []
     parts += [f"agreement {percent(best['agreement'])}"] if "agreement" in best and run.decides != "agreement" else []
     if run.baseline is not None and run.baseline.best:
         parts.append(f"labels only {percent(run.baseline.best[run.baseline.decides])}")
@@ -59,6 +59,8 @@ def curves(run: RunRecord) -> str:
     for name, rows, key, unit in (
         ("loss", run.train, "loss", ""),
         ("accuracy", run.val, "accuracy", "%"),
+        ("mAP", run.val, "map", "%"),
+        ("F1", run.val, "f1_macro", "%"),
         ("knn", run.val, "knn", "%"),
         ("agreement", run.val, "agreement", "%"),
         ("step, ms", run.train, "step_ms", ""),

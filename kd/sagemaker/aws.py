@@ -79,7 +79,8 @@ def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Se
         )
         body = answer["Body"].read()
     try:
-        label = json.loads(body)["predictions"][0]["label"]
+        found = json.loads(body)["predictions"][0]
+        label = found["top"][0]["label"] if "labels" in found else found["label"]
     except (ValueError, KeyError, IndexError, TypeError):
         label = None
     if label not in labels:

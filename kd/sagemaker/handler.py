@@ -45,6 +45,8 @@ class Student:
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
         self.embeds = manifest.get("output", {}).get("name") == "embedding"
         self.labels = [] if self.embeds else list(config["label_names"])
+        limits = manifest.get("output", {}).get("thresholds", {})
+        self.thresholds = [limits[label]["threshold"] for label in self.labels] if limits else []
         self.version, given = manifest["version"], manifest["input"]
         self.size, self.crop, self.target = given["size"], given["crop"], given["network_size"]
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
@@ -58,7 +60,9 @@ class Student:
             pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 255)
         with torch.inference_mode():
             output = self.network((pixels / 255 - self.mean) / self.std)
-            return torch.nn.functional.normalize(output, dim=1) if self.embeds else output.softmax(-1)
+            if self.embeds:
+                return torch.nn.functional.normalize(output, dim=1)
+            return output.double().sigmoid() if self.thresholds else output.softmax(-1)
 
 
 def verified(folder: Path) -> dict[str, Any]:
@@ -104,14 +108,17 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images, or return their vectors."""
+    """Classify the images, or return their vectors; where an image may have several labels, those above a threshold."""
     if model.embeds:
         return {"version": model.version, "predictions": [{"embedding": row} for row in model(data).tolist()]}
-    scores, classes = model(data).topk(min(TOP, len(model.labels)))
     predictions = []
-    for row, indices in zip(scores.tolist(), classes.tolist(), strict=True):
-        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in zip(row, indices, strict=True)]
-        predictions.append({**top[0], "top": top})
+    for row in model(data):
+        scores, classes = row.sort(descending=True, stable=True)
+        pairs = list(zip(scores.tolist(), classes.tolist(), strict=True))
+        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in pairs[:TOP]]
+        above = [(p, i) for p, i in pairs if model.thresholds and p > model.thresholds[i]]
+        labels = {"labels": [{"label": model.labels[i], "score": round(p, 6)} for p, i in above]}
+        predictions.append({**(labels if model.thresholds else top[0]), "top": top})
     return {"version": model.version, "predictions": predictions}
 
 

@@ -28,6 +28,7 @@ METRICS = {
     "train:lr": rf" lr {NUMBER} ",
     "train:images_per_second": rf" {NUMBER} images/s",
     "val:accuracy_percent": rf"\| val accuracy {NUMBER} %",
+    "val:map_percent": rf"\| val mAP {NUMBER} %",
     "val:teacher_accuracy_percent": rf"\(teacher {NUMBER} %",
     "val:agreement_percent": rf"agreement {NUMBER} %",
 }

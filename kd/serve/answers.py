@@ -53,13 +53,27 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(1, keepdims=True)
 
 
-def predictions(logits: np.ndarray, labels: Sequence[str], top: int) -> list[dict]:
-    """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best."""
+def present(logits: np.ndarray, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sigmoid of logits [B, C], float64, and whether each exceeds its class's threshold."""
+    scores = np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
+    return scores, scores > np.asarray(thresholds)
+
+
+def predictions(logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = ()) -> list[dict]:
+    """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
+
+    With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
+    their threshold.
+    """
+    several = len(thresholds) > 0
+    scores, there = present(logits, thresholds) if several else (probabilities(logits), None)
     found = []
-    for row in probabilities(logits):
-        best = np.argsort(-row, kind="stable")[:top]
-        ranked = [{"label": labels[i], "score": round(float(row[i]), DIGITS)} for i in best]
-        found.append({**ranked[0], "top": ranked})
+    for number, row in enumerate(scores):
+        order = np.argsort(-row, kind="stable")[: None if several else top]
+        ranked = [(i, {"label": labels[i], "score": round(float(row[i]), DIGITS)}) for i in order]
+        best = [pair for _, pair in ranked[:top]]
+        above = {"labels": [pair for i, pair in ranked if there is not None and there[number, i]]}
+        found.append({**(above if several else best[0]), "top": best})
     return found
 
 
@@ -72,15 +86,15 @@ def write(kind: str, found: Sequence[dict], model: str, version: str) -> bytes:
     """Write the answer.
 
     Returns:
-        JSON: {"predictions": [{"label", "score", "top": [...]}], "model", "version"}, one prediction per image.
-        CSV: one row per image: label, score, label, score, ..., best first. No header line.
-        Of an embedding model: {"embedding": [...]} for each image, or a row of its numbers.
+        JSON: {"predictions": [...], "model", "version"}, one prediction per image, as `predictions` makes them.
+        CSV: one row per image: label, score, label, score, ..., best first; where it may have several labels, those
+        above their threshold. Of an embedding model its numbers. No header line.
     """
     if kind == JSON:
         return json.dumps({"predictions": found, "model": model, "version": version}).encode()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in found:
-        ranked = [item[key] for item in row.get("top", ()) for key in ("label", "score")]
+        ranked = [item[key] for item in row.get("labels", row.get("top", ())) for key in ("label", "score")]
         writer.writerow(row.get("embedding", ranked))
     return text.getvalue().encode()

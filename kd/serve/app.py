@@ -54,10 +54,11 @@ def build(service: Service, ui: bool = True) -> Starlette:
             values, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, header, body), request.receive
             )
-        if service.description.output.embeds:
+        output = service.description.output
+        if output.embeds:
             found = answers.embeddings(values)
         else:
-            found = answers.predictions(values, service.description.labels, top)
+            found = answers.predictions(values, service.description.labels, top, output.thresholds)
         return Response(
             answers.write(accept, found, service.description.name, service.description.version), media_type=accept
         )

@@ -152,6 +152,9 @@ def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None
     if "embedding" in content["predictions"][0]:
         wrong = f"'{url}' serves an embedding model, which has no labels to be right about"
         raise KdError("--endpoint", wrong, "An endpoint of a classifier", "Evaluate the run: kd-evaluate RUN")
+    if "labels" in content["predictions"][0]:
+        wrong = f"'{url}' answers with several labels an image, but a folder names one"
+        raise KdError("--endpoint", wrong, "An endpoint of one label an image", "Evaluate the run: kd-evaluate RUN")
     labels = {entry["label"] for entry in content["predictions"][0]["top"]}
     unknown = sorted({label for _, label in files} - labels)
     if unknown:

@@ -29,6 +29,8 @@ class Output:
     name: str
     """"logits" of the labels, or "embedding": a vector of length 1."""
     width: int
+    thresholds: tuple[float, ...] = ()
+    """Where an image may have several labels: from which probability it has each. Empty: it has one."""
 
     @property
     def embeds(self) -> bool:
@@ -98,7 +100,9 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
         given = manifest.get("output", {"name": "logits"})  # older exports: logits alone
         embeds = given["name"] == "embedding"
         labels = () if embeds else tuple(map(str, config["label_names"]))
-        output = Output(str(given["name"]), int(given["width"]) if embeds else len(labels))
+        limits = given.get("thresholds", {})
+        each = tuple(float(limits[label]["threshold"]) for label in labels) if limits else ()
+        output = Output(str(given["name"]), int(given["width"]) if embeds else len(labels), each)
         name, version = str(manifest["name"]), str(manifest["version"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error

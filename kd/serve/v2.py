@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kd.serve.answers import present
 from kd.serve.bodies import SPARE_VALUES, parse_json
 from kd.serve.model import Model
 from kd.serve.problems import Problem, busy
@@ -22,6 +23,8 @@ from kd.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
 MAX_ID = 256
+PRESENT = "present"
+"""The output that says which labels exceed their thresholds, where an image may have several."""
 
 
 class Protocol:
@@ -67,12 +70,15 @@ class Protocol:
         description = self.description
         image = {"name": "image", "datatype": "UINT8", "shape": [-1, 3, description.size, description.size]}
         output = {"name": description.output.name, "datatype": "FP32", "shape": [-1, description.output.width]}
+        outputs = (
+            [output, {**output, "name": PRESENT, "datatype": "BOOL"}] if description.output.thresholds else [output]
+        )
         platform = "openvino_ir" if description.file.endswith(".xml") else "onnxruntime_onnx"
         facts = {"name": description.name, "versions": [description.version], "platform": platform}
-        return JSONResponse({**facts, "inputs": [image], "outputs": [output]})
+        return JSONResponse({**facts, "inputs": [image], "outputs": outputs})
 
     async def infer(self, request: Request) -> Response:
-        """Return the logits, or the vectors, of uint8 images."""
+        """Return the logits, or the vectors, of uint8 images; where an image may have several labels, also which."""
         self._check_names(request)
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -90,13 +96,19 @@ class Protocol:
 def _infer(service: Service, model: Model, body: bytes) -> bytes:
     start = time.perf_counter()
     content = parse_json(body, _values(model.size, service.limits.max_images))
-    pixels, identity = _tensor(content, model.size, model.output.name, service.limits.max_images), _identity(content)
+    offered = (model.output.name, PRESENT) if model.output.thresholds else (model.output.name,)
+    pixels, wanted = _tensor(content, model.size, offered, service.limits.max_images)
+    identity = _identity(content)
     values = np.concatenate([model.engine(image[None]) for image in pixels])
     service.metrics.stage("infer", time.perf_counter() - start)
     service.metrics.images(len(pixels))
     shape, data = list(values.shape), values.ravel().tolist()
-    output = {"name": model.output.name, "datatype": "FP32", "shape": shape, "data": data}
-    answer = {"model_name": model.name, "model_version": model.version, "outputs": [output]}
+    outputs = [{"name": model.output.name, "datatype": "FP32", "shape": shape, "data": data}]
+    if model.output.thresholds:
+        there = present(values, model.output.thresholds)[1].ravel().tolist()
+        outputs.append({"name": PRESENT, "datatype": "BOOL", "shape": shape, "data": there})
+    outputs = [output for output in outputs if output["name"] in wanted]
+    answer = {"model_name": model.name, "model_version": model.version, "outputs": outputs}
     if identity is not None:
         answer["id"] = identity
     return json.dumps(answer).encode()  # ASCII: an `id` with a lone surrogate cannot be encoded as UTF-8
@@ -147,8 +159,8 @@ def _flat(data: Any, shape: list[int]) -> np.ndarray:
     return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
 
 
-def _tensor(content: Any, size: int, output: str, max_images: int) -> np.ndarray:
-    """Return the one input of a request, uint8 [B, 3, S, S].
+def _tensor(content: Any, size: int, offered: Sequence[str], max_images: int) -> tuple[np.ndarray, Sequence[str]]:
+    """Return the one input of a request, uint8 [B, 3, S, S], and the names of the outputs that it asks for.
 
     Raises:
         Problem: 400, 413.
@@ -165,9 +177,10 @@ def _tensor(content: Any, size: int, output: str, max_images: int) -> np.ndarray
     if shape[0] > max_images:
         raise Problem(413, f"There are more than {max_images} images in the request.")
     wanted = content.get("outputs") or []
-    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") != output for o in wanted):
-        raise Problem(400, f"The only output is `{output}`.")
+    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") not in offered for o in wanted):
+        only = f"The only output is `{offered[0]}`." if len(offered) == 1 else f"The outputs are {', '.join(offered)}."
+        raise Problem(400, only)
     try:
-        return _flat(given.get("data"), shape)
+        return _flat(given.get("data"), shape), [one["name"] for one in wanted] or offered
     except ValueError as error:
         raise Problem(400, "`data` must hold whole numbers from 0 to 255, as many as the shape says.") from error

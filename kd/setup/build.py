@@ -20,6 +20,7 @@ from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
+from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.run import Run, RunLength
 from kd.engine.threads import SHORTEST, Threads
 from kd.host import cores
@@ -204,7 +205,8 @@ def build_run(
     length = run_length(recipe.run, split, recipe.views)
     context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
     share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
-    gated = (session, distillation, recipe.sifter, context, loader, answering, share)
+    steps = length.steps or length.epochs * (len(data.train) // split.batch_size)
+    gated = (session, distillation, recipe.sifter, context, loader, answering, share, steps)
     with region("choose sifter"):
         sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
     logger.info(summary)
@@ -240,7 +242,8 @@ def _answering(recipe: Recipe, session: Session, report: TeacherReport, teacher:
     if not recipe.teacher.cache.views:
         return report.live
     answers = len(session.data.classes) if recipe.reads.teacher_logits else 0
-    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, report, teacher, session, answers)
+    given = (report, teacher, session, answers, recipe.reads.sigmoid)
+    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, *given)
 
 
 def _evaluator(
@@ -257,7 +260,8 @@ def _evaluator(
     classes = len(data.classes)
     if reads.student_logits:
         answers = teacher is not None and reads.teacher_logits
-        return Evaluator(backend, loader, plan, live, answers, classes, data.labelled)
+        kind = LabelSetEvaluator if reads.sigmoid else Evaluator
+        return kind(backend, loader, plan, live, answers, classes, data.labelled)
     known = data.labelled and classes > 1
     bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
     members = len(getattr(teacher, "members", [teacher]))

@@ -40,7 +40,13 @@ log = logging.getLogger("kd")
 
 
 def cache_identity(
-    section: TeacherSection, model: dict[str, Any], numerics: str, data: Data, seed: int, kept: Codec
+    section: TeacherSection,
+    model: dict[str, Any],
+    numerics: str,
+    data: Data,
+    seed: int,
+    kept: Codec,
+    sigmoid: bool = False,
 ) -> dict[str, Any]:
     """Return all that the stored outputs depend on, by name; JSON values.
 
@@ -51,6 +57,7 @@ def cache_identity(
         data: the training split, and what its images go through.
         seed: of the run, which the views depend on.
         kept: what a record holds.
+        sigmoid: whether each logit answers for its class alone.
     """
     made_from: dict[str, Any] = {
         **model,
@@ -65,15 +72,19 @@ def cache_identity(
     }
     if kept.features:
         made_from["features"] = {name: list(shape) for name, shape in kept.features.items()}
+    if sigmoid:
+        made_from["outputs"] = "sigmoid"
     if not kept.num_classes:  # labels and their names play no part
         del made_from["classes"]
     return made_from
 
 
-def codec(section: TeacherSection, classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
-    """Return how logits of so many classes, and features of these shapes, are kept."""
+def codec(
+    section: TeacherSection, classes: int, features: Mapping[str, tuple[int, ...]] | None = None, sigmoid: bool = False
+) -> Codec:
+    """Return how logits of so many classes, and features of these shapes, are kept; all of them where no softmax is."""
     cache = section.cache
-    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES else 0)
+    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and not sigmoid else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
 
 
@@ -114,6 +125,7 @@ def open_cache(
     model: TeacherModel,
     session: Session,
     classes: int,
+    sigmoid: bool = False,
 ) -> CachedTeacher:
     """Put the cache of a configuration before the live teacher.
 
@@ -127,6 +139,7 @@ def open_cache(
         model: the loaded teacher.
         session: backend and data.
         classes: of the teacher's logits; 0: they are not read, and not kept.
+        sigmoid: whether each logit answers for its class alone.
 
     Raises:
         ConfigError: it would be larger than allowed.
@@ -135,9 +148,9 @@ def open_cache(
     """
     backend, data, path = session.backend, session.data, section.cache.path
     mode = ExecutionMode.parse(report.mode)
-    kept = codec(section, classes, feature_shapes(model, session.image_size))
+    kept = codec(section, classes, feature_shapes(model, session.image_size), sigmoid)
     size = price(section, kept, len(data.train))
-    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed, kept)
+    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed, kept, sigmoid)
     name = Path(section.model).name.replace(":", "_")
     folder = Path(path) if path else hashed_folder(Path(run_folder) / "caches", name, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
@@ -236,6 +249,6 @@ def _batch(ids: list[int], data: Data, seed: int) -> Batch | None:
             kept.append(id)
     if not samples:
         return None
-    labels = torch.tensor([sample.label for sample in samples])
-    batch = Batch.of(torch.stack([sample.pixels for sample in samples]), labels, torch.tensor(kept))
+    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(kept),), -1)
+    batch = Batch.of(pixels, unknown, torch.tensor(kept))  # a teacher reads no labels
     return replace(batch, crc=tuple(sample.crc for sample in samples))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kd import parts
@@ -85,9 +86,10 @@ class Data:
         """Return the share of the training images that have a label; 1.0 where none is asked for."""
         return (self.labels() >= 0).float().mean().item() if self.section.labels == "some" else 1.0
 
-    def labels(self) -> torch.Tensor:
-        """Return the class of every training image, int64 [N]; -1: it has none."""
-        return torch.tensor([self.train.label(id) for id in range(len(self.train))])
+    def labels(self, val: bool = False) -> torch.Tensor:
+        """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: it has none."""
+        source = self.val if val else self.train
+        return torch.from_numpy(np.array([source.label(id) for id in range(len(source))]))
 
     def evaluate(self) -> Evaluate:
         """Return what evaluation does to an image."""

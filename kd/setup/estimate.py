@@ -201,7 +201,7 @@ def _teacher(recipe: Recipe, data: Data) -> tuple[TeacherModel | None, Data]:
             named = data.classes if reads.teacher_logits else ()
             models.append(load(Spec(where, one.model, one.args, named), size, reads.features))
         else:
-            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits}
+            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits, "sigmoid": reads.sigmoid}
             models.append(load_teacher(one, data.asked, size, reads.features, **given))
         data = data.with_classes(models[0].classes)
     weights = [1.0, *(member.weight for member in recipe.teacher.also)]
@@ -210,7 +210,7 @@ def _teacher(recipe: Recipe, data: Data) -> tuple[TeacherModel | None, Data]:
 
 def _fitting(teacher: Classifier, classes: Sequence[str], seed: int, backend: Backend) -> Distillation:
     """Return the teacher as a student of the labels."""
-    ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))
+    ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))  # bce costs as much
     criterion = build_criterion([ce], [Dims(len(classes), 0, 0)], seed)
     return Distillation(copy.deepcopy(teacher), criterion).to(backend.device)
 

@@ -52,6 +52,7 @@ def choose_sifter(
     loader: LocalLoader,
     teacher: Teacher,
     asked: float,
+    steps: int,
     recorded: str,
 ) -> tuple[Sifter, str, str]:
     """Build the sifter of the training images, or one that visits everything where it would lose time.
@@ -64,6 +65,7 @@ def choose_sifter(
         loader: of the training images.
         teacher: answers in the trials.
         asked: share of the epochs in which the teacher's forward runs: with a cache, only while it fills.
+        steps: of the run, if nothing is sifted.
         recorded: the decision of an earlier start of this run, or "".
 
     Returns:
@@ -72,6 +74,10 @@ def choose_sifter(
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
         return everything(context), recorded, ""
+    delay = getattr(section.options, "sift_delay", 0)
+    if not recorded and steps <= delay:
+        told = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
+        return everything(context), "none", f"{told}. Lower sifter.sift_delay"
     if section.kind == "none" or section.gate == "off" or recorded:
         return made, recorded, ""
     costs = measure(session, distillation, teacher, loader, asked)
@@ -93,7 +99,8 @@ def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
         f"loading {costs.load:.2f} ms an image"
     )
     if share >= 0:
-        return True, f"sifter '{kind}' will save {100 * share:.0f} % of a sifted epoch's time ({measured})"
+        saves = f"sifter '{kind}' will save {100 * share:.0f} % of a sifted epoch's time ({measured})"
+        return True, f"{saves}. Compare its accuracy with that of fewer epochs: docs/sifting.md"
     loses = f"sifter '{kind}' would make a sifted epoch {-100 * share:.0f} % longer ({measured})"
     return False, f"{loses}; everything is visited. sifter.gate=off sifts all the same"
 

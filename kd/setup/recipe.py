@@ -110,7 +110,6 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
     """Return the run that fits a teacher: the teacher as a student of the labels."""
     fit = section.fit
-    ce = default_options("losses", "ce", label_smoothing=fit.label_smoothing)
     return Config(
         run=RunSection(
             folder=fit.folder,
@@ -130,7 +129,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             attention=section.attention,
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=(LossSection(kind="ce", options=ce),),
+        losses=on_labels(config, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
         optimizer=OptimizerSection(lr=fit.lr, weight_decay=fit.weight_decay, warmup=fit.warmup),
         backend=config.backend,
@@ -138,15 +137,21 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
 
 
 def labels_only(config: Config) -> Config:
-    """Return the same run without its teacher: same student, steps, batches and views; cross-entropy only."""
+    """Return the same run without its teacher: same student, steps, batches and views; the labels' loss only."""
     return replace(
         config,
         data=replace(config.data, views=config.data.views or config.teacher.cache.views),
         run=replace(config.run, baseline=False),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=(LossSection(kind="ce", options=default_options("losses", "ce")),),
+        losses=on_labels(config),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
+
+
+def on_labels(config: Config, **options: Any) -> tuple[LossSection, ...]:
+    """Return the loss that learns labels alone: of one label an image, or of several."""
+    kind = "bce" if reads(config.losses).sigmoid else "ce"
+    return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -44,6 +44,7 @@ def load_teacher(
     where: str = "teacher",
     images: Images | None = None,
     logits: bool = True,
+    sigmoid: bool = False,
 ) -> TeacherModel:
     """Load one teacher with its weights; its classes must be the data's.
 
@@ -58,11 +59,12 @@ def load_teacher(
         where: its config path, for messages.
         images: that it is asked about, for a teacher that answers by name.
         logits: whether a loss reads them; False: it is loaded without a classifier, for its features.
+        sigmoid: whether the losses read each logit as the answer to its class alone.
     """
     kind, options, own = section.kind, section.options, not section.checkpoint
-    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits)
+    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits, sigmoid)
     if folder:
-        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits)
+        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits, sigmoid=sigmoid)
     context: Any = {"image_size": image_size, "features": features}
     if not on_meta:
         model = parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
@@ -211,7 +213,7 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
         joined = isinstance(frozen, Ensemble)
         members: Any = frozen.members if joined else [frozen]
         graphs: Any = [Exported(one, size, mode.backend, mode.precision) for one in members]
-        return Ensemble(graphs, frozen.shares) if joined else graphs[0]
+        return Ensemble(graphs, frozen.shares, frozen.sigmoid) if joined else graphs[0]
     if mode.quantized:
         quantize(frozen, mode.precision)
     return compile_forward(frozen) if mode.compiled else frozen

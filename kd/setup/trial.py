@@ -64,8 +64,10 @@ class Trial:
 
     @cached_property
     def batch(self) -> Batch:
-        """Noise, uint8, with label 0."""
-        return noise(self.images, self.image_size, self.backend)
+        """Noise, uint8, with label 0, or with the empty set where the losses read sets."""
+        student: Any = self.distillation.student
+        sets = student.num_classes if "sigmoid" in self.distillation.criterion.needs else 0
+        return noise(self.images, self.image_size, self.backend, sets)
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -103,10 +105,11 @@ def trial_images(micro_batch: int, backend: Backend) -> int:
     return min(micro_batch, CPU_TRIAL) if backend.device.type == "cpu" else micro_batch
 
 
-def noise(images: int, size: int, backend: Backend) -> Batch:
-    """Make a batch of noise, uint8 [images, 3, size, size], with label 0."""
+def noise(images: int, size: int, backend: Backend, sets: int = 0) -> Batch:
+    """Make a batch of noise, uint8 [images, 3, size, size], with label 0, or with empty sets of so many classes."""
     image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(backend.device)
-    return Batch.of(image, torch.zeros(images, dtype=torch.int64, device=image.device))
+    shape, dtype = ((images, sets), torch.int8) if sets else ((images,), torch.int64)
+    return Batch.of(image, torch.zeros(shape, dtype=dtype, device=image.device))
 
 
 def fastest(

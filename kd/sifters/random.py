@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
 from kd.types import Plan, SiftContext
@@ -20,6 +21,8 @@ class Options:
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
     """Last share of the run, in which epochs visit all images."""
+    balance: bool = False
+    """Visit the same number of images of each class, as far as a class has so many."""
 
 
 class Random(Planned):
@@ -37,8 +40,19 @@ class Random(Planned):
         if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
             return everything(self.context, epoch)
         count = count_kept(self.context, self.options.keep)
-        ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))[:count]
-        return shuffled(self.context, epoch, ids, torch.ones(count))
+        ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
+        if self.options.balance:
+            ids = ids[torch.argsort(self._turn(ids), stable=True)]
+        return shuffled(self.context, epoch, ids[:count], torch.ones(count))
+
+    def _turn(self, ids: Tensor) -> Tensor:
+        """Return for each image [N] how many of its class stand before it."""
+        label = self.context.labels()[ids]
+        by_class = torch.argsort(label, stable=True)
+        sizes = torch.bincount(label)
+        turn = torch.empty_like(ids)
+        turn[by_class] = torch.arange(len(ids)) - (sizes.cumsum(0) - sizes)[label[by_class]]
+        return turn
 
 
 def build(options: Options, context: SiftContext) -> Random:

@@ -112,20 +112,27 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
         raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
-    sums_B = answer_BC.double().sum(1)
-    shares = bool((answer_BC >= 0).all() and ((sums_B - 1).abs() < 1e-3).all())
+    shares, found = bool((answer_BC >= 0).all() and (answer_BC <= 1).all()), "probabilities (all from 0 to 1)"
+    one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
+    if shares and one and spec.sigmoid:
+        wrong = "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
+        raise ModelError(where, wrong, "One probability a class", "Take another teacher, or other losses")
+    if not spec.sigmoid:
+        shares, found = shares and one, "probabilities (they are not negative and their sum is 1)"
     if shares != (meaning == "probabilities"):
-        found = "probabilities (they are not negative and their sum is 1)" if shares else "no probabilities"
+        found = found if shares else "no probabilities"
         other = "probabilities" if shares else "logits"
         raise ModelError(
             f"{spec.where}.outputs", f"is {meaning}, but the answers are {found}", "", f"Set it to {other}"
         )
 
 
-def to_logits(answer_BC: Tensor, meaning: str) -> Tensor:
-    """Return logits, float32; of probabilities their logarithm."""
+def to_logits(answer_BC: Tensor, meaning: str, sigmoid: bool) -> Tensor:
+    """Return logits, float32; of probabilities log p, or log(p / (1 - p)) where each class has its own."""
     answer_BC = answer_BC.float()
-    return answer_BC if meaning == "logits" else answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
+    if meaning == "logits":
+        return answer_BC
+    return answer_BC.logit(1e-6) if sigmoid else answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def found_function(spec: Spec) -> Any:

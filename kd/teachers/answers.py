@@ -41,7 +41,12 @@ class TableTeacher(nn.Module):
     runs_in, reads_ids = "a table", True
 
     def __init__(
-        self, values: Tensor, rows: tuple[Tensor, Tensor], probabilities: bool, classes: Sequence[str]
+        self,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor],
+        probabilities: bool,
+        classes: Sequence[str],
+        sigmoid: bool = False,
     ) -> None:
         """Take a table [V, N, C] and the row of each training and each validation image."""
         super().__init__()
@@ -50,7 +55,7 @@ class TableTeacher(nn.Module):
         self.classes, self.num_classes = classes, len(classes)
         self.num_features = 0 if classes else values.shape[2]
         self.features = () if classes else ("pooled",)
-        self.split = 0
+        self.split, self.sigmoid = 0, sigmoid
 
     def validation(self) -> TableTeacher:
         """Return the same table, asked with the ids of validation images."""
@@ -73,7 +78,7 @@ class TableTeacher(nn.Module):
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:
             return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
-        return Outputs(to_logits(found, "probabilities" if self.probabilities else "logits"))
+        return Outputs(to_logits(found, "probabilities" if self.probabilities else "logits", self.sigmoid))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
         return copy.copy(self)  # nothing here changes, and a table may be large
@@ -110,7 +115,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         return TableTeacher(values, found, False, ())
     require_logits(spec, values[0, found[0][:64]].float(), options.outputs)
     classes = named(spec, values.shape[2], table.classes, options.classes)
-    return TableTeacher(values, found, options.outputs == "probabilities", classes)
+    spec.require_meaning(table.problem_type)
+    return TableTeacher(values, found, options.outputs == "probabilities", classes, spec.sigmoid)
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.models.classifier import resized
+from kd.models.folder import folder_config
 from kd.models.load import Spec
 from kd.models.onnx import graph_files, open_session
 from kd.teachers._shared import (
@@ -72,7 +73,7 @@ class GraphTeacher(nn.Module):
         self.path, self.options, self.where = path, options, where
         self.network = nn.Module()
         self.classes: Sequence[str] = ()
-        self.num_classes = 0
+        self.num_classes, self.sigmoid = 0, False
         self._sessions: dict[int, Any] = {}
         session = self._session()
         inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
@@ -111,7 +112,7 @@ class GraphTeacher(nn.Module):
         answer = self.answer(image)
         if not self.num_classes:
             return Outputs(answer.new_zeros(len(answer), 0), {"pooled": answer.flatten(1)})
-        return Outputs(to_logits(answer, self.options.outputs))
+        return Outputs(to_logits(answer, self.options.outputs, self.sigmoid))
 
     def answer(self, image: Tensor) -> Tensor:
         """Return the graph's output, float32, on the image's device."""
@@ -180,6 +181,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         made.num_features = first.flatten(1).shape[1]
         return made
     require_logits(spec, first, options.outputs)
+    spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
+    made.sigmoid = spec.sigmoid
     made.classes = named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)
     return made

@@ -60,14 +60,14 @@ class Options:
 class Network(nn.Module):
     """A module whose answer is one tensor, whatever it returns."""
 
-    def __init__(self, inner: nn.Module, outputs: str) -> None:
+    def __init__(self, inner: nn.Module, outputs: str, sigmoid: bool) -> None:
         super().__init__()
-        self.inner, self.outputs = inner, outputs
+        self.inner, self.outputs, self.sigmoid = inner, outputs, sigmoid
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, C] for normalized images [B, 3, S, S]."""
         answer = main_output(self.inner(pixels), "teacher.model")
-        return answer if self.outputs == "logits" else to_logits(answer, self.outputs)
+        return answer if self.outputs == "logits" else to_logits(answer, self.outputs, self.sigmoid)
 
 
 class Embedder(Classifier):
@@ -107,7 +107,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if spec.checkpoint:
         load_weights(spec, inner)
     size = options.input_size or image_size
-    network = Network(inner.eval(), options.outputs)
+    network = Network(inner.eval(), options.outputs, spec.sigmoid)
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     common: dict[str, Any] = {
         "input_size": size,

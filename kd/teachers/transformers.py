@@ -49,6 +49,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
             "A model ...ForImageClassification for losses on logits",
             "Take losses on features, such as cosine, or for CLIP and SigLIP teacher.kind=zero_shot",
         )
+    spec.require_meaning(getattr(config, "problem_type", None) or "")
     model = loaded(spec, hub, "AutoModelForImageClassification", config)
     own = [config.id2label[label] for label in sorted(config.id2label)]
     own = [] if all(name == f"LABEL_{label}" for label, name in enumerate(own)) else own

@@ -58,6 +58,16 @@ def make_imagefolder(root: Path) -> dict[str, Any]:
     return {"root": str(root)}
 
 
+def make_multilabel(root: Path) -> dict[str, Any]:
+    for split in ("train", "val"):
+        lines = ["file,labels"]
+        for id, (name, data) in enumerate(images(split)):
+            (root / f"{split}-{id}.jpg").write_bytes(data)
+            lines.append(f"{split}-{id}.jpg,{name}")
+        (root / f"{split}.csv").write_text("\n".join(lines))
+    return {"root": str(root), "train_labels": "train.csv", "val_labels": "val.csv"}
+
+
 def make_webdataset(root: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         with tarfile.open(root / f"{split}-0.tar", "w") as tar:
@@ -95,6 +105,7 @@ RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "food_mini": make_food_mini,
     "hf": make_hf,
     "imagefolder": make_imagefolder,
+    "multilabel": make_multilabel,
     "webdataset": make_webdataset,
 }
 PAINTED = {"food_mini"}  # it renders its images, so none is broken
@@ -130,12 +141,18 @@ def built(request, tmp_path_factory) -> Built:
 
 
 def listing(source: Source) -> tuple:
-    return (source.fingerprint, [(source.name(id), source.label(id)) for id in range(len(source))])
+    return (source.fingerprint, [(source.name(id), named(source, id)) for id in range(len(source))])
+
+
+def named(source: Source, id: int) -> list[str]:
+    """Return the names of an image's labels."""
+    label = source.label(id)
+    return [source.classes[one] for one in ([label] if isinstance(label, int) else np.flatnonzero(label))]
 
 
 def readable(built: Built) -> list[int]:
     source = built.train
-    return [id for id in range(len(source)) if built.kind in PAINTED or source.classes[source.label(id)] != BROKEN]
+    return [id for id in range(len(source)) if built.kind in PAINTED or named(source, id) != [BROKEN]]
 
 
 def digest(source: Source, id: int) -> str:
@@ -165,9 +182,14 @@ def test_classes(built):
     assert tuple(built.val.classes) == tuple(built.train.classes)
 
 
-def test_labels_are_python_integers_in_range(built):
+def test_labels_are_python_integers_in_range_or_sets(built):
+    sets = built.kind == "multilabel"
     for source in (built.train, built.val):
         found = [source.label(id) for id in range(len(source))]
+        if sets:
+            assert all(label.dtype == np.int8 and label.shape == (len(source.classes),) for label in found)
+            assert all(set(label.tolist()) <= {0, 1} for label in found)
+            continue
         assert all(type(label) is int for label in found)
         assert set(found) <= set(range(len(source.classes)))
 
@@ -176,7 +198,7 @@ def test_labels_are_those_of_the_data(built):
     if built.kind in PAINTED:
         pytest.skip("it makes its own images")
     for source, wanted in ((built.train, TRAIN), (built.val, VAL)):
-        assert sorted(source.classes[source.label(id)] for id in range(len(source))) == sorted(wanted)
+        assert sorted(name for id in range(len(source)) for name in named(source, id)) == sorted(wanted)
 
 
 def test_names_are_unique(built):

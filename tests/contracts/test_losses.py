@@ -41,12 +41,15 @@ def make_dims(num_classes: int) -> Dims:
 
 
 def make_batch(name: str, num_classes: int = C) -> Batch:
-    """Return mixed labels, or unmixed ones for a loss that needs hard labels."""
+    """Return mixed labels, unmixed ones for a loss that needs hard labels, or sets of labels."""
     generator = torch.Generator().manual_seed(1)
     label, partner = torch.randint(num_classes, (2, B), generator=generator)
     lam = torch.rand(B, generator=generator)
-    if "hard_labels" in build(name, num_classes).needs:
+    needs = build(name, num_classes).needs
+    if "hard_labels" in needs:
         partner, lam = label, torch.ones(B)
+    if "sigmoid" in needs:
+        label, partner = (nn.functional.one_hot(one, num_classes).to(torch.int8) for one in (label, partner))
     image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
     return Batch(ids=torch.arange(B), image=image, label=label, partner_label=partner, lam=lam, weight=torch.ones(B))
 
@@ -116,7 +119,7 @@ def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
 
 @every_loss
 def test_needs_are_known_words(name):
-    assert build(name).needs <= {"teacher", "hard_labels"} | FEATURES
+    assert build(name).needs <= {"teacher", "hard_labels", "sigmoid"} | FEATURES
 
 
 @every_loss
@@ -209,7 +212,8 @@ def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
     if extreme == "untrained student" and dtype == torch.float16:
         dtype = torch.bfloat16  # gradients of `dist` and `zscore` are 1e7 here, beyond float16's range (documented)
     batch = make_batch(name, num_classes)
-    student, teacher = (as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, batch.label))
+    label = batch.label if batch.label.ndim == 1 else batch.label.argmax(1)
+    student, teacher = (as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, label))
     loss = build(name, num_classes)
     loss_B = loss(student, teacher, batch)
     loss_B.mean().backward()

@@ -21,6 +21,7 @@ def printed(cell) -> str:
     return "".join(texts)
 
 
+@pytest.mark.slow
 def test_every_cell_runs(photos, tmp_path, monkeypatch):
     from nbclient import NotebookClient
 

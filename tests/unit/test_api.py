@@ -321,3 +321,26 @@ def test_models_and_data_that_do_not_fit_are_one_line(changes: dict, message: st
     with pytest.raises(KdError, match=f"^{message}") as caught:
         distill(given.pop("teacher"), given.pop("student"), given.pop("train"), **given)
     assert "\n" not in str(caught.value)
+
+
+def test_label_sets_are_distilled_and_scored_by_their_precision():
+    image, _ = data(64, 1).tensors
+    items = TensorDataset(image, (image.mean((2, 3)) > 0).long())
+    terms = [{"kind": "binary_kl"}, {"kind": "bce"}]
+    given = {
+        "teacher": [network(16, 1), network(16, 2)],
+        "train": items,
+        "val": items,
+        "backend": CPU,
+        "progress": False,
+    }
+    done = kd.distill(**given, student=network(8, 3), losses=terms, labels="sets", epochs=8, optimizer={"lr": 1e-2})
+    maps = [row["map"] for row in done.rows if row["kind"] == "val"]
+    assert maps[-1] > maps[0]
+    assert {"f1_macro", "agreement", "teacher_map"} <= done.metrics.keys()
+    for labels, losses, words in (("sets", [{"kind": "kl"}], "one label"), ("all", terms, "several labels")):
+        with pytest.raises(ConfigError, match=words):
+            kd.distill(**given, student=network(8, 3), losses=losses, labels=labels)
+    wrong = TensorDataset(image, torch.zeros(64, 2))
+    with pytest.raises(KdError, match="3 numbers"):
+        kd.distill(**{**given, "train": wrong}, student=network(8, 3), losses=terms, labels="sets")

@@ -118,6 +118,10 @@ BASE = (
 )
 ALONE = ("teacher.cache.views=0", "teacher.also=[]")
 FOOD, HF = ("kind: food_mini",), ("kind: hf, path: a",)
+SEVERAL = "losses=[{kind: binary_kl}]"
+TRAYS = ("kind: food_mini, dishes: 2", SEVERAL)
+SETS = ("kind: multilabel, root: a, train_labels: a, val_labels: b", SEVERAL)
+HELD = ("kind: multilabel, root: a, train_labels: a, val_fraction: 0.2", SEVERAL)
 SHARDS = ("kind: webdataset, train: a, val: b",)
 LISTS = ("kind: imagefolder, root: a, train_list: a, val_list: b",)
 SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
@@ -149,6 +153,9 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.pixels [food_mini]": ("FR", "32", *FOOD),
     "data.art_seed [food_mini]": ("FR", "1", *FOOD),
     "data.label_noise [food_mini]": ("FR", "0.1", *FOOD),
+    "data.redundancy [food_mini]": ("FR", "2", *FOOD),
+    "data.imbalance [food_mini]": ("FR", "5", *FOOD),
+    "data.dishes [food_mini]": ("FR", "3", *TRAYS),
     "data.root [food_mini]": ("", "elsewhere", *FOOD),
     "data.path [hf]": ("FR", "b", *HF),
     "data.name [hf]": ("FR", "b", *HF),
@@ -163,6 +170,12 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_fraction [imagefolder]": ("FR", "0.1"),
     "data.train_list [imagefolder]": ("FR", "c", *LISTS),
     "data.val_list [imagefolder]": ("FR", "c", *LISTS),
+    "data.root [multilabel]": ("", "elsewhere", *SETS),
+    "data.train_labels [multilabel]": ("FR", "c", *SETS),
+    "data.val_labels [multilabel]": ("FR", "c", *SETS),
+    "data.val_fraction [multilabel]": ("FR", "0.1", *HELD),
+    "data.separator [multilabel]": ("FR", "';'", *SETS),
+    "data.ending [multilabel]": ("FR", ".jpg", *SETS),
     "data.train [webdataset]": ("FR", "c", *SHARDS),
     "data.val [webdataset]": ("FR", "c", *SHARDS),
     "data.image_keys [webdataset]": ("FR", "jpg", *SHARDS),
@@ -232,6 +245,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "student.checkpoint": ("R", "a", "student.init=pretrained"),
     "losses[].kind": ("R", "ce"),
     "losses[].weight": ("R", "2"),
+    "losses[].label_smoothing [bce]": ("R", "0.1", TRAYS[0], *ALONE, "losses=[{kind: bce}]"),
+    "losses[].temperature [binary_kl]": ("R", "3", *TRAYS),
     "losses[].label_smoothing [ce]": ("R", "0.1", *loss("ce")),
     "losses[].beta [dist]": ("R", "2", *loss("dist")),
     "losses[].gamma [dist]": ("R", "2", *loss("dist")),
@@ -257,6 +272,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.balance [history]": ("R", "true", *HISTORY),
     "sifter.noise_cap [history]": ("R", "0.1", *HISTORY),
     "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
+    "sifter.balance [random]": ("R", "true", "sifter.kind=random"),
     "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
     "sifter.anneal [random]": ("R", "0.2", "sifter.kind=random"),
     "sifter.beta_value [relative]": ("R", "2", *RELATIVE),
@@ -332,7 +348,8 @@ def found(*overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key):
+def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # data.loader=ray asks for one; nothing is contacted
     expected, value, *context = KEYS[key]
     path = key.partition(" ")[0].replace("[]", "[0]")
     before, after = found(*context), found(*context, f"{path}={value}")

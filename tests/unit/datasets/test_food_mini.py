@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from kd.datasets import food_mini
+from kd.datasets._food_dishes import render
 from kd.datasets._food_paint import main as paint_share
 from kd.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
 from kd.errors import DataError
@@ -68,6 +72,7 @@ def test_pictures_differ_within_a_dish_and_with_the_seed(tmp_path: Path, painted
 
 def test_other_settings_get_another_folder(tmp_path: Path):
     settings = [{}, {"art_seed": 1}, {"pixels": 48}, {"train_images": 3}, {"val_images": 2}, {"label_noise": 0.5}]
+    settings += [{"redundancy": 2}, {"imbalance": 2}]
     assert len({folder_name(small(tmp_path, **changes)) for changes in settings}) == len(settings)
     assert folder_name(small(tmp_path / "elsewhere")) == folder_name(small(tmp_path))
 
@@ -78,9 +83,39 @@ def test_label_noise_is_exact_in_training_and_absent_in_validation(tmp_path: Pat
     classes = build(options, "train", None).classes
     for split, expected in (("train", noise), ("val", 0.0)):
         listed = pictures(options, split)
-        wrong = [dish for label, dish, _ in listed if classes[label] != dish]
+        wrong = [dish for label, dish, *_ in listed if classes[label] != dish]
         assert len(wrong) == round(expected * len(listed))
-        assert len({(dish, index) for _, dish, index in listed}) == len(listed)
+        assert len({(dish, plate) for _, dish, plate, _ in listed}) == len(listed)
+
+
+def test_sizes_fall_geometrically_and_large_classes_repeat_their_plates(tmp_path: Path):
+    options = small(tmp_path, train_images=100, val_images=3, imbalance=10, redundancy=4)
+    listed = pictures(options, "train")
+    sizes = Counter(label for label, *_ in listed)
+    plates = Counter(label for label, _, plate, shot in listed if shot == 0)
+    assert [sizes[label] for label in range(12)] == [round(100 * 10 ** (-label / 11)) for label in range(12)]
+    assert [plates[label] for label in range(12)] == [min(25, sizes[label]) for label in range(12)]
+    assert len(set(listed)) == len(listed)
+    assert Counter(label for label, *_ in pictures(options, "val")) == dict.fromkeys(range(12), 3)
+
+
+def test_photographs_of_a_plate_are_near_duplicates():
+    """Nearer to each other than to any photograph of another plate, though no two are equal."""
+
+    def thumb(plate: int, shot: int) -> np.ndarray:
+        image = render("pizza", "train", plate, 0, 48, shot).resize((6, 6))
+        pixels = np.asarray(image, dtype=np.float64)
+        return (pixels - pixels.mean()) / pixels.std()
+
+    seen = {(plate, shot): thumb(plate, shot) for plate in range(3) for shot in range(3)}
+
+    def apart(one: tuple[int, int], other: tuple[int, int]) -> float:
+        return float(np.abs(seen[one] - seen[other]).mean())
+
+    same = [apart(a, b) for a, b in combinations(seen, 2) if a[0] == b[0]]
+    others = [apart(a, b) for a, b in combinations(seen, 2) if a[0] != b[0]]
+    assert min(same) > 0
+    assert max(same) < min(others)
 
 
 def test_painting_again_changes_nothing(painted: FoodMini):
@@ -117,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path
 
 
 def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(food_mini, "pictures", lambda options, split: [(0, "no such dish", 0)])
+    monkeypatch.setattr(food_mini, "pictures", lambda options, split: [(0, "no such dish", 0, 0)])
     with pytest.raises(DataError, match="no such dish"):
         food_mini.paint(small(tmp_path), tmp_path / "folder")
     assert not list(tmp_path.iterdir())
@@ -129,8 +164,27 @@ def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"train_images": 0}, "train_images and val_images must be >= 1"),
         ({"pixels": 8}, "pixels must be 16 to 512, is 8"),
         ({"label_noise": 1.0}, "label_noise must be 0 to 0.9, is 1"),
+        ({"redundancy": 3}, "redundancy and imbalance must be 1 to train_images, are 3, 1"),
+        ({"imbalance": 2, "dishes": 2}, "redundancy and imbalance need dishes: 1"),
+        ({"imbalance": 0.5}, "redundancy and imbalance must be 1 to train_images, are 1, 0.5"),
     ],
 )
 def test_bad_options(tmp_path: Path, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         small(tmp_path, **changes)
+
+
+def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
+    source = build(small(tmp_path, dishes=3, label_noise=0.5), "train", None)
+    assert folder_name(small(tmp_path, dishes=1)) == folder_name(small(tmp_path)) != source.folder.name
+    counts = set()
+    for id, (label, dish, *_) in enumerate(pictures(source.options, "train")):
+        there = {source.classes[one] for one in np.flatnonzero(source.label(id))}
+        assert there == {source.classes[label], *dish.split("+")[1:]}
+        assert len(there) == len(dish.split("+"))  # also where the first label is wrong
+        counts.add(len(there))
+    assert counts == {1, 2, 3}
+    tray = render("pizza+sushi", "train", 0, 0, 64)
+    assert tray.size == (64, 64)
+    assert tray.tobytes() == render("pizza+sushi", "train", 0, 0, 64).tobytes()
+    assert tray.tobytes() != render("pizza", "train", 0, 0, 64).tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console as RichConsole
 
@@ -35,18 +36,27 @@ def test_quiet_ranks_print_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
     text = io.StringIO()
     console = Console("food")
-    console._console = RichConsole(file=text, force_terminal=True, width=160)
+    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
     with console:
-        console.log("train", State(step=3), TRAIN)
-        console.step(State(step=3), 0.25)
+        console.log("train", State(step=13000), TRAIN)
+        console.step(State(step=13000), 0.25)
+        console.log("val", State(step=13000), VAL)
         console.info("a line")
     shown = text.getvalue()
-    assert "a line" in shown
-    assert "25 %" in shown
-    assert "loss 1.500" in shown
+    assert "a line\n" in shown
+    assert "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %, agreement 90.0 %)\n" in shown
+    assert re.search("food .* 25 % step 13000, loss 1.500, 123 images/s -:--:--", shown)
+
+
+def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    with Console("food") as console:
+        console.log("val", State(step=4), VAL)
+    assert capsys.readouterr().out.startswith("food | step 4 | val accuracy")
 
 
 def test_percent():

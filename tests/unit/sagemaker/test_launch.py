@@ -171,6 +171,7 @@ def test_the_metrics_match_the_log(capfd):
     console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
     console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
     console.log("val", state, {"accuracy": 0.25})
+    console.log("val", state, {"map": 0.75, "f1_macro": 0.5})
     log = capfd.readouterr().out.splitlines()
     found = {
         name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in launch.METRICS.items()
@@ -180,6 +181,7 @@ def test_the_metrics_match_the_log(capfd):
         "train:lr": [5e-05, 0.001],
         "train:images_per_second": [41, 42],
         "val:accuracy_percent": [50, 25],
+        "val:map_percent": [75],
         "val:teacher_accuracy_percent": [75],
         "val:agreement_percent": [62.5],
     }

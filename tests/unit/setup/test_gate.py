@@ -89,6 +89,18 @@ def test_the_decision_is_pinned(settings, decided):
     assert isinstance(run.sifter, relative.Relative if made == "relative" else Everything)
 
 
+@pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
+def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(settings, delay, found, capsys):
+    chosen = config.load(
+        settings, ["sifter.kind=relative", "sifter.gate=off", "run.steps=4", f"sifter.sift_delay={delay}"]
+    )
+    data, backend = open_sources(chosen.data), build_backend(chosen.backend)
+    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
+    run = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("")).run
+    assert isinstance(run.sifter, found)
+    assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (delay == 4)
+
+
 def test_measuring_leaves_the_student_as_it_was(settings):
     args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
     norm = ["student.model=xcit_nano_12_p8_224", f"student.args={args}"]

@@ -62,6 +62,15 @@ def test_the_remainder_is_dropped_per_view(views):
     assert all(one != other for one, other in itertools.pairwise(seen))
 
 
+def test_balanced_random_visits_classes_alike_as_far_as_they_go():
+    labels = torch.tensor([0] * 300 + [1] * 80 + [2] * 20)
+    context = SiftContext.alone(labels, batch_size=20)
+    for keep, expected in ((0.15, [20, 20, 20]), (0.3, [50, 50, 20]), (0.6, [140, 80, 20])):
+        ids = random.Random(random.Options(keep=keep, balance=True), context).plan(3, 0.3).ids
+        assert torch.bincount(labels[ids], minlength=3).tolist() == expected
+        assert len(ids.unique()) == len(ids)
+
+
 def test_whole_epochs_at_the_start_and_at_the_end():
     for sifter in (warm(history.Options(keep=0.5, warmup=2)), random.Random(random.Options(warmup=2), sift_context())):
         sizes = [len(sifter.plan(epoch, epoch / 16).ids) / IMAGES for epoch in range(16)]

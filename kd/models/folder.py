@@ -1,0 +1,87 @@
+"""A model as a folder that timm loads: what its config.json says, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from kd.errors import ModelError
+
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification")
+"""What the logits answer, in the words of transformers: one label an image, or several."""
+
+
+def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
+    """Return the config.json of a folder; empty where it has none.
+
+    Raises:
+        ModelError: it is not whole.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        return {}
+    try:
+        content = json.loads(config.read_text())
+        content.get("pretrained_cfg", {}).get("label_names")
+    except (ValueError, AttributeError, OSError) as error:
+        raise ModelError(where, f"'{config}' is not whole ({error})", "", "Write the folder anew") from error
+    return content
+
+
+def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
+    """Return the class names that an exported folder records, or None.
+
+    Raises:
+        ModelError: its config.json is not whole.
+    """
+    content = folder_config(folder, where)
+    names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
+    return list(names) if names else None
+
+
+def data_config(network: nn.Module) -> dict[str, Any]:
+    """Return normalization and input size of a timm network: those that it was built for."""
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(network)
+    embed = getattr(network, "patch_embed", None)
+    size = getattr(embed, "img_size", None)
+    if size is not None:  # what the model was built for, not what its pretrained weights were
+        config["input_size"] = (3, *size)
+    return config
+
+
+def export_files(
+    network: nn.Module, classes: Sequence[str], crop: float, sigmoid: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
+
+    Args:
+        network: the timm model.
+        classes: written as `label_names`, in the order of the logits.
+        crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
+        sigmoid: whether each logit answers for its class alone, written as `problem_type`.
+    """
+    from timm.models._hub import save_config_for_hf
+
+    config = data_config(network)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        save_config_for_hf(
+            network,
+            str(path),
+            model_config={"num_classes": len(classes), "label_names": list(classes)},
+            data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
+        )
+        content = json.loads(path.read_text())
+    if classes:
+        content["problem_type"] = PROBLEM_TYPES[sigmoid]
+    for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
+        content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
+    return content, tensors

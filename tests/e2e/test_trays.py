@@ -1,0 +1,225 @@
+"""Several labels an image from a CSV file to an endpoint: fitted, distilled, resumed, exported, served."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from pieces import CLASSES, merged, tiny
+from PIL import Image
+from safetensors.torch import load_file
+from serving import Running
+
+import kd
+from kd import config
+from kd.errors import KdError, ModelError
+from kd.jobs.export import Options, export
+from kd.jobs.train import train
+from kd.sagemaker import handler
+from kd.serve import client
+
+
+def paint(root: Path) -> None:
+    """Write noisy pictures, brighter in the channel of each class that they show, and what they show as CSV."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 40), ("val", 40)):
+        lines = ["file,labels"]
+        for number in range(count):
+            there = rng.random(3) < 0.5
+            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * there.astype(np.uint8)
+            name = f"{split}_{number}.jpg"
+            Image.fromarray(pixels).save(root / name, quality=90)
+            lines.append(f"{name},{'|'.join(name for name, one in zip(CLASSES, there, strict=True) if one)}")
+        (root / f"{split}.csv").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict:
+    """A configuration: a teacher to fit, a cache, mixup, a sifter, the labels-only baseline."""
+    root = tmp_path_factory.mktemp("trays")
+    paint(root)
+    files = {"train_labels": "train.csv", "val_labels": "val.csv", "augment": {"mixup": 0.2}}
+    fit = {"epochs": 12, "lr": 5e-3, "folder": str(root / "teachers")}
+    return {
+        "run": {"name": "tiny", "folder": str(root / "runs"), "epochs": 6, "baseline": True, "keep": 5},
+        "data": {"kind": "multilabel", "root": str(root), **files, "image_size": 16, "batch_size": 8, "workers": 0},
+        "teacher": {**tiny(2, 48), "precision": "fp32", "cache": {"views": 2}, "fit": fit},
+        "student": tiny(),
+        "losses": [{"kind": "binary_kl"}, {"kind": "bce", "weight": 0.5}],
+        "sifter": {"kind": "history", "keep": 0.7, "warmup": 2, "gate": "off"},
+        "optimizer": {"lr": 5e-3},
+        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def trays(made) -> Path:
+    """The finished run with its export. Do not write into it."""
+    folder = train(config.load(made)).folder
+    export(folder, options=Options(int8=True, max_drop=0.5))
+    return folder
+
+
+def val_rows(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "val"]
+
+
+def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command):
+    best = max(val_rows(trays), key=lambda row: row["map"])
+    assert json.loads((trays / "manifest.json").read_text())["decides"] == "map"
+    assert best["map"] > 0.8, best  # guessing has 0.5
+    assert best["teacher_map"] > 0.9, best
+    report = " ".join((trays / "report.md").read_text().split())
+    shown = f"{100 * best['map']:.1f} % | {100 * best['f1_macro']:.1f} %"
+    assert "| mAP | F1 (macro) | F1 (micro) |" in report
+    assert shown in report
+    assert "student, labels only" in report
+    assert "of the labels that one of them gives an image" in report
+    page = command("report", trays)
+    assert page.code == 0, page
+    assert "validation mAP" in (trays / "report.html").read_text()
+    evaluated = command("evaluate", trays)
+    assert (evaluated.code, "map" in evaluated.out) == (0, True), evaluated
+
+
+def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made):
+    again = merged(made, {"run": {"name": "again", "baseline": False}})
+    whole = kd.train(again).folder
+    expected = load_file(max((whole / "checkpoints").iterdir()) / "tensors.safetensors")
+    for folder in sorted((whole / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(folder)
+    resumed = load_file(max((kd.train(again).folder / "checkpoints").iterdir()) / "tensors.safetensors")
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}  # a sifter has no loss yet for some images
+    torch.testing.assert_close(resumed, expected, **exact)
+
+
+def test_the_manifest_has_a_threshold_for_each_class(trays):
+    manifest = json.loads((trays / "export/manifest.json").read_text())
+    found = manifest["output"]["thresholds"]
+    assert tuple(found) == CLASSES
+    assert all(0 < one["threshold"] < 1 and one["chosen"] and one["images"] >= 10 for one in found.values())
+    assert json.loads((trays / "export/config.json").read_text())["problem_type"] == "multi_label_classification"
+    assert 0.8 < manifest["parity"]["model.onnx"]["mAP"] <= 1
+    card = (trays / "export/README.md").read_text()
+    assert "3 of 3 thresholds have the largest F1" in card
+    assert "| validation split | mAP | F1 (macro) | F1 (micro) |" in card
+
+
+def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_thresholds(
+    trays, made, command, tmp_path
+):
+    folder, root = trays / "export", Path(made["data"]["root"])
+    photos = sorted(root.glob("val_*.jpg"))[:12]
+    limits = [
+        one["threshold"] for one in json.loads((folder / "manifest.json").read_text())["output"]["thresholds"].values()
+    ]
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    crops = [np.asarray(Image.open(photo).resize((16, 16), Image.Resampling.BICUBIC)) for photo in photos]
+    target = tmp_path / "labels.jsonl"
+    (tmp_path / "some").mkdir()
+    for photo in photos:
+        shutil.copy(photo, tmp_path / "some")
+    for file in (target, target.with_suffix(".csv")):
+        assert command("predict", folder, tmp_path / "some", "--to", file).code == 0
+    predicted = [json.loads(line) for line in target.read_text().splitlines()]
+    rows = list(csv.DictReader(io.StringIO(target.with_suffix(".csv").read_text())))
+    assert list(rows[0]) == ["image", "labels", "scores", "error"]
+    model = handler.model_fn(str(folder))
+    with Running(folder) as server:
+        for photo, row, line in zip(photos, predicted, rows, strict=True):
+            (found,) = server.post(photo.read_bytes()).json["predictions"]
+            said = {pair["label"]: pair["score"] for pair in found["labels"]}
+            assert line["labels"] == "|".join(said)
+            assert row["labels"] == found["labels"]
+            scores = {pair["label"]: pair["score"] for pair in found["top"]}
+            above = [name for name, limit in zip(CLASSES, limits, strict=True) if scores[name] > limit]
+            assert sorted(said) == sorted(above)
+            assert len(scores) == 3  # each class has its own probability
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            assert [pair["label"] for pair in other["labels"]] == list(said)
+        tensor = {"name": "image", "datatype": "UINT8", "shape": [len(crops), 3, 16, 16]}
+        data = np.stack(crops).transpose(0, 3, 1, 2)
+        body = {"inputs": [{**tensor, "data": data.ravel().tolist()}]}
+        described = server.get("/v2/models/tiny").json
+        logits, there = server.post(json.dumps(body).encode(), "application/json", "/v2/models/tiny/infer").json[
+            "outputs"
+        ]
+        assert described["outputs"][1] == {"name": "present", "datatype": "BOOL", "shape": [-1, 3]}
+        expected = session.run(None, {"image": data})[0]
+        np.testing.assert_allclose(np.array(logits["data"]).reshape(-1, 3), expected, atol=1e-4)
+        assert there["data"] == (1 / (1 + np.exp(-expected.astype(np.float64))) > limits).ravel().tolist()
+        only = json.dumps({**body, "outputs": [{"name": "logits"}]}).encode()
+        answer = server.post(only, "application/json", "/v2/models/tiny/infer").json
+        assert [output["name"] for output in answer["outputs"]] == ["logits"]
+        assert server.get("/").status == 200
+        with pytest.raises(KdError, match="several labels"):
+            client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
+        assert server.stop() == 0
+
+
+def _classes(folder: Path, photo: Path) -> Path:
+    (folder / "classes/fig").mkdir(parents=True)
+    shutil.copy(photo, folder / "classes/fig")
+    return folder / "classes"
+
+
+def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
+    root = Path(made["data"]["root"])
+    content = dict(line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:])
+    some = {name: text.split("|") if text else [] for name, text in content.items()}
+    (tmp_path / "some.json").write_text(json.dumps(some | dict.fromkeys(list(some)[:10])))
+    teacher = {"model": str(trays / "export"), "args": {}, "fit": {"epochs": 0}}
+    short = {"run": {"folder": str(tmp_path), "epochs": 2, "baseline": False}, "teacher": teacher}
+    withheld = merged(merged(made, short), {"run": {"name": "none"}, "data": {"labels": "none"}})
+    run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
+    assert {"kl", "agreement"} <= run.metrics.keys()
+    assert "map" not in run.metrics
+    export(run.folder, options=Options())
+    output = json.loads((run.folder / "export/manifest.json").read_text())["output"]
+    assert [one["threshold"] for one in output["thresholds"].values()] == [0.5] * 3
+    part = {"labels": "some", "train_labels": str(tmp_path / "some.json")}
+    assert train(config.load(merged(merged(made, short), {"run": {"name": "some"}, "data": part}))).metrics["map"] > 0.5
+
+
+# ------------------------------------------------------------------------------------------------- wrong combinations
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["losses=[{kind: kl}]"], ("losses[0].kind", "'kl' is for one label", "bce, binary_kl")),
+        (["losses=[{kind: binary_kl}, {kind: ce}]"], ("losses[1].kind", "'ce' is for one label")),
+        (["losses=[{kind: cosine}]", "run.baseline=false"], ("data.labels", "embedding model", "data.labels=none")),
+        (["sifter.balance=true"], ("sifter.balance", "several labels")),
+        (["teacher.cache.topk=2"], ("teacher.cache.topk", "softmax")),
+    ],
+)
+def test_what_does_not_go_with_several_labels_is_one_line(made, changes, words):
+    with pytest.raises(KdError) as caught:
+        config.load(made, changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_bce_does_not_go_with_one_label_an_image(settings):
+    with pytest.raises(KdError, match=r"losses\[0\]\.kind: 'bce' is for several labels an image"):
+        config.load({**settings, "losses": [{"kind": "bce"}]})
+
+
+def test_a_teacher_of_one_label_does_not_teach_several_and_the_other_way_round(made, settings, teacher, trays):
+    one = merged(made, {"run": {"name": "wrong"}, "teacher": {"model": str(teacher), "args": {}, "fit": {"epochs": 0}}})
+    with pytest.raises(ModelError, match="trained for one label an image"):
+        train(config.load(one))
+    for kind, model in (("timm", trays / "export"), ("onnx", trays / "export/model.onnx")):
+        several = {**settings, "teacher": {"kind": kind, "model": str(model)}}
+        with pytest.raises(ModelError, match="trained for several labels an image"):
+            train(config.load(several))
