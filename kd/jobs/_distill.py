@@ -95,7 +95,8 @@ def distill(
         names = unreadable(data, run, known)
         if names:
             folder.record(unreadable=names)
-            console.info(f"{title}: {len(names)} images could not be decoded and had weight 0: {', '.join(names[:5])}")
+            count = f"{len(names)} images" if len(names) > 1 else "1 image"
+            console.info(f"{title}: {count} could not be decoded and had weight 0: {', '.join(names[:5])}")
     return Result(
         folder=folder.path,
         metrics=folder.best_row() if backend.rank == 0 else {},

@@ -122,7 +122,7 @@ def dataloader(evidence: Evidence) -> Finding | None:
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
     value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
-    text = f"{wait.text}, with {facts.workers} data workers on {facts.share} cores"
+    text = f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores"
     advice = "images are then decoded while the step computes."
     return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice, "data.workers", value)
 
@@ -163,7 +163,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
     if saves < DATA_WAIT or not facts.new_store:
         return None
-    text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores; "
+    text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
     text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
     return _finding("CPUBottleneck", saves, text, threshold, stored, "data.store", facts.new_store)
