@@ -16,6 +16,8 @@ import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -115,7 +117,12 @@ def main() -> None:
             for name in names if number % 2 else reversed(names):
                 timeline = Timeline() if name != "none" else None
                 watched = replace(run, span=timeline.span, window=timeline.window) if timeline is not None else run
-                with timeline or nullcontext(), Monitor(None) if name.endswith("monitor") else nullcontext():
+                with (
+                    timeline or nullcontext(),
+                    Monitor(Path(stack.enter_context(TemporaryDirectory())) / "m")
+                    if name.endswith("monitor")
+                    else nullcontext(),
+                ):
                     ms = segment(watched, given.steps)
                 rows.append({"part": "run", "which": name, "round": number, "ms": round(ms, 4), "share": ""})
     plain = statistics.median(row["ms"] for row in rows if row["which"] == "none")

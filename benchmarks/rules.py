@@ -4,8 +4,8 @@ Run: python benchmarks/rules.py [--rounds 2] [--only NAME ...] [--record FOLDER]
 
 Each case is a tiny run with one fault. Its findings must hold the case's rule. What that finding advises, one key and
 one value, is then set, and both runs take turns. A row is one run. `measured` is what the fault is about:
-milliseconds of a steady step, of an image, seconds of the start, or MiB of growth. Where the advice is a profile, it
-is applied once and the fault is then removed by hand.
+mean milliseconds of a step after the first epoch, or of an image, seconds of the start, or MiB of growth. Where the
+advice is a profile, a run with it shows the fault, which is then removed by hand.
 
 The machine is sampled ten times a second, and `MaxInitializationTime` speaks from 2 seconds on instead of 30, so that
 runs of a few seconds are enough. Not here: a synchronizing loss and a starved GPU, which need a GPU.
@@ -32,10 +32,15 @@ from PIL import Image
 import kd
 from _record import HERE, write
 from kd.host import cores
-from kd.monitor import rules, system
-from kd.monitor.timeline import read_rows
+from kd.storage import read_rows
 
-STEPS = 60
+STEPS = 90
+PHOTOS = 160
+"""Of each of three classes: 30 steps an epoch."""
+KEPT = 24
+"""Samples of the machine that a record has, about."""
+SMALL, MEDIUM, LARGE = (96, 72), (320, 240), (640, 480)
+"""Pixels of a photograph: a JPEG of noise takes 0.2, 1.5 or 6 ms to decode."""
 
 
 @dataclass(frozen=True)
@@ -46,43 +51,60 @@ class Case:
     overrides: tuple[str, ...]
     measured: str = "step_ms"
     ranks: int = 1
+    photos: tuple[int, int] = SMALL
     cured: tuple[str, ...] = ()
     """Where the advice is to look closer: what is then done by hand."""
 
 
+INTERVAL, SETUP_SECONDS = 0.1, 2.0
+RANK = f"""
+import sys
+
+from kd.cli.train import main
+from kd.monitor import rules, system
+
+system.INTERVAL, rules.SETUP_SECONDS = {INTERVAL}, {SETUP_SECONDS}
+sys.exit(main())
+"""
+"""The program of a process."""
 SLOW = "data.kind=sabotage.source"
+ONE = "data.workers=1"
 CASES = {
-    "healthy": Case("", ("data.workers=1",)),
-    "too_many_workers": Case("CPUBottleneck", ("data.workers=8",)),
-    "no_workers": Case("Dataloader", ("data.workers=0",)),
-    "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", "data.workers=1")),
-    "tiny_batch": Case("BatchSize", ("data.batch_size=1", "data.workers=1", "student.args.embed_dim=192"), "image_ms"),
+    "healthy": Case("", (ONE,)),
+    "healthy_ranks": Case("", (ONE,), ranks=2),
+    "too_many_workers": Case("CPUBottleneck", ("data.workers=8",), photos=MEDIUM),
+    "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=MEDIUM),
+    "decoding": Case("CPUBottleneck", (ONE,), photos=LARGE),
+    "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", ONE)),
+    "tiny_batch": Case(
+        "BatchSize", ("data.batch_size=1", "data.image_size=32", "student.args.embed_dim=384", ONE), "image_ms"
+    ),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
-    "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=6", "data.rank=1", "data.workers=1"), ranks=2),
-    "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=600", "data.workers=0")),
+    "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
+    "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0")),
     "leak": Case(
         "GPUMemoryIncrease",
-        ("losses=[{kind: sabotage.loss, leak_mib: 4}]", "data.workers=1"),
+        ("losses=[{kind: sabotage.loss, leak_mib: 4}]", ONE),
         "growth_mib",
         cured=("losses=[{kind: sabotage.loss}]",),
     ),
     "slow_start": Case(
         "MaxInitializationTime",
-        ("data.batch_size=auto", "data.image_size=32", "run.steps=10", "data.workers=1"),
+        ("data.batch_size=auto", "student.args.embed_dim=192", "run.steps=6", ONE),
         "setup_s",
     ),
-    "one_thread": Case("OverallSystemUsage", ("backend.threads=1", "data.workers=1")),
+    "one_thread": Case("OverallSystemUsage", ("backend.threads=1", ONE, "student.args.embed_dim=256")),
 }
 
 
-def photographs(folder: Path) -> Path:
-    """Write JPEGs of noise, 400 x 300 pixels, which take milliseconds to decode."""
+def photographs(folder: Path, size: tuple[int, int]) -> Path:
+    """Write JPEGs of noise of so many pixels."""
     random = np.random.default_rng(0)
-    for split, count in (("train", 48), ("val", 4)):
+    for split, count in (("train", PHOTOS), ("val", 4)):
         for label in ("apple", "fig", "pear"):
             (folder / split / label).mkdir(parents=True)
             for i in range(count):
-                pixels = random.integers(0, 256, (300, 400, 3), dtype=np.uint8)
+                pixels = random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / split / label / f"{i}.jpg", quality=85)
     return folder
 
@@ -106,24 +128,24 @@ def settings(photos: Path, runs: Path, name: str) -> dict[str, Any]:
 
 
 def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
-    """Train, and return the run folder."""
-    if ranks == 1:
-        return kd.train(config, *overrides).folder
+    """Train in processes of their own, whose memory and workers end with them, and return the run folder."""
     file = Path(config["run"]["folder"]) / f"{config['run']['name']}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    common = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kd.cli.train", str(file), *overrides]
+    environment = os.environ | {"PYTHONPATH": paths}
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RANK, str(file), *overrides]
     started = [
         subprocess.Popen(
             command,
-            env=os.environ | common | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL if rank else None,
+            env=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            stdout=subprocess.DEVNULL,
         )
         for rank in range(ranks)
     ]
@@ -133,45 +155,83 @@ def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
 
 
 def value(folder: Path, what: str) -> float:
-    """Return what a case measures, from the files of a run; a step is one of the last half."""
+    """Return what a case measures, from the files of a run; a step is one of those after the first epoch."""
     rows = read_rows(folder / "timeline_0.jsonl")
     if what == "setup_s":
         return rows[0]["wall_ms"] / 1000
     steady = [row for row in rows if row["kind"] == "steady" and row["steps"]]
-    steady = steady[len(steady) // 2 :]
+    steady = steady[len(steady) // 3 :]
     if what == "growth_mib":
         samples = [row["process_mib"] for row in read_rows(next(folder.glob("monitor_*.jsonl")))]
         quarter = max(1, len(samples) // 4)
         return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter])
     apart = ("evaluation", "checkpoint", "setup", "profile")
-    ms = sum(each for row in steady for name, each in row["ms"].items() if name not in apart)
-    step = ms / sum(row["steps"] for row in steady)
-    return step / int(kd.load_config(str(folder / "config.yaml")).data.batch_size) if what == "image_ms" else step
+    steps = [sum(ms for name, ms in row["ms"].items() if name not in apart) / row["steps"] for row in steady]
+    batch = int(kd.load_config(str(folder / "config.yaml")).data.batch_size) if what == "image_ms" else 1
+    return statistics.mean(steps) / batch
 
 
 def keep(folder: Path, case: Case, target: Path) -> None:
-    """Write what the rules saw, for the tests."""
-    config = kd.load_config(str(folder / "config.yaml"))
+    """Write what the rules saw, thinned, for `tests/unit/monitor/test_recorded.py`."""
+    config, choices = kd.load_config(str(folder / "config.yaml")), _choices(folder)
     facts = {
         "cores": cores(),
         "local_ranks": case.ranks,
         "threads": config.backend.options.threads or max(1, cores() // case.ranks),
         "workers": config.data.workers,
-        "batch_size": json.loads((folder / "manifest.json").read_text())["choices"].get("batch_size"),
+        "batch_size": int(choices.get("batch_size") or config.data.batch_size),
         "store": config.data.store,
+        "choices": choices,
     }
-    facts["batch_size"] = int(facts["batch_size"] or config.data.batch_size)
-    timelines = {str(rank): read_rows(folder / f"timeline_{rank}.jsonl") for rank in range(case.ranks)}
-    samples = [
-        {
-            name: each
-            for name, each in row.items()
-            if name in ("time", "cpu", "process_mib", "process_cpu", "workers_cpu", "workers_busy", "gpu")
-        }
-        for row in read_rows(next(folder.glob("monitor_*_0.jsonl")))[:60]
-    ]
-    content = {"rule": case.rule, "facts": facts, "timelines": timelines, "samples": samples}
-    target.write_text(json.dumps(content) + "\n")
+    names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "outliers", "regions")
+    timelines = {
+        rank: [
+            {name: row[name] for name in names if name in row} for row in read_rows(folder / f"timeline_{rank}.jsonl")
+        ]
+        for rank in range(case.ranks)
+    }
+    begin = next(row["time"] - row["wall_ms"] / 1000 for row in timelines[0] if row["kind"] == "steady")
+    samples = [row for row in read_rows(next(folder.glob("monitor_*_0.jsonl"))) if row["time"] >= begin]
+    samples = samples[:: max(1, len(samples) // KEPT)]
+    names = ("time", "cpu", "process_mib", "process_cpu", "workers_cpu", "gpu")
+    samples = [{name: row[name] for name in names} for row in samples]
+    target.write_text(
+        json.dumps({"rule": case.rule, "facts": facts, "timelines": timelines, "samples": samples}) + "\n"
+    )
+
+
+def _choices(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())["choices"]
+
+
+def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) -> list[dict[str, Any]]:
+    """Run a case as it is and with the advice of its first run, in turns, and return a row of each."""
+    case, advice, table = CASES[name], (), []
+    for number in range(rounds):
+        for cured in (False, True) if case.rule else (False,):
+            config = settings(photos, runs, f"{'cured' if cured else 'slow'}_{number}")
+            folder = run(config, (*case.overrides, *(advice if cured else ())), case.ranks)
+            findings = json.loads((folder / "findings.json").read_text())
+            row = {"case": name, "rule": case.rule, "round": number, "advice": " ".join(advice) if cured else ""}
+            row |= {"what": case.measured, "measured": round(value(folder, case.measured), 3)}
+            table.append(row | {"found": " ".join(one["rule"] for one in findings)})
+            print(" ".join(str(each) for each in table[-1].values()), flush=True)
+            if cured or number:
+                continue
+            if record:
+                keep(folder, case, record / f"{name}.json")
+            for one in findings:
+                print(f"  {one['rule']}: {one['evidence']}. {one['advice']}", flush=True)
+            mine = next((one for one in findings if one["rule"] == case.rule), None)
+            if mine is None:
+                return table
+            advice = (f"{mine['key']}={mine['value']}",)
+            if case.cured:
+                profiled = run(settings(photos, runs, "profiled"), (*case.overrides, *advice), case.ranks)
+                points = json.loads((profiled / "profile" / "memory.json").read_text())["points"]
+                print(f"  {advice[0]} shows {points[-1][1] - points[0][1]:+.1f} MiB from its first point to its last")
+                advice = case.cured
+    return table
 
 
 def main() -> None:
@@ -182,37 +242,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES))
     given = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    system.INTERVAL, rules.SETUP_SECONDS = 0.1, 2.0
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        photos = photographs(Path(work) / "photos")
+        photos = {size: photographs(Path(work) / f"photos_{size[0]}", size) for size in (SMALL, MEDIUM, LARGE)}
         for name in given.only:
-            case, cure, found = CASES[name], (), ""
-            for number in range(given.rounds):
-                for cured in (False, True):
-                    config = settings(photos, Path(work) / name, f"{'cured' if cured else 'slow'}_{number}")
-                    more = cure if cured else ()
-                    folder = run(config, (*case.overrides, *more), case.ranks)
-                    if not cure:
-                        findings = json.loads((folder / "findings.json").read_text())
-                        found = " ".join(one["rule"] for one in findings)
-                        if given.record:
-                            keep(folder, case, given.record / f"{name}.json")
-                        mine = next((one for one in findings if one["rule"] == case.rule), None)
-                        if mine is None:
-                            print(f"{name}: {case.rule or 'nothing'} expected, found: {found}")
-                            break
-                        print(f"{name}: {mine['evidence']}. {mine['advice']}")
-                        cure = case.cured or (f"{mine['key']}={mine['value']}",)
-                    measured = round(value(folder, case.measured), 3)
-                    row = {"case": name, "rule": case.rule, "round": number, "cure": " ".join(more)}
-                    table.append({**row, "what": case.measured, "measured": measured, "found": found})
+            table += play(name, given.rounds, photos[CASES[name].photos], Path(work) / name, given.record)
+    print(f"{'case':<18}{'rule':<24}{'found':<8}{'slow':>10}{'cured':>10}{'ratio':>8}  advice")
     for name in given.only:
         mine = [row for row in table if row["case"] == name]
-        slow, cured = (
-            statistics.median([row["measured"] for row in mine if bool(row["cure"]) == c] or [0]) for c in (0, 1)
-        )
-        print(f"{name}: {CASES[name].measured} {slow:.2f} -> {cured:.2f}, ratio {slow / cured if cured else 0:.2f}")
+        slow, cured = ([row for row in mine if bool(row["advice"]) == c] for c in (False, True))
+        found = sum(CASES[name].rule in row["found"].split() if CASES[name].rule else not row["found"] for row in slow)
+        before, after = (statistics.median([row["measured"] for row in rows] or [0.0]) for rows in (slow, cured))
+        ratio = f"{before / after:.2f}" if after > 0 else "-"
+        text = f"{name:<18}{CASES[name].rule:<24}{found}/{len(slow):<6}{before:>10.2f}{after:>10.2f}{ratio:>8}"
+        print(text, cured[0]["advice"] if cured else "", sep="  ")
     write("rules", " ".join(["python benchmarks/rules.py", *sys.argv[1:]]), table)
 
 

@@ -47,6 +47,23 @@ class Sample(NamedTuple):
     """CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows."""
 
 
+class Loading(NamedTuple):
+    """How long batches took to make, seconds; zeros where nobody counted."""
+
+    seconds: float = 0.0
+    busy: float = 0.0
+    """In which the loading thread computed, or waited for a core."""
+    decoding: float = 0.0
+    """In which images were read and decoded."""
+
+    def plus(self, other: Loading) -> Loading:
+        """Return the sum."""
+        return Loading(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+UNKNOWN = Loading()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A micro-batch: always full and of one shape, with the ids of its images."""
@@ -69,6 +86,8 @@ class Batch:
     """Ids of images that could not be decoded; their weight is 0."""
     crc: tuple[int, ...] = ()
     """`Sample.crc` of each image; empty if unknown. Only the host reads it."""
+    loading: Loading = UNKNOWN
+    """Of this batch; the loader adds it up."""
     teacher_outputs: TeacherOutputs | None = None
     """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
 

@@ -19,7 +19,7 @@ class Options(imagefolder.Options):
     sleep_ms: float = 0.0
     """Wait of each image, as for a storage far away."""
     stall_ms: float = 0.0
-    """Wait of every 200th image."""
+    """Wait of every 400th image, as of a network storage that hesitates now and then."""
     again: int = 0
     """How often an image is decoded beside the first time, as if it were larger."""
     rank: int = -1
@@ -45,7 +45,7 @@ class Sabotaged:
         """Decode an image, late."""
         self.decoded += 1
         if self.active:
-            stall = self.options.stall_ms if self.decoded % 200 == 0 else 0.0
+            stall = self.options.stall_ms if self.decoded % 400 == 0 else 0.0
             time.sleep((self.options.sleep_ms + stall) / 1000)
             for _ in range(self.options.again):
                 self.source.decode(id)

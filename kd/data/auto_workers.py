@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kd.data.loader import LocalLoader
-from kd.types import Batch, Plan
+from kd.types import Batch, Loading, Plan
 
 SETTLE, MEASURED = 4, 8
 """Batches of a segment that are not measured, since the worker makes them ahead, and those that are."""
@@ -50,6 +50,11 @@ class AutoWorkers:
     def workers(self) -> int:
         """Of the loader in use."""
         return self.loaders[0].workers
+
+    @property
+    def loading(self) -> Loading:
+        """Of all batches so far."""
+        return self.loaders[0].loading.plus(self.loaders[1].loading)
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's micro-batches of the steps from `start` on."""

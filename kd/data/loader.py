@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,7 +20,8 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from kd.contracts import Dataset
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, worker_error
 from kd.errors import DataError, KdError
-from kd.types import Batch, Plan
+from kd.host import BusyClock
+from kd.types import Batch, Loading, Plan
 
 
 class Request(NamedTuple):
@@ -69,6 +71,8 @@ class LocalLoader:
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
         self.unreadable: set[int] = set()
         """Ids of images that could not be decoded, as far as they were asked for."""
+        self.loading = Loading()
+        """Of all batches so far."""
         self._requests = _Requests()
         self._batches = DataLoader(
             Fetch(dataset),
@@ -98,6 +102,7 @@ class LocalLoader:
                 finally:
                     del batch  # its traceback holds this frame: in a circle the workers would outlive the loader
             self.unreadable.update(batch.unreadable)
+            self.loading = self.loading.plus(batch.loading)
             self._require_few_skipped()
             yield batch
 
@@ -195,14 +200,17 @@ class Fetch(TorchDataset[Batch | KdError]):
 
     def __getitem__(self, request: Request) -> Batch | KdError:
         """Return the micro-batch of a request, or the error that the dataset raised."""
+        busy, begin, decoded = BusyClock(), time.perf_counter(), self._decoded()
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
             return error
         readable = torch.tensor([sample.readable for sample in samples])
+        image = torch.stack([sample.pixels for sample in samples])
+        loading = Loading(time.perf_counter() - begin, busy(), self._decoded() - decoded)
         return Batch(
             ids=torch.tensor(request.ids),
-            image=torch.stack([sample.pixels for sample in samples]),
+            image=image,
             label=torch.from_numpy(np.array([sample.label for sample in samples])),
             partner_label=torch.from_numpy(np.array([sample.partner_label for sample in samples])),
             lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
@@ -210,7 +218,12 @@ class Fetch(TorchDataset[Batch | KdError]):
             view=request.view,
             crc=tuple(sample.crc for sample in samples),
             unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
+            loading=loading,
         )
+
+    def _decoded(self) -> float:
+        """Return the seconds spent in decoding so far; 0.0 of a dataset that decodes nothing or does not count."""
+        return getattr(self.dataset, "decode_seconds", 0.0)
 
 
 def evaluation_plan(num_images: int, batch_size: int) -> Plan:

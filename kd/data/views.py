@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Views:
         self.mixing = mixing if mixing is not None and mixing.on else None
         self.on_corrupt = on_corrupt
         self.classes = source.classes
+        self.decode_seconds = 0.0
+        """That this process has spent in the source so far."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -88,12 +91,15 @@ class Views:
         return Sample(mixed, label, self.source.label(partner), lam, crc=both)
 
     def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
+        begin = time.perf_counter()
         try:
             image, crc = self.source.decode(id)
         except CorruptImage:
             if self.on_corrupt == "skip":
                 return None
             raise
+        finally:
+            self.decode_seconds += time.perf_counter() - begin
         array = np.asarray(self.transform(image, rng))
         return torch.from_numpy(array.transpose(2, 0, 1).copy()), crc
 

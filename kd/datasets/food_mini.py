@@ -118,6 +118,8 @@ class FoodMini:
             CorruptImage: somebody damaged it.
             DataError: it was not painted, or cannot be read.
         """
+        if not self.folder.is_dir():  # no storage that comes back
+            raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
         subject, remedy = f"file '{file}'", f"Remove '{self.folder}'; the next run paints it anew"
         return decode(retried(file.read_bytes, subject, "data.root", remedy), subject, "data.root")

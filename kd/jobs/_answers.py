@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -55,15 +55,19 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> Asked:
         return Asked(None)  # an embedding, or a set of labels, is no answer to count
     try:
         data = open_sources(recipe.data)
+        data.val.prepare()
         belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
         file, kept = folder.path / FILE, _kept(folder, belongs)
         if kept is None:
-            data.val.prepare()
             kept = {**_ask(folder, recipe, data, images), "belongs": belongs}
             write_json(file, kept)
-        return Asked(_answers(kept, data))
     except KdError as error:
         return Asked(None, f"No answers of the models on validation images: {error}")
+    found = _answers(kept, data)
+    try:
+        return Asked(replace(found, pictures=_pictures(kept, data)))
+    except DataError as error:  # each missing file is waited for: one is enough
+        return Asked(found, f"No photographs: {error}")
 
 
 def _kept(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -142,12 +146,15 @@ def _answers(kept: Mapping[str, Any], data: Data) -> Answers:
         student=kept["student"],
         teacher=kept.get("teacher", []),
         of=kept["of"],
-        pictures=tuple(_pictures(kept, data)),
     )
 
 
 def _pictures(kept: Mapping[str, Any], data: Data) -> list[Picture]:
-    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
+    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first.
+
+    Raises:
+        DataError: an image cannot be read.
+    """
     if "teacher" not in kept:
         return []
     differ = [i for i, answer in enumerate(kept["student"]) if answer != kept["teacher"][i]]
@@ -164,7 +171,7 @@ def _pictures(kept: Mapping[str, Any], data: Data) -> list[Picture]:
         id = kept["ids"][i]
         try:
             image = show(data.val.decode(id).image, Random(0))
-        except (CorruptImage, DataError):
+        except CorruptImage:
             continue
         found.append(
             Picture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch
 from kd import parts
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Logger
+from kd.data.auto_workers import AutoWorkers
 from kd.engine.run import Run
 from kd.errors import RunError
 from kd.host import cores
@@ -24,7 +26,7 @@ from kd.monitor.rules import find
 from kd.monitor.timeline import APART, Timeline
 from kd.setup.recipe import Recipe
 from kd.storage import LAST, log, read_rows, write_json
-from kd.types import BackendFacts, State
+from kd.types import BackendFacts, Loading, State
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
 """Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
@@ -72,6 +74,7 @@ class Observer:
     def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
         """Return the run with its spans and log windows listened to."""
         self._facts = lambda: facts_of(self.recipe, run, choices)
+        self.timeline.loading = lambda: getattr(run.loader, "loading", Loading())
         return replace(run, span=self.timeline.span, window=self.window)
 
     def __enter__(self) -> Observer:
@@ -99,8 +102,7 @@ class Observer:
     def _evidence(self, live: bool = False) -> Evidence:
         last = LIVE_BYTES if live else LAST
         timelines = {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
-        path = self.monitor.path if self.monitor is not None else None
-        samples = read_rows(path, last) if path is not None else []
+        samples = read_rows(self.monitor.path, last) if self.monitor is not None else []
         return Evidence(timelines, samples, self._facts())
 
     def _file(self, rank: int) -> Path:
@@ -138,8 +140,9 @@ def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
         threads=threads or max(1, most // backend.local_world_size),
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
+        measured=isinstance(run.loader, AutoWorkers),
         store=recipe.data.store,
-        remote=recipe.data.loader != "local",
+        epochs=math.inf if run.length.steps else run.length.epochs,
         choices=choices,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kd.monitor.timeline import APART, summed
+from kd.types import Loading
 
 Row = Mapping[str, Any]
 
@@ -28,9 +29,10 @@ class Facts:
     workers: int = 0
     """Data workers of one rank."""
     batch_size: int = 1
+    measured: bool = False
+    """The run compares workers with none itself."""
     store: str = "none"
-    remote: bool = False
-    """Other hosts load the data: what keeps them busy is not known here."""
+    epochs: float = 2.0
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -42,6 +44,11 @@ class Facts:
     def room(self) -> int:
         """Data workers that leave the step a core."""
         return max(1, self.share - 1)
+
+    @property
+    def new_store(self) -> str:
+        """The `data.store` that would help: one for all ranks of a host; "" where there is one or images come once."""
+        return "" if self.store != "none" or self.epochs < 2 else "ram" if self.local_ranks == 1 else "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,11 @@ class Evidence:
         count = max(1, self.steps(rank))
         return {name: value / count for name, value in total.items() if name not in APART}
 
+    def loading(self, rank: int = 0) -> Loading:
+        """Return what making the images of a steady step took, milliseconds; zeros where it is not known."""
+        total, count = summed([row.get("loading_ms", {}) for row in self.steady(rank)]), max(1, self.steps(rank))
+        return Loading(**{name: value / count for name, value in total.items()})
+
     def during(self) -> list[Row]:
         """Return the samples that were taken while the steps were steady."""
         rows = self.steady()
@@ -95,7 +107,17 @@ class Evidence:
         begin = rows[0]["time"] - rows[0]["wall_ms"] / 1000
         return [sample for sample in self.samples if begin <= sample["time"] <= rows[-1]["time"]]
 
-    def median(self, read: Callable[[Row], float]) -> float | None:
-        """Return the median of a number over these samples; None where there are too few."""
+    def mean(self, read: Callable[[Row], float]) -> float | None:
+        """Return the mean of a number over these samples; None where there are too few."""
         values = [read(sample) for sample in self.during()]
-        return statistics.median(values) if len(values) >= MIN_SAMPLES else None
+        return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
+
+    def load(self) -> float | None:
+        """Return the mean load of the machine's cores, percent."""
+        return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))
+
+    def others(self) -> float:
+        """Return the share of the machine's cores that other programs use; ranks are taken to be alike."""
+        cores, ranks = max(1, self.facts.cores), self.facts.local_ranks
+        own = self.mean(lambda sample: ranks * (sample["process_cpu"] + sample["workers_cpu"])) or 0.0
+        return max(0.0, (self.load() or 0.0) / 100 - own / (100 * cores))

@@ -15,18 +15,23 @@ from typing import Any
 
 from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
 from kd.monitor.timeline import summed
+from kd.types import Loading
 
 MIN_STEPS = 20
 """Steady steps before anything is said: one log window by default."""
 DATA_WAIT = 0.10
 """Share of a step. Below it, less than a tenth can be won, which is as much as a busy neighbour moves."""
-STORAGE_BOUND = 0.25
-"""Share of the loading time in which its processes compute or wait for a core. Decoding alone keeps a process busy;
-under a quarter, three quarters of the time go into waiting for bytes."""
+LOADERS_BUSY = 0.7
+"""Share of the time in which loader processes load. Below it they have time to spare, and a step that waits does so for
+another reason: the first batch of an epoch, or a batch on its way between processes."""
+READING = 0.5
+"""Share of the loading in which it neither computes nor waits for a core: from here on, bytes are the larger part."""
+CROWDED = 0.10
+"""Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
 FULL_CORES = 90.0
 """Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
 LOW_GPU = 70.0
-"""Percent, of the median sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
+"""Percent, of the mean sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
 HALF_MEMORY = 0.5
 """Share of a GPU's memory: a batch twice as large still fits."""
 FIXED_SHARE = 0.20
@@ -39,8 +44,14 @@ IMBALANCE = 1.2
 GROWTH, GROWTH_MIB = 0.05, 64.0
 """Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
 while its allocators settle."""
+SHARED = 0.20
+"""Share of the machine's cores that other programs use, from which they may be why a step or a rank is late."""
+IDLE_CORES = 0.20
+"""Share of the machine's cores. Where neighbours use the rest, more threads make a step slower."""
 SETUP_SHARE, SETUP_SECONDS = 0.25, 30.0
 """Of all the time, and at least: a short start of a short run is nobody's problem."""
+PROFILED = 6
+"""Steps of a profile that is advised."""
 SERIOUS = 0.20
 """Share of the time that may be won from which a finding is a warning, and is shown while the run goes."""
 
@@ -64,15 +75,22 @@ def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: str
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a step waits for its data, and what the loading does meanwhile."""
+    """How long a step waits for its data because loading is slow."""
 
-    share: float
     ms: float
     step_ms: float
-    busy: float | None
-    """Share of the time in which the loading process computes or waits for a core; None: unknown."""
-    full: bool
-    """Another worker would take the last core from the step."""
+    loading: Loading
+    """Of a step's images, milliseconds, one after the other."""
+
+    @property
+    def share(self) -> float:
+        """Of the step."""
+        return self.ms / self.step_ms
+
+    @property
+    def reading(self) -> float:
+        """Share of the loading that waits for bytes."""
+        return 1 - min(1.0, self.loading.busy / self.loading.seconds)
 
     @property
     def text(self) -> str:
@@ -81,31 +99,29 @@ class Wait:
 
 
 def data_wait(evidence: Evidence) -> Wait | None:
-    """Return the wait for data; None where it is short or not known."""
-    step, facts = evidence.step(), evidence.facts
+    """Return the wait for data; None where it is short, or where loading is not its cause or is not known."""
+    step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
     whole, data = sum(step.values()), step.get("data", 0.0)
-    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole:
+    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole or not loading.seconds:
         return None
-    if facts.remote:
-        busy = None
-    elif facts.workers:
-        load = evidence.median(lambda sample: sample["workers_busy"])
-        busy = None if load is None else load / (100 * facts.workers)
-    else:
-        rows = evidence.steady()
-        waited = sum(row["ms"].get("data", 0.0) for row in rows)
-        busy = sum(row.get("data_busy_ms", 0.0) for row in rows) / max(waited, 1e-9)
-    return Wait(data / whole, data, whole, busy, facts.workers >= facts.room)
+    if loading.seconds < LOADERS_BUSY * facts.workers * whole:
+        return None
+    return Wait(data, whole, loading)
+
+
+def _can_add(evidence: Evidence) -> bool:
+    """Return whether another data worker may help: a core is free for it, and the run does not try that itself."""
+    facts = evidence.facts
+    return facts.workers < facts.room and not facts.measured and (evidence.load() or 0.0) < FULL_CORES
 
 
 def dataloader(evidence: Evidence) -> Finding | None:
     """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
     wait, facts = data_wait(evidence), evidence.facts
-    if wait is None or wait.busy is None or wait.busy < STORAGE_BOUND or wait.full:
+    if wait is None or wait.reading >= READING or not _can_add(evidence):
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
-    loading = wait.ms if facts.workers == 0 else facts.workers * wait.step_ms
-    value = max(facts.workers + 1, min(facts.room, math.ceil(loading / compute)))
+    value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
     text = f"{wait.text}, with {facts.workers} data workers on {facts.share} cores"
     advice = "images are then decoded while the step computes."
     return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice, "data.workers", value)
@@ -113,43 +129,44 @@ def dataloader(evidence: Evidence) -> Finding | None:
 
 def io_bottleneck(evidence: Evidence) -> Finding | None:
     """The step waits for bytes: what loads does not compute."""
-    wait = data_wait(evidence)
-    if wait is None or wait.busy is None or wait.busy >= STORAGE_BOUND:
+    wait, facts = data_wait(evidence), evidence.facts
+    if wait is None or wait.reading < READING:
         return None
-    text = f"{wait.text}, and the loading computes in only {100 * wait.busy:.0f} % of its time; the rest is reading"
-    threshold = f"{100 * DATA_WAIT:.0f} % of a step, loading busy less than {100 * STORAGE_BOUND:.0f} %"
-    if evidence.facts.store == "none":
-        advice = "each image is then read once, in the first epoch."
-        return _finding("IOBottleneck", wait.share, text, threshold, advice, "data.store", "ram")
-    advice = "more images are then read at the same time."
-    value = 2 * max(1, evidence.facts.workers)
-    return _finding("IOBottleneck", wait.share, text, threshold, advice, "data.workers", value)
+    text = f"{wait.text}, and {100 * wait.reading:.0f} % of the loading time is waiting for bytes"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step, {100 * READING:.0f} % of the loading"
+    key, value, advice = "data.store", facts.new_store, "each image is then read once, in the first epoch."
+    if not value:
+        key, value, advice = "data.workers", 2 * max(1, facts.workers), "more images are then read at the same time."
+    return _finding("IOBottleneck", wait.share, text, threshold, advice, key, value)
 
 
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     """The cores have no room: more loader processes than cores, or decoding that no core is left for."""
-    facts, wait = evidence.facts, data_wait(evidence)
-    load = evidence.median(lambda sample: statistics.mean(sample["cpu"]) if sample["cpu"] else 0.0)
-    workers = evidence.median(lambda sample: sample["workers_cpu"])
-    if load is None or workers is None or evidence.steps() < MIN_STEPS:
+    facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
+    workers, own = (evidence.mean(lambda sample, name=name: sample[name]) for name in ("workers_cpu", "process_cpu"))
+    if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
         return None
-    text = f"the cores are {load:.0f} % busy"
-    if facts.workers > facts.share and load >= FULL_CORES:
-        value = 1 if facts.device == "cpu" else facts.room
-        taken = workers / (100 * facts.share)
+    text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
+    decodes = loading.decoding >= READING * loading.seconds
+    stored = "each image is then decoded once, in the first epoch."
+    crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
+    if crowded and loading.busy > (1 - READING) * loading.seconds:
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
-        text += f"{100 * taken:.0f} % of them"
-        threshold, advice = f"{FULL_CORES:.0f} % of all cores", "the step then gets its cores back."
-        return _finding("CPUBottleneck", taken, text, threshold, advice, "data.workers", value)
-    if wait is None or wait.busy is None or wait.busy < STORAGE_BOUND or not wait.full:
+        text += f"{100 * taken:.0f} % of what the run gets of them"
+        key, value, advice = "data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores."
+        if decodes and facts.new_store:
+            key, value, advice = "data.store", facts.new_store, stored
+        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice, key, value)
+    if wait is None or wait.reading >= READING or _can_add(evidence):
         return None
-    text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores"
-    threshold = f"{100 * DATA_WAIT:.0f} % of a step, and no core for another worker"
-    if facts.store == "none":
-        advice = "each image is then decoded once, in the first epoch."
-        return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.store", "ram")
-    advice = "augmenting an image then costs less."
-    return _finding("CPUBottleneck", wait.share, text, threshold, advice, "data.augment.jitter", 0)
+    # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
+    saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
+    if saves < DATA_WAIT or not facts.new_store:
+        return None
+    text += f", and {wait.text}, with {facts.workers} data workers on {facts.share} cores; "
+    text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
+    return _finding("CPUBottleneck", saves, text, threshold, stored, "data.store", facts.new_store)
 
 
 # --------------------------------------------------------------------------------------------------------- the GPU
@@ -161,7 +178,7 @@ def _gpu(sample: Row, name: str) -> float:
 
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     """The GPU is idle: the data come late, or the host hands over too little work at a time."""
-    load = evidence.median(lambda sample: _gpu(sample, "utilization"))
+    load = evidence.mean(lambda sample: _gpu(sample, "utilization"))
     if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
         return None
     wait, facts = data_wait(evidence), evidence.facts
@@ -171,7 +188,7 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
         value = max(facts.workers + 1, facts.share - 1)
         text += f", and {wait.text}"
         return _finding("LowGPUUtilization", saves, text, threshold, "the GPU then waits less.", "data.workers", value)
-    text += ", and its data are there in time"
+    text += ", and loading is not the cause"
     advice = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
     return _finding("LowGPUUtilization", saves, text, threshold, advice, "student.compile", "on")
 
@@ -196,9 +213,14 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if facts.store == "ram":
         advice = "the store of decoded images grows in memory during the first epoch."
         return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "data.store", "disk")
-    last = evidence.steady()[-1]["step"]
     advice = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
-    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "profile.steps", [last, last + 5])
+    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "profile.steps", _last_steps(evidence))
+
+
+def _last_steps(evidence: Evidence) -> list[int]:
+    """Return steps to profile when the run is made again: the last ones that it has made."""
+    last = evidence.steady()[-1]["step"]
+    return [max(1, last - PROFILED), last - 1]
 
 
 # -------------------------------------------------------------------------------------------------------- the steps
@@ -209,9 +231,13 @@ def batch_size(evidence: Evidence) -> Finding | None:
     step, facts = evidence.step(), evidence.facts
     if evidence.steps() < MIN_STEPS:
         return None
-    whole = sum(step.values()) - step.get("data", 0.0)
-    fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other"))
-    memory = evidence.median(lambda sample: _gpu(sample, "memory_mib") / _gpu(sample, "memory_total_mib"))
+    # a rank that is early waits in its communication for those that are late, which is no cost of the batch
+    ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
+    needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
+    late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
+    whole = sum(step.values()) - step.get("data", 0.0) - late
+    fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other")) - late
+    memory = evidence.mean(lambda sample: _gpu(sample, "memory_mib") / _gpu(sample, "memory_total_mib"))
     if fixed < FIXED_SHARE * whole or (memory is not None and memory >= HALF_MEMORY):
         return None
     share = fixed / whole
@@ -224,25 +250,29 @@ def batch_size(evidence: Evidence) -> Finding | None:
 
 def step_outlier(evidence: Evidence) -> Finding | None:
     """A few steps take much longer than the others."""
-    rows = evidence.steady()
+    rows, facts = evidence.steady(), evidence.facts
     outliers = [(one, row["median_ms"]) for row in rows for one in row.get("outliers", ())]
     whole = sum(evidence.step().values()) * evidence.steps()
     lost = sum(one[1] - median for one, median in outliers)
     if evidence.steps() < MIN_STEPS or not outliers or lost < OUTLIER_SHARE * whole:
         return None
     span = Counter(one[2] for one, _ in outliers).most_common(1)[0][0]
+    loading = evidence.loading()
+    reads = span == "data" and (loading.seconds - loading.busy) * evidence.steps() >= READING * lost
+    if not reads and evidence.others() >= SHARED:
+        return None
     worst, median = max(outliers, key=lambda pair: pair[0][1])
     text = (
         f"{len(outliers)} of {evidence.steps()} steps take {100 * lost / whole:.0f} % of the time beyond the median, "
     )
     text += f"mostly in {span}; the slowest is step {worst[0]} with {worst[1]:.0f} ms, where {median:.0f} are usual"
     threshold = f"{100 * OUTLIER_SHARE:.0f} % of the time, in steps three times as long as the median"
-    if span == "data":
-        value = evidence.facts.workers + 1
-        advice = "a queue of batches then bridges slow reads."
-        return _finding("StepOutlier", lost / whole, text, threshold, advice, "data.workers", value)
-    steps = [max(1, worst[0] - 5), worst[0] + 5]
-    return _finding("StepOutlier", lost / whole, text, threshold, "its trace shows why.", "profile.steps", steps)
+    key, value, advice = "profile.steps", [max(1, worst[0] - 5), worst[0] + 5], "its trace shows why."
+    if span == "data" and facts.new_store:
+        key, value, advice = "data.store", facts.new_store, "each image is then read once, in the first epoch."
+    elif span == "data":
+        key, value, advice = "data.workers", facts.workers + 1, "a queue of batches then bridges slow reads."
+    return _finding("StepOutlier", lost / whole, text, threshold, advice, key, value)
 
 
 def load_balancing(evidence: Evidence) -> Finding | None:
@@ -262,14 +292,14 @@ def load_balancing(evidence: Evidence) -> Finding | None:
     text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
     threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
     facts = evidence.facts
+    if span == "data" and facts.new_store:
+        advice = "reading and decoding then cost each rank the same."
+        return _finding("LoadBalancing", saves, text, threshold, advice, "data.store", facts.new_store)
     if span == "data" and facts.workers == 0:
         advice = "its data are then loaded while it computes."
         return _finding("LoadBalancing", saves, text, threshold, advice, "data.workers", 1)
-    if span == "data":
-        advice = "reading and decoding then cost each rank the same."
-        return _finding("LoadBalancing", saves, text, threshold, advice, "data.store", "ram")
-    steps = [evidence.steady()[-1]["step"], evidence.steady()[-1]["step"] + 5]
-    return _finding("LoadBalancing", saves, text, threshold, "its trace shows why.", "profile.steps", steps)
+    advice = "the trace of rank 0 shows what it waits for."
+    return _finding("LoadBalancing", saves, text, threshold, advice, "profile.steps", _last_steps(evidence))
 
 
 # -------------------------------------------------------------------------------------------------------- the whole
@@ -310,17 +340,15 @@ def _start_advice(part: str, facts: Facts) -> tuple[str, Any, str]:
 
 def overall_system_usage(evidence: Evidence) -> Finding | None:
     """Cores of a CPU run are left idle."""
-    facts = evidence.facts
-    own = evidence.median(lambda sample: sample["process_cpu"])
-    if facts.device != "cpu" or own is None or facts.threads >= facts.share or data_wait(evidence) is not None:
+    facts, load = evidence.facts, evidence.load()
+    if facts.device != "cpu" or load is None or facts.threads >= facts.share or data_wait(evidence) is not None:
         return None
-    load = evidence.median(lambda sample: statistics.mean(sample["cpu"]) if sample["cpu"] else 0.0)
-    text = f"torch computes with {facts.threads} of a rank's {facts.share} cores; it takes {own:.0f} % of one core"
-    text += f", and the cores of the machine are {load:.0f} % busy"
-    advice = "the step then computes on all of them."
-    saves = 0.5 * (1 - facts.threads / facts.share)
-    threshold = "fewer threads than cores"
-    return _finding("OverallSystemUsage", saves, text, threshold, advice, "backend.threads", facts.share)
+    idle = 1 - load / 100
+    if idle < IDLE_CORES or evidence.steps() < MIN_STEPS:
+        return None
+    text = f"torch computes with {facts.threads} of a rank's {facts.share} cores, and the cores are {load:.0f} % busy"
+    threshold, advice = f"{100 * IDLE_CORES:.0f} % idle", "the step then computes on all of them."
+    return _finding("OverallSystemUsage", idle, text, threshold, advice, "backend.threads", facts.share)
 
 
 RULES: tuple[Rule, ...] = (

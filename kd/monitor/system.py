@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import IO, Any
 import psutil
 
 from kd.host import cores
-from kd.monitor.busy import queued_seconds
 
 log = logging.getLogger("kd")
 
@@ -26,28 +24,24 @@ INTERVAL = 1.0
 """Seconds between two samples; one takes about a millisecond, which is a thousandth of one core."""
 CHILDREN_EVERY = 10
 """Samples between two looks for child processes: the system lists all of its processes for it."""
-RECENT = 600
-"""Samples that are kept in memory."""
 MIB = 2**20
 
 
 class Monitor:
     """Sample this machine in the background. Used as a context."""
 
-    def __init__(self, path: Path | None, fresh: bool = True, interval: float = 0.0) -> None:
+    def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
         """Prepare.
 
         Args:
-            path: a file to which samples are appended as JSON lines; None: they stay in memory.
+            path: a file to which samples are appended as JSON lines.
             fresh: begin the file anew.
             interval: seconds between two samples; 0: `INTERVAL`.
         """
         self.path, self.interval = path, interval or INTERVAL
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        """The last samples."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
-        if path is not None and fresh:
+        if fresh:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -65,10 +59,8 @@ class Monitor:
         try:
             while not self._over.wait(self.interval):
                 row = sampler.sample()
-                self.recent.append(row)
-                if self.path is not None:
-                    with self.path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
         except Exception as error:
             log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
         finally:
@@ -83,8 +75,6 @@ class Sampler:
         self._cores = affinity() if affinity is not None else list(range(cores()))
         self._own, self._count = psutil.Process(), 0
         self._workers: list[psutil.Process] = []
-        self._queued: dict[int, float] = {}
-        """Seconds that each worker has waited for a core, at the last sample."""
         self._gpus, self._neuron = Gpus(), NeuronMonitor()
         self._time, self._totals = time.monotonic(), self._counters()
         psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
@@ -100,7 +90,6 @@ class Sampler:
         seconds = max(now - self._time, 1e-9)
         rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
         self._time, self._totals = now, totals
-        worked = sum(_load(worker) for worker in self._workers)
         load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
         row = {
             "time": round(time.time(), 3),
@@ -111,8 +100,7 @@ class Sampler:
             "process_mib": round(self._own.memory_info().rss / MIB, 1),
             "process_cpu": self._own.cpu_percent(),
             "workers": len(self._workers),
-            "workers_cpu": round(worked, 1),
-            "workers_busy": round(worked + 100 * self._waited() / seconds, 1),
+            "workers_cpu": round(sum(_load(worker) for worker in self._workers), 1),
             "disk_read_mib_s": round(rates[0], 3),
             "disk_write_mib_s": round(rates[1], 3),
             "network_mib_s": round(rates[2], 3),
@@ -125,11 +113,6 @@ class Sampler:
         known = {worker.pid: worker for worker in self._workers}
         # the same object again: its load is counted since its last call
         self._workers = [known.get(child.pid, child) for child in self._own.children()]
-
-    def _waited(self) -> float:
-        """Return the seconds that the workers have waited for a core since the last sample."""
-        before, self._queued = self._queued, {worker.pid: queued_seconds(worker.pid) for worker in self._workers}
-        return sum(now - before.get(pid, now) for pid, now in self._queued.items())
 
     @staticmethod
     def _counters() -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ to the wall-clock, and a span inside another is not counted twice. docs/design.m
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
@@ -20,10 +21,9 @@ from typing import Any
 
 import torch
 
-from kd.monitor.busy import BusyClock
 from kd.monitor.region import active, marked
 from kd.storage import read_rows, write_text
-from kd.types import State
+from kd.types import UNKNOWN, Loading, State
 
 log = logging.getLogger("kd")
 
@@ -34,8 +34,6 @@ WARM_UP = 5
 OUTLIER = 3.0
 """A step that takes so many medians is an outlier. SageMaker's StepOutlier takes 3 standard deviations, which one slow
 step of a short window widens so far that it hides itself."""
-RECENT = 256
-"""Rows that are kept in memory."""
 
 
 @dataclass(slots=True)
@@ -45,8 +43,7 @@ class Step:
     host: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
     regions: dict[str, float] = field(default_factory=dict)
-    data_busy: float = 0.0
-    """Seconds that this thread computed within `data`, or waited for a core: it loads, and does not wait for bytes."""
+    loading: Loading = UNKNOWN
     done: bool = False
 
     def ms(self, on_device: bool) -> dict[str, float]:
@@ -123,7 +120,6 @@ class Timeline:
         """Milliseconds by span, of all rows so far; of the device where it has events."""
         self.made = 0
         """Steps of this start."""
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.communication, self.on_step = communication, on_step
         self._device = device or (DeviceClock() if clock == "device" else None)
         self._spans: dict[str, _Span] = {}
@@ -136,8 +132,10 @@ class Timeline:
         """Steps of this start in rows that were written."""
         self._ended = False
         self._waited = 0.0
-        self._busy = BusyClock()
-        self._last, self._last_busy = time.perf_counter(), self._busy()
+        self.loading: Callable[[], Loading] = Loading
+        """Returns how long the batches so far took to make."""
+        self._loaded = Loading()
+        self._last = time.perf_counter()
         if self._device is not None:
             self._device.mark("setup", {})
         self._keep_rows()
@@ -163,8 +161,6 @@ class Timeline:
         else:
             self._charge()
         self._stack.append((name, marked(name)))
-        if name == "data":
-            self._last_busy = self._busy()
 
     def _exit(self) -> None:
         self._charge()
@@ -173,6 +169,14 @@ class Timeline:
             mark.__exit__(None, None, None)
         if name == "optimizer":
             self._now.done = True
+        elif name == "data":
+            self._count_loading()
+
+    def _count_loading(self) -> None:
+        """Charge what making the batches took that have arrived since the last call."""
+        before, self._loaded = self._loaded, self.loading()
+        new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
+        self._now.loading = self._now.loading.plus(new)
 
     def _charge(self) -> None:
         """Charge the time since the last boundary to the innermost open span."""
@@ -181,8 +185,6 @@ class Timeline:
             name = "setup"
         times[name] = times.get(name, 0.0) + now - self._last
         self._last = now
-        if name == "data":
-            self._now.data_busy += self._busy() - self._last_busy
         if self._device is not None:
             self._device.mark(name, self._now.device)
 
@@ -247,7 +249,6 @@ class Timeline:
             self.made += row["steps"]
             for name, value in row.get("device_ms", row["ms"]).items():
                 self.totals[name] = self.totals.get(name, 0.0) + value
-        self.recent.extend(rows)
         self._append(rows)
 
     def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
@@ -256,7 +257,9 @@ class Timeline:
         ms = summed([step.ms(False) if not on_host else self._times(step, apart=True) for step in steps])
         row: dict[str, Any] = {"time": round(end, 3), "step": last, "steps": sum(step.done for step in steps)}
         row |= {"kind": kind, "clock": self.clock, "wall_ms": round(sum(ms.values()), 3), "ms": rounded(ms)}
-        row["data_busy_ms"] = round(1000 * sum(step.data_busy for step in steps), 3)
+        loading = functools.reduce(Loading.plus, (step.loading for step in steps))
+        if loading.seconds:
+            row["loading_ms"] = {name: round(1000 * value, 3) for name, value in loading._asdict().items()}
         if not on_host:
             row["device_ms"] = rounded(summed([self._times(step, apart=True) for step in steps]))
         times = [self._times(step) for step in steps if step.done]

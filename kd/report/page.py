@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kd import instances
 from kd.report import sections
@@ -48,7 +47,7 @@ def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:; connect-src 'self'\">"
         f'<link rel="icon" href="data:,"><style>{style}</style></head><body{live}><main>{"".join(body)}</main>'
-        f"{sections.embedded(_numbers(runs))}<script>{script}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
@@ -93,7 +92,7 @@ def _tiles(run: RunRecord) -> str:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
         if waits:
-            tiles.append((percent(sum(waits) / len(waits)), "of the time waits for data", ""))
+            tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
     if run.cost:
         tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
     drawn = "".join(
@@ -152,7 +151,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
     priced = any(not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost)
     hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
     hint += "Cost = price an hour x billable time. Billable is the time from start to end, with set-up and evaluations."
-    return section("Costs", hint, sections.card("", table(price_rows(runs))).replace("<h3></h3>", ""))
+    return section("Costs", hint, sections.card("", table(price_rows(runs))))
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:
@@ -176,18 +175,3 @@ def _notes(runs: Sequence[RunRecord]) -> str:
     commands = [esc(command) for run in runs if (command := run.manifest.get("environment", {}).get("command"))]
     made = "<br>".join([*lines, *(f"<code>{command}</code>" for command in commands)])
     return f"<footer>{made}</footer>" if made else ""
-
-
-def _numbers(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the main numbers of each run by its name."""
-    return {
-        run.name: {
-            "steps": run.steps,
-            "seconds": run.seconds,
-            "billable_seconds": run.billable,
-            "images_per_second": run.images_per_second,
-            "usd": run.cost,
-            "best": dict(run.best),
-        }
-        for run in runs
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,9 +37,9 @@ def section(title: str, hint: str, *content: str) -> str:
 
 
 def card(title: str, *content: str) -> str:
-    """Return a card; empty where there is no content."""
-    body = "".join(content)
-    return f'<div class="card"><h3>{esc(title)}</h3>{body}</div>' if body else ""
+    """Return a card, with a title or without; empty where there is no content."""
+    body, head = "".join(content), f"<h3>{esc(title)}</h3>" if title else ""
+    return f'<div class="card">{head}{body}</div>' if body else ""
 
 
 def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
@@ -70,12 +69,11 @@ def findings(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         who = f"{run.name}: " if len(runs) > 1 else ""
         for one in run.findings:
-            change = f"<code>{esc(one['key'])}={esc(one['value'])}</code>" if one.get("key") else ""
-            evidence = one["evidence"].rstrip(".")
+            told, change = esc(one["evidence"]), esc(f"{one['key']}={one['value']}")
             found.append(
-                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {esc(evidence)}. '
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {told}. '
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
-                f"<p>{esc(one['advice'])} {change}</p></div>"
+                f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
             )
     if not found:
         found = [
@@ -140,20 +138,8 @@ def time(runs: Sequence[RunRecord]) -> str:
         parts = time_parts(run)
         if parts:
             cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
-    hint = "Wall-clock time of rank 0 by what the loop was doing. In the chart, each bar is one log window."
-    return section("Where the time went", hint, *cards) or _speed(runs)
-
-
-def _speed(runs: Sequence[RunRecord]) -> str:
-    """Draw images a second where a run has no timeline."""
-    drawn = [_line(run.name, color(i), run.train, "images_per_second") for i, run in enumerate(runs)]
-    drawn = [one for one in drawn if one.x]
-    if not drawn:
-        return ""
-    chart = lines(drawn, 1060, 220, "step", "", zero=True) + (
-        legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
-    )
-    return section("Speed", "This run recorded no timeline.", card("Images a second", chart))
+    hint = "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is one log window."
+    return section("Where the time went", hint, *cards)
 
 
 def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
@@ -166,8 +152,7 @@ def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
             f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
         )
         named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
-    wall = sum(float(row["wall_ms"]) for row in run.timeline[0])
-    told = f'<p class="hint">{clock(total / 1000)} in {run.steps} steps; the clock says {clock(wall / 1000)}.</p>'
+    told = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
     return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'
 
 
@@ -184,9 +169,10 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
         for name in inside
     ]
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
-    told = [f"{row['kind']} {number(row['wall_ms'] / row['steps'], 'ms')} a step" for row in before]
-    told += [f"slowest step {slow[0]:.0f}, {number(slow[1], 'ms')}"] if slow else []
-    text = "; ".join(told)
+    names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
+    told = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
+    told += [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."] if slow else []
+    text = " ".join(told)
     chart = stack(layers, 1060, 240, "last step of the window", "ms")
     return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
 
@@ -200,9 +186,10 @@ def machine(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         for name, rows in run.monitor.items():
             if len(rows) > 1:
-                title = f"{run.name}, {name}" if len(runs) > 1 else name
+                host = name.rpartition("_")[0]
+                title = f"{run.name}, {host}" if len(runs) > 1 else host
                 cards.append(_host(title, _sampled(rows)))
-    hint = "Samples of the machine while the run went. Strong colour: a busy core. Pale column: a machine that waits."
+    hint = "Samples of the machine, one a second. The stronger the colour, the busier the core."
     return section("The machine", hint, *cards)
 
 
@@ -275,7 +262,8 @@ def operators(runs: Sequence[RunRecord]) -> str:
         for i, run in enumerate(profiled)
     ]
     drawn = [one for one in memory if one.x]
-    held = card("Allocated memory, MiB", lines(drawn, 1060, 180, "ms", "MiB", True), named) if drawn else ""
+    curve = lines(drawn, 1060, 180, "milliseconds of the profile", "MiB", True) if drawn else ""
+    held = card("Allocated memory, MiB", curve, named) if drawn else ""
     return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
 
 
@@ -299,9 +287,3 @@ def sifting(runs: Sequence[RunRecord]) -> str:
             told = "Above: never left out, highest loss (often label errors). Below: left out most."
             cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{told}</p>'))
     return section("Sifting", "", *cards)
-
-
-def embedded(values: Mapping[str, Any]) -> str:
-    """Return values as JSON inside the page, for programs that read it."""
-    text = json.dumps(values).replace("<", "\\u003c")  # a name may hold </script> or <!--
-    return f'<script type="application/json" id="numbers">{text}</script>'

@@ -18,6 +18,8 @@ from PIL import Image
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
 """Room around the plot, pixels."""
+WIDE = 600
+"""Pixels above which a chart is not shrunk to a narrow page, but scrolls in it."""
 POINTS = 400
 """Points of a line at most; more are thinned evenly."""
 
@@ -179,8 +181,9 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> 
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return names with their colours."""
-    items = "".join(f'<span><i style="background:var({color})"></i>{esc(name)}</span>' for name, color in entries)
+    """Return names with their colours, each pair once."""
+    pairs = dict.fromkeys(entries)
+    items = "".join(f'<span><i style="background:var({color})"></i>{esc(name)}</span>' for name, color in pairs)
     return f'<div class="legend">{items}</div>'
 
 
@@ -237,4 +240,5 @@ def _numbers(
 def _svg(frame: Frame, parts: Sequence[str], numbers: str) -> str:
     data = f' data-chart="{esc(numbers)}"' if numbers else ""
     box = f'viewBox="0 0 {frame.width} {frame.height}" style="max-width:{frame.width}px"'
-    return f'<svg class="chart" role="img" {box}{data}>{"".join(parts)}</svg>'
+    kind = "chart wide" if frame.width > WIDE else "chart"
+    return f'<svg class="{kind}" role="img" {box}{data}>{"".join(parts)}</svg>'

@@ -90,6 +90,7 @@ def where_time_went(run: RunRecord) -> list[str]:
 def _findings(run: RunRecord) -> list[str]:
     lines = []
     for one in run.findings:
-        advice = f"{one['advice']} `{one['key']}={one['value']}`" if one.get("key") else one["advice"]
-        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence'].rstrip('.')}. {advice}")
+        change = f"{one['key']}={one['value']}"
+        advice = one["advice"].replace(change, f"`{change}`")
+        lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}")
     return [*lines, ""] if lines else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -67,6 +69,32 @@ def test_batches_hold_what_the_dataset_gives():
     assert torch.equal(batch.label, batch.ids % 2)
     assert (batch.ids.dtype, batch.label.dtype, batch.lam.dtype) == (torch.int64, torch.int64, torch.float32)
     assert batch.view == 5
+
+
+class Slow(Numbers):
+    """Waits for each image's bytes, as for a storage far away, and then computes."""
+
+    decode_seconds = 0.0
+
+    def load(self, id: int, view: int) -> Sample:
+        begin = time.perf_counter()
+        time.sleep(0.003)
+        self.decode_seconds += time.perf_counter() - begin
+        begin = time.thread_time()
+        while time.thread_time() < begin + 0.001:
+            pass
+        return super().load(id, view)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_tells_waiting_for_bytes_from_computing(workers):
+    """In worker processes and in this one. A busy machine makes computing longer, not waiting shorter."""
+    loader = LocalLoader(Slow(24), 8, 1, 0, 1, workers)
+    assert len(list(loader.epoch(plan_of(24), 0))) == 3
+    found = loader.loading
+    assert found.seconds >= 24 * 0.004
+    assert 24 * 0.003 <= found.decoding < found.seconds - 24 * 0.0009
+    assert 24 * 0.001 <= found.busy <= found.seconds - 0.9 * 24 * 0.003
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])

@@ -133,7 +133,7 @@ def test_a_classifier_may_learn_from_the_features_of_a_teacher_without_classes(m
 
 
 def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(make, tmp_path):
-    with pytest.raises(ConfigError, match=r"^teacher\.cache\.max_gb: the cache would take .* GB .*tokens \[4, 48\]"):
+    with pytest.raises(ConfigError, match=r"^teacher\.cache\.max_gb: the cache would take .* MB .*tokens \[4, 48\]"):
         make(LOSSES, *cached(tmp_path / "cache", "teacher.cache.max_gb=0.00001"))
     assert not (tmp_path / "cache").exists()
 

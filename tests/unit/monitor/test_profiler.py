@@ -11,13 +11,14 @@ import torch
 import kd
 from kd.monitor.profiler import POINTS, Profiler, thinned
 from kd.monitor.timeline import Timeline
+from kd.storage import read_rows
 from kd.types import State
 
 
 def test_some_steps_are_traced(tmp_path):
     """The timeline calls it; its own time is no part of a step."""
     made = {}
-    with Timeline(on_step=lambda step: made["profiler"].step(step)) as timeline:
+    with Timeline(path=tmp_path / "t", on_step=lambda step: made["profiler"].step(step)) as timeline:
         made["profiler"] = Profiler([2, 3], tmp_path / "profile", "cpu", timeline.span)
         for step in range(1, 6):
             with timeline.span("data"):
@@ -43,8 +44,9 @@ def test_some_steps_are_traced(tmp_path):
     memory = json.loads((folder / "memory.json").read_text())
     assert max(mib for _, mib in memory["points"]) >= 64_000 * 4 / 2**20
     assert timeline.totals["profile"] > 0
-    assert timeline.recent[-1]["steps"] == 1
-    assert "profile" not in {one[2] for row in timeline.recent for one in row.get("outliers", [])}
+    rows = read_rows(tmp_path / "t")
+    assert rows[-1]["steps"] == 1
+    assert "profile" not in {one[2] for row in rows for one in row.get("outliers", [])}
 
 
 def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):

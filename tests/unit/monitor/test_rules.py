@@ -12,6 +12,14 @@ from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts
 from kd.monitor.rules import find
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
+DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}
+AUGMENTS = {"busy": 1.0, "decoding": 0.08}
+
+
+def loading(seconds: float, shares: dict[str, float], steps: int = 40) -> dict:
+    """What making the images of each of so many steps took, milliseconds."""
+    ms = {"seconds": seconds} | {name: share * seconds for name, share in shares.items()}
+    return {name: steps * value for name, value in ms.items()}
 
 
 def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
@@ -20,13 +28,13 @@ def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
     spans = {name: value * steps for name, value in each.items()}
     row = {"time": 1000.0, "step": 100, "steps": steps, "kind": "steady", "clock": "host", "ms": spans}
     row |= {"wall_ms": sum(spans.values()), "median_ms": sum(each.values()), "slowest": [90, 30.0, "data"]}
-    return row | {"data_busy_ms": spans.get("data", 0.0)} | more
+    return row | {"loading_ms": loading(sum(each.values()), DECODES, steps)} | more
 
 
 def sample(i: int = 0, **more) -> dict:
     """What a quiet machine of two cores does during `steady`."""
     row = {"time": 999.9 - 0.01 * i, "cpu": [60.0, 50.0], "process_mib": 500.0, "process_cpu": 90.0, "gpu": []}
-    return row | {"workers_cpu": 20.0, "workers_busy": 20.0} | more
+    return row | {"workers_cpu": 20.0} | more
 
 
 def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, rules.Finding]:
@@ -38,8 +46,8 @@ def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, ru
 
 def test_each_rule_says_what_to_set():
     """Every finding of the tests below has this form, and its key is one of the configuration."""
-    reading = steady(ms=WAITING, data_busy_ms=40.0)
-    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0) | ask(threads=1)
+    reading, idle = steady(ms=WAITING, loading_ms=loading(10.0, READS)), [sample(i, cpu=[95.0, 20.0]) for i in range(9)]
+    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0) | ask(threads=1, samples=idle)
     assert found.keys() == {"IOBottleneck", "Dataloader", "OverallSystemUsage"}
     for finding in found.values():
         section, _, key = finding.key.partition(".")
@@ -58,35 +66,59 @@ def test_a_healthy_run_has_no_finding():
 
 def test_waiting_for_data_is_told_from_its_cause():
     """The same wait: decoding, where there is a core for it, and where there is none; reading; and just under it."""
-    found = ask(steady(ms=WAITING), workers=0)
+    alone = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
+    found = ask(alone, workers=0)
     assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == ({"Dataloader"}, "data.workers", 1)
     assert found["Dataloader"].severity == "warning"
     assert "10.0 of 30.0 ms (33 %)" in found["Dataloader"].evidence
-    assert ask(steady(ms=WAITING), workers=0, cores=8)["Dataloader"].value == 1  # half of the compute hides it all
-    assert ask(steady(ms=WAITING | {"data": 100.0}), workers=0, cores=8)["Dataloader"].value == 5
+    assert ask(alone, workers=0, cores=8)["Dataloader"].value == 1  # half of the compute hides it all
+    slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
+    assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
+    assert ask(slow, workers=0, measured=True).keys() == {"CPUBottleneck"}  # the run has tried a worker itself
+    full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
+    assert ask(slow, workers=0, samples=full).keys() == {"CPUBottleneck"}  # other programs have the cores
 
-    busy = [sample(i, workers_cpu=90.0, workers_busy=99.0, cpu=[99.0, 98.0]) for i in range(9)]
-    found = ask(steady(ms=WAITING), samples=busy)
+    found = ask(steady(ms=WAITING))  # its one worker works all the time
     assert (found.keys(), found["CPUBottleneck"].key) == ({"CPUBottleneck"}, "data.store")
-    assert "Dataloader" in ask(steady(ms=WAITING), samples=busy, cores=8)
-    assert "CPUBottleneck" in ask(steady(ms=WAITING), samples=[one | {"cpu": [70.0, 70.0]} for one in busy])
+    assert ask(steady(ms=WAITING), cores=8).keys() == {"Dataloader"}
+    assert ask(steady(ms=WAITING), store="ram") == ask(steady(ms=WAITING), epochs=1) == {}
+    assert ask(steady(ms=WAITING), local_ranks=2, cores=4)["CPUBottleneck"].value == "disk"
 
-    reading = steady(ms=WAITING, data_busy_ms=40.0)
-    found = ask(reading, workers=0)
+    found = ask(steady(ms=WAITING, loading_ms=loading(10.0, READS)), workers=0)
     assert (found.keys(), found["IOBottleneck"].value) == ({"IOBottleneck"}, "ram")
-    assert ask(steady(ms=WAITING))["IOBottleneck"].value == "ram"  # the one worker is busy for a fifth of its time
-    assert ask(reading, workers=0, store="ram")["IOBottleneck"].key == "data.workers"
+    reading = steady(ms=WAITING, loading_ms=loading(30.0, READS))
+    assert ask(reading)["IOBottleneck"].value == "ram"
+    assert [ask(reading, **known)["IOBottleneck"].value for known in ({"store": "ram"}, {"epochs": 1})] == [2, 2]
 
-    assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}
-    assert ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)]) == {}  # not known why
+
+def test_a_wait_that_nothing_helps_against_is_no_finding():
+    assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
+    assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}  # the worker has time to spare
+    assert ask(steady(ms=WAITING, loading_ms={})) == {}  # other hosts load
+    assert ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}  # no store saves augmentation
+    assert ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)]) == {}  # the cores are not known
 
 
 def test_more_workers_than_cores():
-    full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0, workers_busy=500.0) for i in range(9)]
+    full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0) for i in range(9)]
     found = ask(samples=full, workers=8)["CPUBottleneck"]
-    assert (found.key, found.value, found.severity) == ("data.workers", 1, "warning")
+    assert (found.key, found.value, found.severity) == ("data.store", "ram", "warning")
+    assert ask(samples=full, workers=8, store="ram")["CPUBottleneck"].value == 1
+    assert ask(steady(loading_ms=loading(60.0, AUGMENTS)), samples=full, workers=8)["CPUBottleneck"].value == 1
     assert ask(samples=full, workers=2) == {}
+    assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
+    assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
+
+
+def test_idle_cores():
+    def idle(percent: float, **facts) -> dict:
+        samples = [sample(i, cpu=[95.0, 95.0 - 2 * percent]) for i in range(9)]
+        return ask(samples=samples, threads=1, **facts)
+
+    assert idle(20.0)["OverallSystemUsage"].value == 2
+    assert idle(5.0) == {}  # neighbours have the other core
+    assert idle(20.0, local_ranks=2) == {}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +129,7 @@ def test_an_idle_gpu(workers, data, key):
     device = {"data": 40 * data, "forward": 400.0, "backward": 400.0}
     row = steady(device_ms=device, clock="device")
     gpu = [{"utilization": 45.0, "memory_mib": 70_000.0, "memory_total_mib": 80_000.0}]
-    samples = [sample(i, gpu=gpu, workers_busy=100.0 * workers) for i in range(9)]
+    samples = [sample(i, gpu=gpu) for i in range(9)]
     found = ask(row, samples=samples, device="cuda", workers=workers, cores=8)
     assert found["LowGPUUtilization"].key == key
     assert "45 % busy" in found["LowGPUUtilization"].evidence
@@ -124,15 +156,28 @@ def test_a_step_of_which_little_depends_on_the_images():
     assert ask(steady(ms=small | {"backward": 12.0}), batch_size=2) == {}
     reduced = {"forward": 7.0, "backward": 9.0, "communication": 6.0, "optimizer": 0.5}
     assert "BatchSize" in ask(steady(ms=reduced))
+    late = steady(ms=reduced | {"forward": 12.5, "communication": 0.5})  # rank 0 only waits for it
+    assert "BatchSize" not in {one.rule for one in find(Evidence({0: [steady(ms=reduced)], 1: [late]}, [], Facts()))}
 
 
 def test_outliers_count_by_the_time_that_they_take():
     outliers = {"outliers": [[90, 100.0, "data"], [80, 90.0, "data"]]}
     found = ask(steady(**outliers))["StepOutlier"]
-    assert found.key == "data.workers"
+    assert found.key == "data.store"
     assert "2 of 40 steps" in found.evidence
     assert ask(steady(**(outliers | {"outliers": [[90, 100.0, "forward"]]})))["StepOutlier"].value == [85, 95]
     assert ask(steady(400, **outliers)) == {}
+    assert ask(steady(**outliers), store="ram")["StepOutlier"].key == "data.workers"
+
+
+def test_a_neighbour_may_be_why_steps_are_slow():
+    """Unless they wait for bytes, which no neighbour takes from them."""
+    shared = [sample(i, cpu=[99.0, 99.0], process_cpu=100.0) for i in range(9)]
+    assert "StepOutlier" in ask(steady(outliers=[[90, 100.0, "forward"]]))
+    assert ask(steady(outliers=[[90, 100.0, "forward"]]), samples=shared) == {}
+    assert ask(steady(outliers=[[90, 100.0, "data"]]), samples=shared) == {}
+    reads = steady(outliers=[[90, 100.0, "data"]], loading_ms=loading(4.0, READS))
+    assert ask(reads, samples=shared)["StepOutlier"].key == "data.store"
 
 
 def test_ranks_are_compared_by_their_own_work():

@@ -13,7 +13,7 @@ import kd
 from kd.monitor.region import active
 from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe
 from kd.storage import read_rows
-from kd.types import State
+from kd.types import Loading, State
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")
 
@@ -90,6 +90,22 @@ def test_a_span_inside_another_is_not_counted_twice():
     assert values["ms_data"] == pytest.approx(10)
     assert values.get("ms_sifting", 0.0) == pytest.approx(0)
     assert values["data_wait"] == pytest.approx(values["ms_data"] / values["step_ms"])
+
+
+def test_a_row_has_what_loading_its_batches_took(tmp_path):
+    """Batches that arrive in a step's `data` count for that step, however long ago they were made."""
+    loaded = Loading()
+    with Timeline(path=tmp_path / "t") as timeline:
+        timeline.loading = lambda: loaded
+        for step in range(1, 4):
+            with timeline.span("data"):
+                loaded = loaded.plus(Loading(0.010 * step, 0.004, 0.006))
+            with timeline.span("optimizer"):
+                pass
+            timeline.window(State(step=step))
+    first, *rest = [row["loading_ms"] for row in read_rows(tmp_path / "t") if row["steps"]]
+    assert first == pytest.approx({"seconds": 10.0, "busy": 4.0, "decoding": 6.0})
+    assert [row["seconds"] for row in rest] == pytest.approx([20.0, 30.0])
 
 
 @pytest.mark.usefixtures("made_clock")

@@ -100,6 +100,21 @@ def test_kts_published_line():
     assert 3.20 / 32 / 0.115 < all_of_them.efficiency < 3.20 / 32 / 0.105  # what a rounded 0.11 can mean
 
 
+@pytest.mark.parametrize(
+    ("machine", "one", "published"),
+    [("p4de.24xlarge", 693, [1347, 2642, 5454, 10644]), ("p5.48xlarge", 1428, [2846, 5737, 11222, 21561])],
+)
+def test_published_scaling_of_a_large_vit(machine, one, published):
+    """NeMo's user guide, ViT-g/14 (1,602 GFLOP an image, 1,013 M parameters): images/s of 1, 2, 4, 8, 16 machines."""
+    instance = instances.find(machine)
+    mfu = one / 8 * 1602 / 1000 / instance.tflops
+    model = StepCost(fixed=0.0, image=1.0, backward=2 / 3, load=0.0, gradient_mib=1931.0, gflop=1602.0)
+    for count, images_per_second in zip((2, 4, 8, 16), published, strict=True):
+        batch = count * 8 * 64
+        step = line(Job(batch, 1, batch, 64), on(instance, model, mfu), instance, count).step_ms
+        assert 1000 * batch / step == pytest.approx(images_per_second, rel=0.06)
+
+
 def test_sizes_double_up_to_all_machines():
     assert sizes(MACHINE, 6) == [(1, 1), (1, 4), (2, 4), (4, 4), (6, 4)]
     assert sizes(instances.TABLE["ml.g5.xlarge"], 2) == [(1, 1), (2, 1)]
