@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kd.datasets import _decode, imagefolder, webdataset
+from kd.datasets import _decode, _folder, imagefolder, webdataset
 
 _decode.PAUSES = (0.0, 0.0)
 VICTIM = "train/fig/03.jpg"
@@ -39,8 +39,8 @@ class Failing:
         self.kind, _, rows = os.environ.get("KD_HARM", "").partition(":")
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
-            content = imagefolder._content
-            imagefolder._content = lambda path: self.flaky(content, path)
+            content = _folder._content
+            _folder._content = lambda path: self.flaky(content, path)
 
     def __len__(self) -> int:
         return len(self.source)
