@@ -53,6 +53,7 @@ GROUPS = {
             "tests/distributed/test_same_start.py",
             "tests/distributed/test_shared_work.py",
             "tests/distributed/test_skipped_steps.py",
+            "tests/distributed/test_stragglers.py",
         )
     ),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
