@@ -55,7 +55,7 @@ def nothing_started(folder: Path) -> bool:
     [
         ("optimizer.lrr=1", "optimizer.lrr: no such key. Allowed: "),
         ("optimizer.lr=fast", "optimizer.lr: is 'fast'. Allowed: a number > 0. Change the value."),
-        ("losses=[{kind: kll}]", "losses[0].kind: no part named 'kll' in losses. Allowed: ce, "),
+        ("losses=[{kind: kll}]", "losses[0].kind: no part named 'kll' in losses. Allowed: bce, "),
         ("sifter.kind=histroy", "sifter.kind: no part named 'histroy' in sifters. Allowed: "),
         ("data.kind=image_folder", "data.kind: no part named 'image_folder' in datasets. "),
         ("backend.kind=gpu", "backend.kind: no part named 'gpu' in backends. Allowed: "),

@@ -17,7 +17,8 @@ TENSOR = {"name": "image", "datatype": "UINT8", "shape": [2, 3, 4, 4]}
 
 @pytest.mark.parametrize("data", [PIXELS.tolist(), PIXELS.ravel().tolist()])
 def test_numbers(data):
-    found = v2._tensor({"inputs": [{**TENSOR, "data": data}]}, 4, "logits", 2)
+    found, wanted = v2._tensor({"inputs": [{**TENSOR, "data": data}]}, 4, ("logits",), 2)
+    assert wanted == ("logits",)
     assert found.dtype == np.uint8
     assert np.array_equal(found, PIXELS)
 
@@ -37,14 +38,14 @@ def with_first(value: object) -> list:
 )  # fmt: skip
 def test_what_is_no_tensor(data):
     with pytest.raises(Problem, match="whole numbers from 0 to 255") as caught:
-        v2._tensor({"inputs": [{**TENSOR, "data": data}]}, 4, "logits", 2)
+        v2._tensor({"inputs": [{**TENSOR, "data": data}]}, 4, ("logits",), 2)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("outputs", [True, 1, "logits", {"name": "logits"}, ["logits"], [{}], [{"name": ["logits"]}]])
 def test_outputs(outputs):
     with pytest.raises(Problem, match="`logits`") as caught:
-        v2._tensor({"inputs": [{**TENSOR, "data": PIXELS.tolist()}], "outputs": outputs}, 4, "logits", 2)
+        v2._tensor({"inputs": [{**TENSOR, "data": PIXELS.tolist()}], "outputs": outputs}, 4, ("logits",), 2)
     assert caught.value.status == 400
 
 
