@@ -3,7 +3,7 @@
 The models are those of configs/vit_food.yaml, on trays of one or two dishes of food_mini. One teacher is fitted for all
 seeds.
 
-Run: python benchmarks/multi_label.py [--seeds 0 1 2] [--steps 186] [--fit 465]
+Run: python benchmarks/multi_label.py [--seeds 0 1 2] [--steps 620] [--fit 1240]
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> None:
     """Run all seeds and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=186, help="of each student")
-    parser.add_argument("--fit", type=int, default=465, help="steps of the teacher")
+    parser.add_argument("--steps", type=int, default=620, help="of each student")
+    parser.add_argument("--fit", type=int, default=1240, help="steps of the teacher")
     given = parser.parse_args()
     shared = ["data.dishes=2", LOSS, "backend.threads=1", "run.every.evaluate=0"]
     fitted = teach(kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={given.fit}"]))[0]
