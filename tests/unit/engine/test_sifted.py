@@ -69,6 +69,7 @@ def test_the_teacher_runs_on_what_is_scored_once_and_on_what_is_kept_where_the_s
         made = make(
             "run.epochs=3",
             "sifter.kind=relative",
+            "sifter.gate=off",
             "sifter.sift_delay=0",
             "sifter.beta_value=1",
             f"sifter.score={score}",
