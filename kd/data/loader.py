@@ -94,7 +94,10 @@ class LocalLoader:
             DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
             RunError: a worker process has ended, or makes no batch in time.
         """
-        self._requests.make = partial(self._of_this_rank, plan, view, start)
+        # Not a method: in a circle of references the DataLoader would be freed by the garbage collector, which closes
+        # the queues first, and torch would then wait 5 s for each worker.
+        cut = partial(requests_of, self.batch_size, self.accumulate, self.rank, self.world_size)
+        self._requests.make = partial(cut, plan, view, start)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
@@ -105,16 +108,6 @@ class LocalLoader:
             self.loading = self.loading.plus(batch.loading)
             self._require_few_skipped()
             yield batch
-
-    def _of_this_rank(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
-        """Cut this rank's micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
-        micro = self.batch_size // (self.accumulate * self.world_size)
-        for step in range(start, len(plan.ids) // self.batch_size):
-            for i in range(self.accumulate):
-                first = step * self.batch_size + (i * self.world_size + self.rank) * micro
-                ids, weights = (tensor[first : first + micro] for tensor in (plan.ids, plan.weights))
-                # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
-                yield Request(ids.tolist(), weights.tolist(), view)
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         """Yield what is loaded. If a worker ends or stands still, that is one line instead of a traceback or a wait."""
@@ -180,6 +173,19 @@ class LocalLoader:
                 f"At most {most} (a share of {self.max_skipped:g}, and always one)",
                 "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
             )
+
+
+def requests_of(
+    batch_size: int, accumulate: int, rank: int, world_size: int, plan: Plan, view: int, start: int
+) -> Iterator[Request]:
+    """Cut a rank's micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
+    micro = batch_size // (accumulate * world_size)
+    for step in range(start, len(plan.ids) // batch_size):
+        for i in range(accumulate):
+            first = step * batch_size + (i * world_size + rank) * micro
+            ids, weights = (tensor[first : first + micro] for tensor in (plan.ids, plan.weights))
+            # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
+            yield Request(ids.tolist(), weights.tolist(), view)
 
 
 class _Requests(Sampler[Request]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -182,3 +183,18 @@ def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(image
     assert plan.ids[:images].tolist() == list(range(images))
     assert plan.ids[images:].tolist() == [0] * (len(plan.ids) - images)
     assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
+
+
+def test_a_loader_that_is_dropped_ends_its_workers_at_once():
+    """Without the garbage collector: it closes queues before torch tells the workers to end, and torch then waits."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
+        assert len(list(loader.epoch(plan_of(32), 0))) == 4
+        workers = loader._processes()
+        assert [worker.exitcode for worker in workers] == [None, None]
+        del loader
+        assert [worker.exitcode for worker in workers] == [0, 0]
+    finally:
+        gc.enable()
