@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -114,7 +115,8 @@ class LocalLoader:
         if not self.workers:
             yield from self._batches
             return
-        watch, forked = Watch(self._processes, self.timeout_seconds), bool(self._processes())
+        processes, forked = weakref.WeakMethod(self._processes), bool(self._processes())
+        watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)  # its thread may outlive a dropped loader
         try:
             if forked:
                 watch.start()
