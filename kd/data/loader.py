@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import time
 import weakref
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,8 +96,7 @@ class LocalLoader:
             DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
             RunError: a worker process has ended, or makes no batch in time.
         """
-        # Not a method: in a circle of references the DataLoader would be freed by the garbage collector, which closes
-        # the queues first, and torch would then wait 5 s for each worker.
+        # Not a method: the DataLoader's iterator would hold this loader, and its workers would never end.
         cut = partial(requests_of, self.batch_size, self.accumulate, self.rank, self.world_size)
         self._requests.make = partial(cut, plan, view, start)
         for batch in self._arriving():
@@ -122,6 +122,7 @@ class LocalLoader:
                 watch.start()
             batches = iter(self._batches)
             if not forked:
+                weakref.finalize(self, end_workers, batches, os.getpid())
                 watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
             for batch in batches:
                 watch.waiting = False
@@ -175,6 +176,12 @@ class LocalLoader:
                 f"At most {most} (a share of {self.max_skipped:g}, and always one)",
                 "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
             )
+
+
+def end_workers(batches: Any, process: int) -> None:
+    """Tell torch's workers to end, before the garbage collector closes their queues: torch would wait 5 s for each."""
+    if os.getpid() == process:  # a worker inherits the loader
+        batches._shutdown_workers()
 
 
 def requests_of(

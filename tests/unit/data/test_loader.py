@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
@@ -200,3 +201,16 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
         assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
         gc.enable()
+
+
+def test_a_loader_in_a_circle_ends_its_workers_in_order(monkeypatch):
+    """The garbage collector may close a queue before torch tells its worker to end; torch then waits and kills it."""
+    killed = []
+    monkeypatch.setattr(BaseProcess, "terminate", killed.append)
+    loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
+    assert len(list(loader.epoch(plan_of(32), 0))) == 4
+    workers = loader._processes()
+    loader.circle = loader  # type: ignore[attr-defined]
+    del loader
+    gc.collect()
+    assert not killed and [worker.exitcode for worker in workers] == [0, 0]
