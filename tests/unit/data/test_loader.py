@@ -213,4 +213,5 @@ def test_a_loader_in_a_circle_ends_its_workers_in_order(monkeypatch):
     loader.circle = loader  # type: ignore[attr-defined]
     del loader
     gc.collect()
-    assert not killed and [worker.exitcode for worker in workers] == [0, 0]
+    assert not killed
+    assert [worker.exitcode for worker in workers] == [0, 0]
