@@ -23,7 +23,7 @@ run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q --numprocesses 3 --dist loadfile
+	$(VENV)/bin/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	@$(MAKE) --no-print-directory lint
 
 lint: $(VENV)/.dev

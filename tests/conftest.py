@@ -30,6 +30,11 @@ class Answer(NamedTuple):
     err: str
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the quick tests last: no process is then left alone with a long one."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch) -> None:
     """Keep the variables of a launcher around pytest out of the tests."""
