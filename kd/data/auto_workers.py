@@ -16,14 +16,17 @@ from kd.types import Batch, Loading, Plan
 
 SETTLE, MEASURED = 4, 8
 """Batches of a segment that are not measured, since the worker makes them ahead, and those that are."""
-TURNS = (0, 1, 1, 0)
-"""Segments of a comparison: the loader in use, the other one twice, and the first again."""
-MARGIN = 0.05
-"""Share by which both segments of the other loader must be faster than both of the one in use."""
+TURNS = (0, 1, 1, 0) * 4
+"""Segments of a comparison: the loader in use, the other one twice, and the first again, four times."""
+MARGIN, NEEDED = 0.05, 5
+"""Share by which the other loader must be faster, and in how many of the eight pairs of neighbouring segments. Steps on
+two cores swing by half: of fewer segments, noise hides a gain of a tenth."""
 FIRST = 40
 """Steps before the first comparison; threads are compared before."""
-EVERY = 512
-"""Batches from one comparison to the next; half of 48 then come from the slower loader."""
+SHORTEST = 400
+"""Steps of a run that is long enough for a comparison."""
+EVERY = 2048
+"""Batches from one comparison to the next; half of 192 then come from the slower loader."""
 
 
 class AutoWorkers:
@@ -94,9 +97,9 @@ class AutoWorkers:
         """Exchange the loaders where the other was clearly faster, and set when to look again."""
         self._batches = -EVERY
         if len(self._medians) == len(TURNS):
-            mine = min(self._medians[i] for i, loader in enumerate(TURNS) if loader == 0)
-            its = max(self._medians[i] for i, loader in enumerate(TURNS) if loader == 1)
-            if its <= (1 - MARGIN) * mine:
+            pairs = zip(self._medians[::2], self._medians[1::2], TURNS[::2], strict=True)
+            gains = sorted(second / first if turn else first / second for first, second, turn in pairs)
+            if gains[-NEEDED] >= 1 + MARGIN:
                 self.loaders.reverse()
-                self.info(f"data.workers: {self.workers} from here on, {mine / its:.1f} times as fast")
+                self.info(f"data.workers: {self.workers} from here on, {statistics.median(gains):.1f} times as fast")
         self._medians = []

@@ -13,16 +13,16 @@ from torch import nn
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
-from kd.data.auto_workers import AutoWorkers
+from kd.data import auto_workers
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
+from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
 from kd.engine.embedding import EmbeddingEvaluator, Split
 from kd.engine.evaluate import Evaluator
 from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.run import Run, RunLength
-from kd.engine.threads import SHORTEST, Threads
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region
@@ -214,8 +214,7 @@ def build_run(
     evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
-    if recipe.run.images(len(data.train), split.batch_size) // split.batch_size >= SHORTEST:
-        run = _tuned(run, loader, recipe, data, split, chosen.threads)
+    run = _tuned(run, loader, recipe, data, split, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
     facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
@@ -223,15 +222,17 @@ def build_run(
 
 
 def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: BatchSplit, threads: int) -> Run:
-    """Let a run on a CPU compare threads and workers on its own steps, where they are left to it."""
+    """Let a long run on a CPU compare threads and workers on its own steps, where they are left to it."""
+    steps = recipe.run.images(len(data.train), split.batch_size) // split.batch_size
     if run.backend.device.type != "cpu":
         return run
-    if getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
-        run = replace(run, threads=Threads(run.backend, threads, run.logger.info))
-    if recipe.data.loader == "local" and recipe.data.workers == "auto" and loader.workers:
+    if steps >= threads_of_a_step.SHORTEST and getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
+        run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
+    left = recipe.data.loader == "local" and recipe.data.workers == "auto"
+    if steps >= auto_workers.SHORTEST and left and loader.workers:
         section = replace(recipe.data, workers=0)
         other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
-        run = replace(run, loader=AutoWorkers(loader, other, run.logger.info))
+        run = replace(run, loader=auto_workers.AutoWorkers(loader, other, run.logger.info))
     return run
 
 
