@@ -46,8 +46,8 @@ class AutoWorkers:
         self._batches = -FIRST * rule.accumulate
         """Since the comparison began; below 0 before it."""
         self._seconds: list[float] = []
-        self._medians: list[float] = []
-        """Seconds of a batch in each segment so far."""
+        self._means: list[float] = []
+        """Seconds of a batch in each segment so far. Not medians: a loader that is late makes a few batches late."""
 
     @property
     def workers(self) -> int:
@@ -88,7 +88,7 @@ class AutoWorkers:
             yield batch
             self._batches += 1
         if self._seconds and self._batches % (SETTLE + MEASURED) == 0:
-            self._medians.append(statistics.median(self._seconds))
+            self._means.append(statistics.mean(self._seconds))
             self._seconds = []
         if self._batches == len(TURNS) * (SETTLE + MEASURED):
             self._decide()
@@ -96,10 +96,10 @@ class AutoWorkers:
     def _decide(self) -> None:
         """Exchange the loaders where the other was clearly faster, and set when to look again."""
         self._batches = -EVERY
-        if len(self._medians) == len(TURNS):
-            pairs = zip(self._medians[::2], self._medians[1::2], TURNS[::2], strict=True)
+        if len(self._means) == len(TURNS):
+            pairs = zip(self._means[::2], self._means[1::2], TURNS[::2], strict=True)
             gains = sorted(second / first if turn else first / second for first, second, turn in pairs)
             if gains[-NEEDED] >= 1 + MARGIN:
                 self.loaders.reverse()
                 self.info(f"data.workers: {self.workers} from here on, {statistics.median(gains):.1f} times as fast")
-        self._medians = []
+        self._means = []
