@@ -116,8 +116,8 @@ class DataSection:
     eval_crop: float = ranged(1.0, above=0.0, high=1.0)
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
-    """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, or none where batches
-    of the run show that to be faster; beside an accelerator this rank's cores - 1, at most 16."""
+    """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on one or two
+    cores, or what batches of the run show to be faster; beside an accelerator this rank's cores - 1, at most 16."""
     loader: Literal["local", "ray"] = "local"
     """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
     same bits. `kd-launch` starts such a cluster."""

@@ -229,8 +229,8 @@ def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: Bat
     if steps >= threads_of_a_step.SHORTEST and getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
         run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
     left = recipe.data.loader == "local" and recipe.data.workers == "auto"
-    if steps >= auto_workers.SHORTEST and left and loader.workers:
-        section = replace(recipe.data, workers=0)
+    if steps >= auto_workers.SHORTEST and left and cores() // run.backend.local_world_size > 1:
+        section = replace(recipe.data, workers=0 if loader.workers else 1)
         other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
         run = replace(run, loader=auto_workers.AutoWorkers(loader, other, run.logger.info))
     return run

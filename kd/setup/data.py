@@ -230,12 +230,12 @@ def fixed_batch(section: DataSection) -> int:
 def default_workers(backend: Backend) -> int:
     """Return the number of worker processes of this rank that `data.workers: auto` means.
 
-    On a CPU one, which hides reading, since more would take the step's cores; none on a single core. Beside an
+    On a CPU one, which hides reading, since more would take the step's cores; none on one or two cores. Beside an
     accelerator all of this rank's cores but one, at most `MOST_WORKERS`.
     """
     share = max(1, cores() // backend.local_world_size)
     if backend.device.type == "cpu":
-        return 1 if share > 1 else 0
+        return 1 if share > 2 else 0
     return max(1, min(MOST_WORKERS, share - 1))
 
 
