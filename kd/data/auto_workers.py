@@ -21,7 +21,7 @@ TURNS = (0, 1, 1, 0) * 4
 MARGIN, NEEDED = 0.05, 5
 """Share by which the other loader must be faster, and in how many of the eight pairs of neighbouring segments. Steps on
 two cores swing by half: of fewer segments, noise hides a gain of a tenth."""
-FIRST = 40
+FIRST = 60
 """Steps before the first comparison; threads are compared before."""
 SHORTEST = 400
 """Steps of a run that is long enough for a comparison."""

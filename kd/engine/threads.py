@@ -15,10 +15,14 @@ import torch
 from kd.contracts import Backend
 from kd.types import State
 
-PAIRS = 4
-"""Pairs of steps of a comparison. One may be spoilt, for example by an evaluation, and is left out."""
+PAIRS, SPOILT = 8, 2
+"""Pairs of steps of a comparison, and how many may be spoilt, for example by an evaluation, and are left out."""
+APART = 24
+"""Steps between its first and its second half: other work that comes in a burst spoils one of them, not both."""
+LENGTH = 2 * PAIRS + APART
+"""Steps of a comparison."""
 MARGIN = 0.1
-"""Share by which a step must be faster with another number of threads, in all pairs but one."""
+"""Share by which a step must be faster with another number of threads, in all pairs that count."""
 FIRST = 16
 """The step before which the first comparison begins; during the steps before, workers fill their queues."""
 EVERY = 500
@@ -53,16 +57,16 @@ class Threads:
         """Set the threads of the step that comes next, and return the state with the number in use."""
         now = time.perf_counter()
         current = state.threads or self.most
-        while state.step > self.begin + 2 * PAIRS:  # a resumed run
+        while state.step > self.begin + LENGTH:  # a resumed run
             self.begin = self._next(self.begin)
         turn = state.step - self.begin
-        if 0 < turn <= 2 * PAIRS:
+        if compared(turn - 1):
             self._seconds.append(now - self._clock)
-        if turn == 2 * PAIRS:
+        if turn == LENGTH:
             current = self._decide(current, self._other(current))
             turn = state.step - self.begin
         self._clock = now
-        trying = 0 <= turn < 2 * PAIRS and turn % 4 in (1, 2)  # A B B A: a drift counts for neither
+        trying = compared(turn) and turn % 4 in (1, 2)  # A B B A: a drift counts for neither
         torch.set_num_threads(self._other(current) if trying else current)
         return replace(state, threads=current)
 
@@ -84,13 +88,18 @@ class Threads:
         if len(seconds) == 2 * PAIRS:
             pairs = [sorted_pair(seconds[i : i + 2], i // 2) for i in range(0, 2 * PAIRS, 2)]
             ratios = sorted(mine / its for mine, its in pairs)
-        ratio = float(self.backend.reduce_mean(torch.tensor(ratios[1], device=self.backend.device)))
+        ratio = float(self.backend.reduce_mean(torch.tensor(ratios[SPOILT], device=self.backend.device)))
         if ratio < 1 + MARGIN:
             return current
         if 1 < other < self.most:
-            self.begin = begin + 2 * PAIRS  # at once the next candidate
+            self.begin = begin + LENGTH  # at once the next candidate
         self.info(f"threads: {other} instead of {current}, a step is {ratio:.1f} times as fast")
         return other
+
+
+def compared(turn: int) -> bool:
+    """Return whether the step with this number within a comparison belongs to one of its halves."""
+    return 0 <= turn < PAIRS or PAIRS + APART <= turn < LENGTH
 
 
 def sorted_pair(seconds: list[float], index: int) -> tuple[float, float]:

@@ -9,10 +9,11 @@ import torch
 
 from kd.backends.cpu import CPU
 from kd.engine import threads
-from kd.engine.threads import EVERY, FIRST, PAIRS, Threads
+from kd.engine.threads import APART, EVERY, FIRST, LENGTH, PAIRS, Threads
 from kd.types import State
 
-TRIAL = 2 * PAIRS
+SECOND = FIRST + PAIRS + APART
+"""The step at which the second half of the first comparison begins."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +49,13 @@ def test_all_cores_stay_where_they_are_not_clearly_slower(run):
         assert lines == []
         other = [step for step, count in enumerate(used) if count == 1]
         # which steps are tried does not depend on the clock, so that bits repeat
-        assert other == [start + i for start in (FIRST, EVERY) for i in (1, 2, 5, 6)]
+        assert other == [start + i for start in (FIRST, SECOND, EVERY, EVERY + PAIRS + APART) for i in (1, 2, 5, 6)]
 
 
 def test_beside_a_busy_neighbour_half_of_the_threads_are_taken_and_given_back_later(run):
     busy = range(1, 2 * EVERY + 50)
     used, state, lines = run(lambda step, count: 3.0 if count == 2 and step in busy else 1.0 / count, 5 * EVERY)
-    assert set(used[FIRST + TRIAL : EVERY]) == {1}
+    assert set(used[FIRST + LENGTH : EVERY]) == {1}
     assert used[-1] == state.threads == 2
     assert sum(count == 2 for count in used[EVERY : 2 * EVERY]) == PAIRS
     assert [line.split(",")[0] for line in lines] == ["threads: 1 instead of 2", "threads: 2 instead of 1"]
@@ -64,7 +65,7 @@ def test_it_goes_down_in_halves_as_long_as_it_gets_faster(run):
     used, state, _ = run(lambda step, count: abs(count - 2) + 1.0, EVERY, most=16)
     assert state.threads == 2
     assert set(used) == {16, 8, 4, 2, 1}
-    assert set(used[FIRST + 4 * TRIAL :]) == {2}
+    assert set(used[FIRST + 4 * LENGTH :]) == {2}
 
 
 def test_one_step_that_took_long_decides_nothing(run):
@@ -73,13 +74,19 @@ def test_one_step_that_took_long_decides_nothing(run):
     assert state.threads == 2
 
 
+def test_a_burst_of_other_work_decides_nothing(run):
+    burst = range(FIRST - 4, FIRST + PAIRS + 4)
+    _, state, _ = run(lambda step, count: 3.0 if count == 2 and step in burst else 1.0, EVERY)
+    assert state.threads == 2
+
+
 def test_a_resumed_run_goes_on_with_the_same_steps(run):
     def seconds(step: int, count: int) -> float:
         return 1.0 if count == 2 else 1.5
 
-    whole = run(seconds, EVERY + 40)[0]
-    for stop in (1, FIRST + 3, FIRST + TRIAL, 100, EVERY + 2):
+    whole = run(seconds, EVERY + LENGTH)[0]
+    for stop in (1, FIRST + 3, FIRST + PAIRS + 5, FIRST + LENGTH, 100, EVERY + 2):
         first, state, _ = run(seconds, stop)
-        rest, _, _ = run(seconds, EVERY + 40 - stop, state=state)
+        rest, _, _ = run(seconds, EVERY + LENGTH - stop, state=state)
         assert first + rest == whole
     assert run(lambda step, count: 1.0, 10, state=State(step=100, threads=1))[0] == [1] * 10
