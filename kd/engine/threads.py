@@ -8,27 +8,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from kd.contracts import Backend
 from kd.types import State
 
-PAIRS, SPOILT = 8, 2
-"""Pairs of steps of a comparison, and how many may be spoilt, for example by an evaluation, and are left out."""
-APART = 24
-"""Steps between its first and its second half: other work that comes in a burst spoils one of them, not both."""
-LENGTH = 2 * PAIRS + APART
-"""Steps of a comparison."""
-MARGIN = 0.1
-"""Share by which a step must be faster with another number of threads, in all pairs that count."""
-FIRST = 16
-"""The step before which the first comparison begins; during the steps before, workers fill their queues."""
 EVERY = 500
-"""Steps from one comparison to the next: its slower half then costs under 1 % of the time."""
+"""Steps from one comparison to the next: its slower half then costs under 1 % of the time where it is half as fast."""
 SHORTEST = 100
 """Steps of a run that is long enough for a comparison."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A comparison of two numbers of threads in steps whose numbers are fixed."""
+
+    begin: int
+    """The first step whose threads it sets."""
+    pairs: int
+    """Of steps, one with each number."""
+    spoilt: int
+    """Pairs that may say otherwise, for example because of an evaluation."""
+    margin: float
+    """Share by which a step must be faster with the other number, in all pairs that count."""
+    apart: int = 0
+    """Steps between its first and its second half: other work that comes in a burst spoils one of them, not both."""
+
+    @property
+    def length(self) -> int:
+        """Steps from its first to its last."""
+        return 2 * self.pairs + self.apart
+
+    def compares(self, turn: int) -> bool:
+        """Return whether the step with this number, counted from its begin, belongs to one of its halves."""
+        return 0 <= turn < self.pairs or self.pairs + self.apart <= turn < self.length
+
+
+QUICK = Look(begin=2, pairs=2, spoilt=0, margin=0.5)
+"""At the start of a run. Its two pairs find only what nobody may wait for: a neighbour that halves the speed."""
+FULL = Look(begin=16, pairs=8, spoilt=2, margin=0.1, apart=24)
+"""After workers have filled their queues, and then every `EVERY` steps. It takes back what a burst made of `QUICK`."""
 
 
 class Threads:
@@ -40,16 +61,15 @@ class Threads:
     runs and a resumed one have the same bits.
     """
 
-    def __init__(self, backend: Backend, most: int, info: Callable[[str], None], first: int = FIRST) -> None:
+    def __init__(self, backend: Backend, most: int, info: Callable[[str], None]) -> None:
         """Prepare to choose.
 
         Args:
             backend: for the mean over the ranks.
             most: cores of this rank.
             info: shows a line where the number changes.
-            first: the step before which the first comparison begins.
         """
-        self.backend, self.most, self.info, self.begin = backend, most, info, first
+        self.backend, self.most, self.info, self.look = backend, most, info, QUICK
         self._seconds: list[float] = []
         self._clock = 0.0
 
@@ -57,49 +77,47 @@ class Threads:
         """Set the threads of the step that comes next, and return the state with the number in use."""
         now = time.perf_counter()
         current = state.threads or self.most
-        while state.step > self.begin + LENGTH:  # a resumed run
-            self.begin = self._next(self.begin)
-        turn = state.step - self.begin
-        if compared(turn - 1):
+        while state.step > self.look.begin + self.look.length:  # a resumed run
+            self.look = self._next()
+        turn = state.step - self.look.begin
+        if self.look.compares(turn - 1):
             self._seconds.append(now - self._clock)
-        if turn == LENGTH:
+        if turn == self.look.length:
             current = self._decide(current, self._other(current))
-            turn = state.step - self.begin
+            turn = state.step - self.look.begin
         self._clock = now
-        trying = compared(turn) and turn % 4 in (1, 2)  # A B B A: a drift counts for neither
+        trying = self.look.compares(turn) and turn % 4 in (1, 2)  # A B B A: a drift counts for neither
         torch.set_num_threads(self._other(current) if trying else current)
         return replace(state, threads=current)
 
-    def _next(self, begin: int) -> int:
-        return (begin // EVERY + 1) * EVERY
+    def _next(self) -> Look:
+        """Return the comparison after this one."""
+        if self.look.pairs == QUICK.pairs:
+            return replace(FULL, begin=max(FULL.begin, self.look.begin + self.look.length))
+        return replace(FULL, begin=(self.look.begin // EVERY + 1) * EVERY)
 
     def _other(self, current: int) -> int:
         """Return the candidate to compare with: half of the cores in use, or at every second look twice as many."""
         double = min(self.most, 2 * current)
-        up = current == 1 or (current < self.most and self.begin // EVERY % 2 == 1)
+        up = current == 1 or (current < self.most and self.look.begin // EVERY % 2 == 1)
         return double if up else max(1, current // 2)
 
     def _decide(self, current: int, other: int) -> int:
         """Return the number that the pairs speak for, and set when the next comparison begins."""
-        begin, seconds, self._seconds = self.begin, self._seconds, []
-        self.begin = self._next(begin)
+        look, seconds, self._seconds = self.look, self._seconds, []
+        self.look = self._next()
         # A resumed run has not seen all pairs; then, as on a tie, nothing changes.
-        ratios = [0.0] * PAIRS
-        if len(seconds) == 2 * PAIRS:
-            pairs = [sorted_pair(seconds[i : i + 2], i // 2) for i in range(0, 2 * PAIRS, 2)]
+        ratios = [0.0] * look.pairs
+        if len(seconds) == 2 * look.pairs:
+            pairs = [sorted_pair(seconds[i : i + 2], i // 2) for i in range(0, 2 * look.pairs, 2)]
             ratios = sorted(mine / its for mine, its in pairs)
-        ratio = float(self.backend.reduce_mean(torch.tensor(ratios[SPOILT], device=self.backend.device)))
-        if ratio < 1 + MARGIN:
+        ratio = float(self.backend.reduce_mean(torch.tensor(ratios[look.spoilt], device=self.backend.device)))
+        if ratio < 1 + look.margin:
             return current
         if 1 < other < self.most:
-            self.begin = begin + LENGTH  # at once the next candidate
+            self.look = replace(look, begin=look.begin + look.length)  # at once the next candidate
         self.info(f"threads: {other} instead of {current}, a step is {ratio:.1f} times as fast")
         return other
-
-
-def compared(turn: int) -> bool:
-    """Return whether the step with this number within a comparison belongs to one of its halves."""
-    return 0 <= turn < PAIRS or PAIRS + APART <= turn < LENGTH
 
 
 def sorted_pair(seconds: list[float], index: int) -> tuple[float, float]:

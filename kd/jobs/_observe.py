@@ -15,7 +15,6 @@ import torch
 from kd import parts
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Logger
-from kd.data.auto_workers import AutoWorkers
 from kd.engine.run import Run
 from kd.errors import RunError
 from kd.host import cores
@@ -130,7 +129,7 @@ class Observer:
 
 
 def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
-    """Return what the rules must know of a run, as it is now: the number of workers may change."""
+    """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
     threads = getattr(recipe.backend.options, "threads", 0)  # 0: the run compares them itself
     return Facts(
@@ -140,7 +139,6 @@ def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
         threads=threads or max(1, most // backend.local_world_size),
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
-        measured=isinstance(run.loader, AutoWorkers),
         store=recipe.data.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
         choices=choices,

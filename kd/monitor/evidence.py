@@ -29,8 +29,6 @@ class Facts:
     workers: int = 0
     """Data workers of one rank."""
     batch_size: int = 1
-    measured: bool = False
-    """The run compares workers with none itself."""
     store: str = "none"
     epochs: float = 2.0
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -42,8 +40,8 @@ class Facts:
 
     @property
     def room(self) -> int:
-        """Data workers that leave the step a core."""
-        return max(1, self.share - 1)
+        """Data workers that leave the step a core; none on a CPU of two, where it takes from the step."""
+        return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
 
     @property
     def new_store(self) -> str:

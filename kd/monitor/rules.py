@@ -110,9 +110,8 @@ def data_wait(evidence: Evidence) -> Wait | None:
 
 
 def _can_add(evidence: Evidence) -> bool:
-    """Return whether another data worker may help: a core is free for it, and the run does not try that itself."""
-    facts = evidence.facts
-    return facts.workers < facts.room and not facts.measured and (evidence.load() or 0.0) < FULL_CORES
+    """Return whether another data worker may help: a core is free for it."""
+    return evidence.facts.workers < evidence.facts.room and (evidence.load() or 0.0) < FULL_CORES
 
 
 def dataloader(evidence: Evidence) -> Finding | None:

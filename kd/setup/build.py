@@ -13,8 +13,7 @@ from torch import nn
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection, RunSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
-from kd.data import auto_workers
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.loader import evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
@@ -214,25 +213,19 @@ def build_run(
     evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
     parts = (distillation, answering, loader, sifter, evaluator, store, logger)
     run = assemble(recipe.optimizer, seed, length, backend, *parts)
-    run = _tuned(run, loader, recipe, data, split, chosen.threads)
+    steps = recipe.run.images(len(data.train), split.batch_size) // split.batch_size
+    run = _tuned(run, recipe, steps, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
     facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 
-def _tuned(run: Run, loader: LocalLoader, recipe: Recipe, data: Data, split: BatchSplit, threads: int) -> Run:
-    """Let a long run on a CPU compare threads and workers on its own steps, where they are left to it."""
-    steps = recipe.run.images(len(data.train), split.batch_size) // split.batch_size
-    if run.backend.device.type != "cpu":
-        return run
-    if steps >= threads_of_a_step.SHORTEST and getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1:
+def _tuned(run: Run, recipe: Recipe, steps: int, threads: int) -> Run:
+    """Let a long run on a CPU compare threads on its own steps, where they are left to it."""
+    left = run.backend.device.type == "cpu" and getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1
+    if left and steps >= threads_of_a_step.SHORTEST:
         run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
-    left = recipe.data.loader == "local" and recipe.data.workers == "auto"
-    if steps >= auto_workers.SHORTEST and left and cores() // run.backend.local_world_size > 1:
-        section = replace(recipe.data, workers=0 if loader.workers else 1)
-        other = loaders(views(data, recipe.seed), section, split, run.backend, recipe.backend.timeout_seconds)[0]
-        run = replace(run, loader=auto_workers.AutoWorkers(loader, other, run.logger.info))
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 
 from kd.backends.cpu import CPU
 from kd.engine import threads
-from kd.engine.threads import APART, EVERY, FIRST, LENGTH, PAIRS, Threads
+from kd.engine.threads import EVERY, FULL, QUICK, Threads
 from kd.types import State
 
-SECOND = FIRST + PAIRS + APART
-"""The step at which the second half of the first comparison begins."""
+FIRST, PAIRS, APART, LENGTH = FULL.begin, FULL.pairs, FULL.apart, FULL.length
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +49,14 @@ def test_all_cores_stay_where_they_are_not_clearly_slower(run):
         assert lines == []
         other = [step for step, count in enumerate(used) if count == 1]
         # which steps are tried does not depend on the clock, so that bits repeat
-        assert other == [start + i for start in (FIRST, SECOND, EVERY, EVERY + PAIRS + APART) for i in (1, 2, 5, 6)]
+        full = [start + half + i for start in (FIRST, EVERY) for half in (0, PAIRS + APART) for i in (1, 2, 5, 6)]
+        assert other == [QUICK.begin + 1, QUICK.begin + 2, *full]
 
 
 def test_beside_a_busy_neighbour_half_of_the_threads_are_taken_and_given_back_later(run):
     busy = range(1, 2 * EVERY + 50)
     used, state, lines = run(lambda step, count: 3.0 if count == 2 and step in busy else 1.0 / count, 5 * EVERY)
+    assert used[: FIRST + LENGTH].count(2) == QUICK.begin + QUICK.pairs + PAIRS
     assert set(used[FIRST + LENGTH : EVERY]) == {1}
     assert used[-1] == state.threads == 2
     assert sum(count == 2 for count in used[EVERY : 2 * EVERY]) == PAIRS
@@ -65,7 +67,10 @@ def test_it_goes_down_in_halves_as_long_as_it_gets_faster(run):
     used, state, _ = run(lambda step, count: abs(count - 2) + 1.0, EVERY, most=16)
     assert state.threads == 2
     assert set(used) == {16, 8, 4, 2, 1}
-    assert set(used[FIRST + 4 * LENGTH :]) == {2}
+    assert set(used[QUICK.begin + 4 * QUICK.length + LENGTH :]) == {2}
+    used, state, _ = run(lambda step, count: 1 + 0.2 * abs(math.log2(count) - 1), EVERY, most=16)
+    assert set(used[QUICK.begin + QUICK.length : FIRST]) == {16}
+    assert state.threads == 2
 
 
 def test_one_step_that_took_long_decides_nothing(run):
@@ -80,12 +85,20 @@ def test_a_burst_of_other_work_decides_nothing(run):
     assert state.threads == 2
 
 
+def test_what_a_burst_at_the_start_made_is_taken_back(run):
+    used, state, lines = run(lambda step, count: 3.0 if count == 2 and step < FIRST - 4 else 2 / count, EVERY)
+    assert used[FIRST - 1] == 1
+    assert state.threads == 2
+    assert set(used[FIRST + LENGTH :]) == {2}
+    assert len(lines) == 2
+
+
 def test_a_resumed_run_goes_on_with_the_same_steps(run):
     def seconds(step: int, count: int) -> float:
         return 1.0 if count == 2 else 1.5
 
     whole = run(seconds, EVERY + LENGTH)[0]
-    for stop in (1, FIRST + 3, FIRST + PAIRS + 5, FIRST + LENGTH, 100, EVERY + 2):
+    for stop in (1, QUICK.begin + 1, QUICK.begin + 4, FIRST + 3, FIRST + PAIRS + 5, FIRST + LENGTH, 100, EVERY + 2):
         first, state, _ = run(seconds, stop)
         rest, _, _ = run(seconds, EVERY + LENGTH - stop, state=state)
         assert first + rest == whole

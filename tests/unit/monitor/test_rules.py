@@ -47,7 +47,7 @@ def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, ru
 def test_each_rule_says_what_to_set():
     """Every finding of the tests below has this form, and its key is one of the configuration."""
     reading, idle = steady(ms=WAITING, loading_ms=loading(10.0, READS)), [sample(i, cpu=[95.0, 20.0]) for i in range(9)]
-    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0) | ask(threads=1, samples=idle)
+    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4) | ask(threads=1, samples=idle)
     assert found.keys() == {"IOBottleneck", "Dataloader", "OverallSystemUsage"}
     for finding in found.values():
         section, _, key = finding.key.partition(".")
@@ -67,16 +67,16 @@ def test_a_healthy_run_has_no_finding():
 def test_waiting_for_data_is_told_from_its_cause():
     """The same wait: decoding, where there is a core for it, and where there is none; reading; and just under it."""
     alone = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
-    found = ask(alone, workers=0)
+    found = ask(alone, workers=0, cores=4)
     assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == ({"Dataloader"}, "data.workers", 1)
     assert found["Dataloader"].severity == "warning"
     assert "10.0 of 30.0 ms (33 %)" in found["Dataloader"].evidence
     assert ask(alone, workers=0, cores=8)["Dataloader"].value == 1  # half of the compute hides it all
     slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
     assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
-    assert ask(slow, workers=0, measured=True).keys() == {"CPUBottleneck"}  # the run has tried a worker itself
+    assert ask(slow, workers=0, cores=2).keys() == {"CPUBottleneck"}  # no core for a worker
     full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
-    assert ask(slow, workers=0, samples=full).keys() == {"CPUBottleneck"}  # other programs have the cores
+    assert ask(slow, workers=0, cores=8, samples=full).keys() == {"CPUBottleneck"}  # other programs have the cores
 
     found = ask(steady(ms=WAITING))  # its one worker works all the time
     assert (found.keys(), found["CPUBottleneck"].key) == ({"CPUBottleneck"}, "data.store")
