@@ -1,13 +1,14 @@
-"""Do the automatic choices of threads and workers cost speed? `auto` against every pinned pair, in turns.
+"""Do the automatic choices of threads and workers cost speed? `auto` against every pinned pair, in turns of seconds.
 
-Run: python benchmarks/auto.py [--data FOLDER] [--trials 3] [--steps 120] [--only NAME ...]
+Run: python benchmarks/auto.py [--data FOLDER] [--trials 3] [--steps 420] [--only NAME ...]
 
 Five configurations: `vit_food` (live), and with a folder of photographs at 224 px `labels`, `live`, `cached`, and
-`tiny` (a tiny student on stored pixels). Each is trained for `--steps` steps with `auto` and with pinned pairs of
-threads and workers, in turns, on a quiet machine and beside a busy neighbour (a process that multiplies matrices). All
-have as many steps, since the first epoch decodes more. A row is one run: its images per second without the first steps,
-the comparisons of `auto` included, and those of its last quarter. The goal is auto >= 0.95 of the best pair in every
-trial. Of five runs of the same speed, noise makes one the best.
+`tiny` (a tiny student on stored pixels). Each is trained with `auto` and with pinned pairs of threads and workers, on a
+quiet machine and beside a busy neighbour (a process that multiplies matrices). The runs of a trial are processes that
+take turns of some steps: all but one are stopped (SIGSTOP). One run differs from its repetition by up to a third when
+they follow each other, because the machine changes its speed within a minute. A row is one run: its images per second,
+the steps after a stop left out and the comparisons of `auto` included, and those of its last quarter. The goal is
+auto >= 0.95 of the best pair in every trial. Of five runs of the same speed, noise makes one the best.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from timm_distillation import bf16_pays
 
-import kd
 from _record import write
 from kd.host import cores
 
 VIT_FOOD = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
-WARM = 4
-"""First steps that are not counted."""
+FIRST, TURN = 40, 32
+"""Steps of a run's first turn and of the others: it is not stopped in the middle of a comparison of threads."""
+WARM, SETTLE = 4, 2
+"""Steps that are not counted: at the start, and after each stop."""
 COMMON = (
     "run.baseline=false",
     "run.every.log=1",
@@ -58,7 +66,10 @@ def photographs(root: str) -> dict[str, Any]:
 def configurations(data: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return by name a configuration and its overrides."""
     found: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "vit_food": (str(VIT_FOOD), ("teacher.fit.epochs=1", "teacher.fit.steps=2", "teacher.fit.evaluate=0"))
+        "vit_food": (
+            yaml.safe_load(VIT_FOOD.read_text()),
+            ("teacher.fit.epochs=1", "teacher.fit.steps=2", "teacher.fit.evaluate=0"),
+        )
     }
     if data:
         teacher = (
@@ -75,15 +86,17 @@ def configurations(data: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
             "cached": (photographs(data), (*teacher, "teacher.cache.views=1")),
             "tiny": (photographs(data), (*tiny, "data.store=disk")),
         }
+        fast = ("teacher.precision=bf16", "backend.precision=bf16") if bf16_pays() else ()
+        found = {name: (config, own + (() if name == "vit_food" else fast)) for name, (config, own) in found.items()}
     return found
 
 
 def pairs() -> dict[str, tuple[str, ...]]:
-    """Return the pinned pairs of threads and workers that are compared with `auto`."""
+    """Return the pinned pairs of threads and workers that are compared with `auto`, as `2t1w`."""
     found: dict[str, tuple[str, ...]] = {"auto": ()}
     for threads in sorted({cores(), max(1, cores() // 2)}):
         for workers in sorted({0, 1, max(1, cores() - 1)}):
-            found[f"{threads}+{workers}"] = (f"backend.threads={threads}", f"data.workers={workers}")
+            found[f"{threads}t{workers}w"] = (f"backend.threads={threads}", f"data.workers={workers}")
     return found
 
 
@@ -95,13 +108,60 @@ def busy() -> None:
         matrix @ matrix
 
 
-def images_per_second(config: Any, overrides: tuple[str, ...]) -> tuple[float, float]:
-    """Train, and return the rate without the first steps, and that of the last quarter."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = kd.train(config, *overrides, f"run.folder={folder}", "run.name=auto")
-        rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    rates = [row["images_per_second"] for row in rows if row["kind"] == "train"]
-    return statistics.harmonic_mean(rates[WARM:]), statistics.median(rates[-len(rates) // 4 :])
+class Run:
+    """A `kd-train` of its own that can be stopped."""
+
+    def __init__(self, work: Path, pair: str, config: Any, overrides: tuple[str, ...]) -> None:
+        """Prepare; it starts in its first turn."""
+        file, self.rows, self.process = work / f"{pair}.yaml", work / pair / "metrics.jsonl", None
+        file.write_text(yaml.safe_dump(config))
+        own = [*overrides, f"run.folder={work}", f"run.name={pair}"]
+        self.argv = [sys.executable, "-m", "kd.cli.train", str(file), *own]
+        self.steps: dict[int, float] = {}
+        """Seconds of each step that counts."""
+
+    def train(self) -> list[float]:
+        """Return the seconds of the steps so far."""
+        lines = self.rows.read_text().splitlines() if self.rows.is_file() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [1 / row["images_per_second"] for row in found if row["kind"] == "train"]
+
+    def turn(self, until: int, last: bool) -> None:
+        """Let it go on to a step and stop it; in the last turn to its end."""
+        begin = len(self.train())
+        if self.process is None:
+            self.process = subprocess.Popen(self.argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.killpg(self.process.pid, signal.SIGCONT)
+        while self.process.poll() is None and (last or len(self.train()) < until):
+            time.sleep(0.02)
+        if self.process.returncode or (self.process.returncode == 0 and not last):
+            raise SystemExit(f"{self.argv} ended with {self.process.returncode}")
+        if not last:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        seconds = self.train()
+        for step in range(begin + (SETTLE if begin else WARM), min(until, len(seconds))):
+            self.steps[step] = seconds[step]
+
+    def rates(self, steps: int) -> tuple[float, float]:
+        """Return images per second of all steps that count, and of those in the last quarter."""
+        late = [seconds for step, seconds in self.steps.items() if step >= 3 * steps // 4]
+        return 1 / statistics.mean(self.steps.values()), 1 / statistics.mean(late)
+
+
+def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Train `auto` and all pairs in turns; return their rates, and those of the last quarter."""
+    runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs().items()}
+    ends = [*range(FIRST, steps, TURN), steps]
+    try:
+        for number, until in enumerate(ends):
+            for run in list(runs.values())[:: 1 if number % 2 else -1]:
+                run.turn(until, until == steps)
+    finally:
+        for run in runs.values():
+            if run.process is not None and run.process.poll() is None:
+                os.killpg(run.process.pid, signal.SIGKILL)
+    both = {pair: run.rates(steps) for pair, run in runs.items()}
+    return {pair: rates[0] for pair, rates in both.items()}, {pair: rates[1] for pair, rates in both.items()}
 
 
 def without(rates: dict[str, float]) -> dict[str, float]:
@@ -127,22 +187,23 @@ def main() -> int:
                 process = multiprocessing.get_context("spawn").Process(target=busy, daemon=True)
                 if neighbour:
                     process.start()
-                for trial in range(given.trials):
-                    rates, late = {}, {}
-                    for pair, pinned in pairs().items():
-                        steps = f"run.steps={given.steps}"
-                        rates[pair], late[pair] = images_per_second(config, (*COMMON, *own, kept, steps, *pinned))
-                        facts = {"config": name, "neighbour": neighbour, "trial": trial, "pair": pair}
+                for number in range(given.trials):
+                    folder = Path(work, f"{name}-{neighbour}-{number}")
+                    folder.mkdir()
+                    overrides = (*COMMON, *own, kept, f"run.steps={given.steps}")
+                    rates, late = trial(folder, config, overrides, given.steps)
+                    for pair in rates:
+                        facts = {"config": name, "neighbour": neighbour, "trial": number, "pair": pair}
                         figures = {"images_per_second": rates[pair], "last_quarter": late[pair]}
                         rows.append(facts | {key: round(value, 2) for key, value in figures.items()})
                     best, quickest = (max(own, key=own.__getitem__) for own in (without(rates), without(late)))
                     whole, end = rates["auto"] / rates[best], late["auto"] / late[quickest]
-                    where = f"{name}, neighbour {neighbour}, trial {trial}"
+                    where = f"{name}, neighbour {neighbour}, trial {number}"
                     print(f"{where}: auto / best ({best}) = {whole:.3f}, last quarter {end:.3f}", flush=True)
+                    write("auto", " ".join(["python benchmarks/auto.py", *sys.argv[1:]]), rows)
                 if neighbour:
                     process.terminate()
                     process.join()
-    write("auto", " ".join(["python benchmarks/auto.py", *sys.argv[1:]]), rows)
     return 0
 
 
