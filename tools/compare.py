@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,11 @@ STYLE = (
 )
 
 
+def has_size(model: str) -> bool:
+    """Return whether a model of timm is made for one image size, which kd sets by itself."""
+    return hasattr(getattr(timm.create_model(model), "patch_embed", None), "img_size")
+
+
 def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     """Return the flags of timm's train.py that mean what the configuration says."""
     run, data, optimizer, student = settings.run, settings.data, settings.optimizer, settings.student
@@ -55,8 +61,9 @@ def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     if warmup != round(warmup):
         raise SystemExit("timm warms up in whole epochs: choose run.epochs so that optimizer.warmup of them is whole")
     flags: Row = {"model": student.model, "num-classes": classes, "img-size": size, "seed": seed}
-    if student.args:
-        flags["model-kwargs"] = [f"{key}={value}" for key, value in student.args.items()]
+    arguments = {**student.args, **({"img_size": size} if has_size(student.model) else {})}
+    if arguments:
+        flags["model-kwargs"] = [f"{key}={value}" for key, value in arguments.items()]
     flags |= {"batch-size": data.batch_size, "validation-batch-size": data.eval_batch or data.batch_size}
     flags |= {"epochs": run.epochs, "warmup-epochs": round(warmup), "lr": optimizer.lr}
     flags |= {"weight-decay": optimizer.weight_decay, "clip-grad": optimizer.clip, "workers": data.workers}

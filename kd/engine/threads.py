@@ -16,7 +16,7 @@ from kd.contracts import Backend
 from kd.types import State
 
 EVERY = 500
-"""Steps from one comparison to the next: its slower half then costs under 1 % of the time where it is half as fast."""
+"""Steps from one comparison to the next: its slower half then costs under 2 % of the time where it is half as fast."""
 SHORTEST = 100
 """Steps of a run that is long enough for a comparison."""
 
