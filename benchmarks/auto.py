@@ -6,9 +6,9 @@ Five configurations: `vit_food` (live), and with a folder of photographs at 224 
 `tiny` (a tiny student on stored pixels). Each is trained with `auto` and with pinned pairs of threads and workers, on a
 quiet machine and beside a busy neighbour (a process that multiplies matrices). The runs of a trial are processes that
 take turns of some steps: all but one are stopped (SIGSTOP). One run differs from its repetition by up to a third when
-they follow each other, because the machine changes its speed within a minute. A row is one run: its images per second,
-the steps after a stop left out and the comparisons of `auto` included, and those of its last quarter. The goal is
-auto >= 0.95 of the best pair in every trial. Of five runs of the same speed, noise makes one the best.
+they follow each other, because the machine changes its speed within a minute. A row is one turn: its mean step, the
+steps after a stop left out, the comparisons of `auto` included. A trial's ratio is the geometric mean of its turns. The
+goal is auto >= 0.95 of the best pair in every trial. Of five runs of the same speed, noise makes one the best.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ class Run:
         file.write_text(yaml.safe_dump(config))
         own = [*overrides, f"run.folder={work}", f"run.name={pair}"]
         self.argv = [sys.executable, "-m", "kd.cli.train", str(file), *own]
-        self.steps: dict[int, float] = {}
-        """Seconds of each step that counts."""
+        self.turns: list[float] = []
+        """Milliseconds of a step in each turn, the mean."""
 
     def train(self) -> list[float]:
-        """Return the seconds of the steps so far."""
+        """Return the milliseconds of the steps so far."""
         lines = self.rows.read_text().splitlines() if self.rows.is_file() else []
         found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [1 / row["images_per_second"] for row in found if row["kind"] == "train"]
+        return [row["step_ms"] for row in found if row["kind"] == "train"]
 
     def made(self) -> int:
         """Return about how many steps were made; it must take no time, since two threads wait for each other."""
@@ -148,18 +148,11 @@ class Run:
             raise SystemExit(f"{self.argv} ended with {self.process.returncode}")
         if not last:
             os.killpg(self.process.pid, signal.SIGSTOP)
-        seconds = self.train()
-        for step in range(begin + (SETTLE if begin else WARM), min(until, len(seconds))):
-            self.steps[step] = seconds[step]
-
-    def rates(self, steps: int) -> tuple[float, float]:
-        """Return images per second of all steps that count, and of those in the last quarter."""
-        late = [seconds for step, seconds in self.steps.items() if step >= 3 * steps // 4]
-        return 1 / statistics.mean(self.steps.values()), 1 / statistics.mean(late)
+        self.turns.append(statistics.mean(self.train()[begin + (SETTLE if begin else WARM) : until]))
 
 
-def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Train `auto` and all pairs in turns; return their rates, and those of the last quarter."""
+def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> dict[str, list[float]]:
+    """Train `auto` and all pairs in turns; return the milliseconds of a step in each turn."""
     runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs().items()}
     ends = [*range(FIRST, steps, TURN), steps]
     try:
@@ -170,13 +163,19 @@ def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> tu
         for run in runs.values():
             if run.process is not None and run.process.poll() is None:
                 os.killpg(run.process.pid, signal.SIGKILL)
-    both = {pair: run.rates(steps) for pair, run in runs.items()}
-    return {pair: rates[0] for pair, rates in both.items()}, {pair: rates[1] for pair, rates in both.items()}
+    return {pair: run.turns for pair, run in runs.items()}
 
 
-def without(rates: dict[str, float]) -> dict[str, float]:
-    """Return the rates of the pinned pairs."""
-    return {pair: rate for pair, rate in rates.items() if pair != "auto"}
+def verdict(turns: dict[str, list[float]]) -> str:
+    """Return how fast `auto` was against the pair that was best against it, over all turns and in the median turn."""
+    shares = {
+        pair: [other / own for other, own in zip(theirs, turns["auto"], strict=True)]
+        for pair, theirs in turns.items()
+        if pair != "auto"
+    }
+    best = min(shares, key=lambda pair: statistics.geometric_mean(shares[pair]))
+    whole, middle = statistics.geometric_mean(shares[best]), statistics.median(shares[best])
+    return f"auto / best ({best}) = {whole:.3f}, median turn {middle:.3f}"
 
 
 def main() -> int:
@@ -201,15 +200,14 @@ def main() -> int:
                     folder = Path(work, f"{name}-{neighbour}-{number}")
                     folder.mkdir()
                     overrides = (*COMMON, *own, kept, f"run.steps={given.steps}")
-                    rates, late = trial(folder, config, overrides, given.steps)
-                    for pair in rates:
-                        facts = {"config": name, "neighbour": neighbour, "trial": number, "pair": pair}
-                        figures = {"images_per_second": rates[pair], "last_quarter": late[pair]}
-                        rows.append(facts | {key: round(value, 2) for key, value in figures.items()})
-                    best, quickest = (max(own, key=own.__getitem__) for own in (without(rates), without(late)))
-                    whole, end = rates["auto"] / rates[best], late["auto"] / late[quickest]
-                    where = f"{name}, neighbour {neighbour}, trial {number}"
-                    print(f"{where}: auto / best ({best}) = {whole:.3f}, last quarter {end:.3f}", flush=True)
+                    turns = trial(folder, config, overrides, given.steps)
+                    facts = {"config": name, "neighbour": neighbour, "trial": number}
+                    rows += [
+                        {**facts, "pair": pair, "turn": turn, "step_ms": round(ms, 2)}
+                        for pair, own_turns in turns.items()
+                        for turn, ms in enumerate(own_turns)
+                    ]
+                    print(f"{name}, neighbour {neighbour}, trial {number}: {verdict(turns)}", flush=True)
                     write("auto", " ".join(["python benchmarks/auto.py", *sys.argv[1:]]), rows)
                 if neighbour:
                     process.terminate()
