@@ -87,7 +87,9 @@ class Threads:
             turn = state.step - self.look.begin
         self._clock = now
         trying = self.look.compares(turn) and turn % 4 in (1, 2)  # A B B A: a drift counts for neither
-        torch.set_num_threads(self._other(current) if trying else current)
+        wanted = self._other(current) if trying else current
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
         return replace(state, threads=current)
 
     def _next(self) -> Look:
