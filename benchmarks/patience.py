@@ -110,12 +110,9 @@ def plot(rows: list[dict[str, Any]]) -> str:
     frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
     names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
     marks = []
-    for one in series:
-        x, y, anchor = frame.x(one.x[-1]) - 6, frame.y(one.y[-1]) + (-6 if one.name == "teacher" else 30), "end"
-        if one.x[-1] < ends[1]:  # beside its last point
-            x, y, anchor = x + 16, y - 26, "start"
-        style = f'text-anchor="{anchor}" style="fill:var({one.color})"'
-        marks.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{names[one.name]}</text>')
+    for number, one in enumerate(series):  # below the curves, which rise
+        style = f'text-anchor="end" style="fill:var({one.color})"'
+        marks.append(f'<text x="{frame.x(ends[1]) - 12:.1f}" y="{200 + 18 * number}" {style}>{names[one.name]}</text>')
     marks += [
         f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" style="fill:var({one.color})"/>'
         for one in students
