@@ -1,14 +1,16 @@
 """Do the automatic choices of threads and workers cost speed? `auto` against every pinned pair, in turns of seconds.
 
-Run: python benchmarks/auto.py [--data FOLDER] [--trials 3] [--steps 420] [--only NAME ...]
+Run: python benchmarks/auto.py [--data FOLDER] [--trials 3] [--steps 424] [--batch 32] [--only NAME ...] [--pairs ...]
 
 Five configurations: `vit_food` (live), and with a folder of photographs at 224 px `labels`, `live`, `cached`, and
 `tiny` (a tiny student on stored pixels). Each is trained with `auto` and with pinned pairs of threads and workers, on a
 quiet machine and beside a busy neighbour (a process that multiplies matrices). The runs of a trial are processes that
 take turns of some steps: all but one are stopped (SIGSTOP). One run differs from its repetition by up to a third when
 they follow each other, because the machine changes its speed within a minute. A row is one turn: its mean step, the
-steps after a stop left out, the comparisons of `auto` included. A trial's ratio is the geometric mean of its turns. The
-goal is auto >= 0.95 of the best pair in every trial. Of five runs of the same speed, noise makes one the best.
+steps after a stop left out, the comparisons of `auto` included, and the threads that the run had at its end. A trial's
+ratio is the geometric mean of its turns; `settled` leaves out those with a part of the first comparison of threads,
+which costs a long run nothing. The goal is auto >= 0.95 of the best pair in every trial. Of runs of the same speed,
+noise makes one the best.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,10 @@ from _record import write
 from kd.host import cores
 
 VIT_FOOD = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
-FIRST, TURN = 40, 32
-"""Steps of a run's first turn and of the others: it is not stopped in the middle of a comparison of threads."""
+FIRST, TURN = 32, 32
+"""Steps of a run's first turn and of the others: a stop spoils no comparison of threads, which has none of these."""
+SETTLED = 2
+"""Turns until the first comparison of threads is over."""
 WARM, SETTLE = 4, 2
 """Steps that are not counted: at the start, and after each stop."""
 COMMON = (
@@ -55,16 +60,16 @@ COMMON = (
 )
 
 
-def photographs(root: str) -> dict[str, Any]:
+def photographs(root: str, batch: int) -> dict[str, Any]:
     """Return a configuration of a folder of photographs at 224 px. Only time is measured."""
     return {
-        "data": {"kind": "imagefolder", "root": root, "image_size": 224, "batch_size": 32},
+        "data": {"kind": "imagefolder", "root": root, "image_size": 224, "batch_size": batch},
         "student": {"model": "vit_tiny_patch16_224"},
         "losses": [{"kind": "ce"}],
     }
 
 
-def configurations(data: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
+def configurations(data: str, batch: int) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return by name a configuration and its overrides."""
     found: dict[str, tuple[Any, tuple[str, ...]]] = {
         "vit_food": (
@@ -82,23 +87,23 @@ def configurations(data: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
         )
         tiny = ("student.model=vit_tiny_patch16_224", "student.args={embed_dim: 48, depth: 2, num_heads: 2}")
         found |= {
-            "labels": (photographs(data), ()),
-            "live": (photographs(data), teacher),
-            "cached": (photographs(data), (*teacher, "teacher.cache.views=1")),
-            "tiny": (photographs(data), (*tiny, "data.store=disk")),
+            "labels": (photographs(data, batch), ()),
+            "live": (photographs(data, batch), teacher),
+            "cached": (photographs(data, batch), (*teacher, "teacher.cache.views=1")),
+            "tiny": (photographs(data, batch), (*tiny, "data.store=disk")),
         }
         fast = ("teacher.precision=bf16", "backend.precision=bf16") if bf16_pays() else ()
         found = {name: (config, own + (() if name == "vit_food" else fast)) for name, (config, own) in found.items()}
     return found
 
 
-def pairs() -> dict[str, tuple[str, ...]]:
-    """Return the pinned pairs of threads and workers that are compared with `auto`, as `2t1w`."""
+def pairs(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Return the pinned pairs of threads and workers that are compared with `auto`, as `2t1w`; `only` some of them."""
     found: dict[str, tuple[str, ...]] = {"auto": ()}
     for threads in sorted({cores(), max(1, cores() // 2)}):
         for workers in sorted({0, 1, max(1, cores() - 1)}):
             found[f"{threads}t{workers}w"] = (f"backend.threads={threads}", f"data.workers={workers}")
-    return found
+    return {pair: pinned for pair, pinned in found.items() if not only or pair in ("auto", *only)}
 
 
 def busy() -> None:
@@ -118,8 +123,11 @@ class Run:
         file.write_text(yaml.safe_dump(config))
         own = [*overrides, f"run.folder={work}", f"run.name={pair}"]
         self.argv = [sys.executable, "-m", "kd.cli.train", str(file), *own]
+        self.shown = work / f"{pair}.out"
         self.turns: list[float] = []
         """Milliseconds of a step in each turn, the mean."""
+        self.threads: list[int] = []
+        """At the end of each turn."""
 
     def train(self) -> list[float]:
         """Return the milliseconds of the steps so far."""
@@ -140,7 +148,8 @@ class Run:
         """Let it go on to a step and stop it; in the last turn to its end."""
         begin = len(self.train())
         if self.process is None:
-            self.process = subprocess.Popen(self.argv, stdout=subprocess.DEVNULL, start_new_session=True)
+            with self.shown.open("w") as shown:
+                self.process = subprocess.Popen(self.argv, stdout=shown, stderr=shown, start_new_session=True)
         os.killpg(self.process.pid, signal.SIGCONT)
         while self.process.poll() is None and (last or self.made() < until):
             time.sleep(0.2)
@@ -149,11 +158,12 @@ class Run:
         if not last:
             os.killpg(self.process.pid, signal.SIGSTOP)
         self.turns.append(statistics.mean(self.train()[begin + (SETTLE if begin else WARM) : until]))
+        self.threads.append(int(re.findall(r"threads:? (\d+)", self.shown.read_text())[-1]))
 
 
-def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> dict[str, list[float]]:
-    """Train `auto` and all pairs in turns; return the milliseconds of a step in each turn."""
-    runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs().items()}
+def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only: Sequence[str]) -> dict[str, Run]:
+    """Train `auto` and the pairs in turns; return the runs."""
+    runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs(only).items()}
     ends = [*range(FIRST, steps, TURN), steps]
     try:
         for number, until in enumerate(ends):
@@ -163,19 +173,20 @@ def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int) -> di
         for run in runs.values():
             if run.process is not None and run.process.poll() is None:
                 os.killpg(run.process.pid, signal.SIGKILL)
-    return {pair: run.turns for pair, run in runs.items()}
+    return runs
 
 
-def verdict(turns: dict[str, list[float]]) -> str:
-    """Return how fast `auto` was against the pair that was best against it, over all turns and in the median turn."""
+def verdict(runs: dict[str, Run]) -> str:
+    """Return how fast `auto` was against the pair that was best against it, over all turns and the settled ones."""
+    own = runs["auto"]
     shares = {
-        pair: [other / own for other, own in zip(theirs, turns["auto"], strict=True)]
-        for pair, theirs in turns.items()
+        pair: [theirs / ours for theirs, ours in zip(run.turns, own.turns, strict=True)]
+        for pair, run in runs.items()
         if pair != "auto"
     }
     best = min(shares, key=lambda pair: statistics.geometric_mean(shares[pair]))
-    whole, middle = statistics.geometric_mean(shares[best]), statistics.median(shares[best])
-    return f"auto / best ({best}) = {whole:.3f}, median turn {middle:.3f}"
+    whole, settled = (statistics.geometric_mean(found) for found in (shares[best], shares[best][SETTLED:]))
+    return f"auto / best ({best}) = {whole:.3f}, settled {settled:.3f}, threads {own.threads[-1]}"
 
 
 def main() -> int:
@@ -183,12 +194,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="", help="a folder of photographs with train/ and val/")
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=420)
+    parser.add_argument("--steps", type=int, default=424)
+    parser.add_argument("--batch", type=int, default=32, help="images of a step at 224 px")
+    parser.add_argument("--pairs", nargs="*", default=[], help="pinned pairs, as 2t0w; without it all")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        for name, (config, own) in configurations(given.data).items():
+        for name, (config, own) in configurations(given.data, given.batch).items():
             if given.only and name not in given.only:
                 continue
             kept = f"teacher.fit.folder={work}/teachers"
@@ -200,14 +213,14 @@ def main() -> int:
                     folder = Path(work, f"{name}-{neighbour}-{number}")
                     folder.mkdir()
                     overrides = (*COMMON, *own, kept, f"run.steps={given.steps}")
-                    turns = trial(folder, config, overrides, given.steps)
+                    runs = trial(folder, config, overrides, given.steps, given.pairs)
                     facts = {"config": name, "neighbour": neighbour, "trial": number}
                     rows += [
-                        {**facts, "pair": pair, "turn": turn, "step_ms": round(ms, 2)}
-                        for pair, own_turns in turns.items()
-                        for turn, ms in enumerate(own_turns)
+                        {**facts, "pair": pair, "turn": turn, "threads": threads, "step_ms": round(ms, 2)}
+                        for pair, run in runs.items()
+                        for turn, (ms, threads) in enumerate(zip(run.turns, run.threads, strict=True))
                     ]
-                    print(f"{name}, neighbour {neighbour}, trial {number}: {verdict(turns)}", flush=True)
+                    print(f"{name}, neighbour {neighbour}, trial {number}: {verdict(runs)}", flush=True)
                     write("auto", " ".join(["python benchmarks/auto.py", *sys.argv[1:]]), rows)
                 if neighbour:
                     process.terminate()

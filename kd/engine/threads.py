@@ -1,7 +1,8 @@
 """How many threads a step on a CPU gets: measured on real steps while the run goes on.
 
 All of a rank's cores is the plain rule. Beside a busy neighbour it can be three times slower than half of them, because
-each parallel operation waits for its slowest thread. No work before the run can tell, since neighbours come and go.
+each parallel operation waits for its slowest thread. No work before the run can tell, since neighbours come and go. A
+small model gains nothing by a second thread and has only that risk, so threads that do not pay are given up.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Look:
     """Of steps, one with each number."""
     spoilt: int
     """Pairs that may say otherwise, for example because of an evaluation."""
-    margin: float
-    """Share by which a step must be faster with the other number, in all pairs that count."""
+    more: float
+    """How many times as fast a step must be with more threads than those in use, in all pairs that count."""
+    fewer: float
+    """The same for fewer threads; below 1, threads that gain nothing are given up."""
     apart: int = 0
     """Steps between its first and its second half: other work that comes in a burst spoils one of them, not both."""
 
@@ -46,9 +49,9 @@ class Look:
         return 0 <= turn < self.pairs or self.pairs + self.apart <= turn < self.length
 
 
-QUICK = Look(begin=2, pairs=2, spoilt=0, margin=0.5)
+QUICK = Look(begin=2, pairs=2, spoilt=0, more=1.5, fewer=1.5)
 """At the start of a run. Its two pairs find only what nobody may wait for: a neighbour that halves the speed."""
-FULL = Look(begin=16, pairs=8, spoilt=2, margin=0.1, apart=24)
+FULL = Look(begin=16, pairs=8, spoilt=2, more=1.1, fewer=0.95, apart=24)
 """After workers have filled their queues, and then every `EVERY` steps. It takes back what a burst made of `QUICK`."""
 
 
@@ -57,8 +60,8 @@ class Threads:
 
     The candidates are all cores of the rank, half of them, a quarter, ... 1. A comparison is between the number in use
     and one of its neighbours, in alternating steps whose numbers are fixed. All ranks decide by their mean, so that
-    they alternate alike. Where the plain number wins, which steps had which number does not depend on the clock: two
-    runs and a resumed one have the same bits.
+    they alternate alike. Which steps try another number does not depend on the clock: two runs that decide alike, and a
+    resumed one, have the same bits.
     """
 
     def __init__(self, backend: Backend, most: int, info: Callable[[str], None]) -> None:
@@ -114,11 +117,12 @@ class Threads:
             pairs = [sorted_pair(seconds[i : i + 2], i // 2) for i in range(0, 2 * look.pairs, 2)]
             ratios = sorted(mine / its for mine, its in pairs)
         ratio = float(self.backend.reduce_mean(torch.tensor(ratios[look.spoilt], device=self.backend.device)))
-        if ratio < 1 + look.margin:
+        if ratio < (look.more if other > current else look.fewer):
             return current
         if 1 < other < self.most:
             self.look = replace(look, begin=look.begin + look.length)  # at once the next candidate
-        self.info(f"threads: {other} instead of {current}, a step is {ratio:.1f} times as fast")
+        gain = f"a step is {ratio:.1f} times as fast" if ratio >= FULL.more else "more gain too little"
+        self.info(f"threads: {other} instead of {current}, {gain}")
         return other
 
 

@@ -42,8 +42,8 @@ def run(monkeypatch) -> Callable[..., tuple[list[int], State, list[str]]]:
     return steps
 
 
-def test_all_cores_stay_where_they_are_not_clearly_slower(run):
-    for share in (0.95, 1.0, 1.7):
+def test_all_cores_stay_where_they_pay(run):
+    for share in (1.1, 1.3, 1.9):
         used, state, lines = run(lambda step, count, share=share: share if count == 1 else 1.0, 2 * EVERY)
         assert state.threads == 2
         assert lines == []
@@ -51,6 +51,16 @@ def test_all_cores_stay_where_they_are_not_clearly_slower(run):
         # which steps are tried does not depend on the clock, so that bits repeat
         full = [start + half + i for start in (FIRST, EVERY) for half in (0, PAIRS + APART) for i in (1, 2, 5, 6)]
         assert other == [QUICK.begin + 1, QUICK.begin + 2, *full]
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0, 1.04])
+def test_threads_that_gain_little_are_given_up_and_not_taken_back(run, share):
+    used, state, lines = run(lambda step, count: share if count == 1 else 1.0, 2 * EVERY)
+    assert state.threads == 1
+    assert set(used[FIRST + LENGTH : EVERY]) == {1}
+    assert len(lines) == 1
+    assert lines[0].startswith("threads: 1 instead of 2, ")
+    assert ("1.2 times" in lines[0]) == (share == 0.8)
 
 
 def test_beside_a_busy_neighbour_half_of_the_threads_are_taken_and_given_back_later(run):
@@ -75,13 +85,13 @@ def test_it_goes_down_in_halves_as_long_as_it_gets_faster(run):
 
 def test_one_step_that_took_long_decides_nothing(run):
     slow = FIRST + 3  # with all threads
-    _, state, _ = run(lambda step, count: 50.0 if step == slow else 1.0, EVERY)
+    _, state, _ = run(lambda step, count: 50.0 if step == slow else 2 / count, EVERY)
     assert state.threads == 2
 
 
 def test_a_burst_of_other_work_decides_nothing(run):
     burst = range(FIRST - 4, FIRST + PAIRS + 4)
-    _, state, _ = run(lambda step, count: 3.0 if count == 2 and step in burst else 1.0, EVERY)
+    _, state, _ = run(lambda step, count: 3.0 if count == 2 and step in burst else 2 / count, EVERY)
     assert state.threads == 2
 
 
