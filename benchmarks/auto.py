@@ -40,6 +40,8 @@ from kd.host import cores
 VIT_FOOD = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
 FIRST, TURN = 32, 32
 """Steps of a run's first turn and of the others: a stop spoils no comparison of threads, which has none of these."""
+FAR = 1.4
+"""Times the best pair's step; a pair that is slower is not trained to its end."""
 SETTLED = 2
 """Turns until the first comparison of threads is over."""
 WARM, SETTLE = 4, 2
@@ -167,7 +169,8 @@ def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only:
     ends = [*range(FIRST, steps, TURN), steps]
     try:
         for number, until in enumerate(ends):
-            for run in list(runs.values())[:: 1 if number % 2 else -1]:
+            going = [run for pair, run in runs.items() if pair == "auto" or not hopeless(run, runs)]
+            for run in going[:: 1 if number % 2 else -1]:
                 run.turn(until, until == steps)
     finally:
         for run in runs.values():
@@ -176,13 +179,19 @@ def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only:
     return runs
 
 
+def hopeless(run: Run, runs: dict[str, Run]) -> bool:
+    """Return whether a pinned pair was far from the best one in each of its turns; it makes no more of them."""
+    best = [min(turns) for turns in zip(*(other.turns for other in runs.values()), strict=False)]
+    return bool(best) and all(ms > FAR * least for ms, least in zip(run.turns, best, strict=False))
+
+
 def verdict(runs: dict[str, Run]) -> str:
     """Return how fast `auto` was against the pair that was best against it, over all turns and the settled ones."""
     own = runs["auto"]
     shares = {
         pair: [theirs / ours for theirs, ours in zip(run.turns, own.turns, strict=True)]
         for pair, run in runs.items()
-        if pair != "auto"
+        if pair != "auto" and len(run.turns) == len(own.turns)
     }
     best = min(shares, key=lambda pair: statistics.geometric_mean(shares[pair]))
     whole, settled = (statistics.geometric_mean(found) for found in (shares[best], shares[best][SETTLED:]))
