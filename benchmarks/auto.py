@@ -38,8 +38,8 @@ from _record import write
 from kd.host import cores
 
 VIT_FOOD = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
-FIRST, TURN = 32, 32
-"""Steps of a run's first turn and of the others: a stop spoils no comparison of threads, which has none of these."""
+FIRST, TURN = (32, 64), 16
+"""Where a run's first turns end, and steps of the others. A stop inside a comparison of threads would spoil it."""
 FAR = 1.4
 """Times the best pair's step; a pair that is slower is not trained to its end."""
 SETTLED = 2
@@ -154,19 +154,19 @@ class Run:
                 self.process = subprocess.Popen(self.argv, stdout=shown, stderr=shown, start_new_session=True)
         os.killpg(self.process.pid, signal.SIGCONT)
         while self.process.poll() is None and (last or self.made() < until):
-            time.sleep(0.2)
+            time.sleep(0.1)
         if self.process.returncode or (self.process.returncode == 0 and not last):
             raise SystemExit(f"{self.argv} ended with {self.process.returncode}")
         if not last:
             os.killpg(self.process.pid, signal.SIGSTOP)
-        self.turns.append(statistics.mean(self.train()[begin + (SETTLE if begin else WARM) : until]))
+        self.turns.append(statistics.mean(self.train()[begin + (SETTLE if begin else WARM) :]))
         self.threads.append(int(re.findall(r"threads:? (\d+)", self.shown.read_text())[-1]))
 
 
 def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only: Sequence[str]) -> dict[str, Run]:
     """Train `auto` and the pairs in turns; return the runs."""
     runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs(only).items()}
-    ends = [*range(FIRST, steps, TURN), steps]
+    ends = [*FIRST, *range(FIRST[-1] + TURN, steps, TURN), steps]
     try:
         for number, until in enumerate(ends):
             going = [run for pair, run in runs.items() if pair == "auto" or not hopeless(run, runs)]
