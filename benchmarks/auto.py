@@ -119,13 +119,13 @@ def busy() -> None:
 class Run:
     """A `kd-train` of its own that can be stopped."""
 
-    def __init__(self, work: Path, pair: str, config: Any, overrides: tuple[str, ...]) -> None:
-        """Prepare; it starts in its first turn."""
-        file, self.rows, self.process = work / f"{pair}.yaml", work / pair / "metrics.jsonl", None
+    def __init__(self, work: Path, name: str, config: Any, overrides: tuple[str, ...]) -> None:
+        """Prepare; it starts in its first turn. Caches and stores are those of the folder."""
+        file, self.rows, self.process = work / f"{name}.yaml", work / name / "metrics.jsonl", None
         file.write_text(yaml.safe_dump(config))
-        own = [*overrides, f"run.folder={work}", f"run.name={pair}"]
+        own = [*overrides, f"run.folder={work}", f"run.name={name}"]
         self.argv = [sys.executable, "-m", "kd.cli.train", str(file), *own]
-        self.shown = work / f"{pair}.out"
+        self.shown = work / f"{name}.out"
         self.turns: list[float] = []
         """Milliseconds of a step in each turn, the mean."""
         self.threads: list[int] = []
@@ -163,9 +163,12 @@ class Run:
         self.threads.append(int(re.findall(r"threads:? (\d+)", self.shown.read_text())[-1]))
 
 
-def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only: Sequence[str]) -> dict[str, Run]:
+def trial(
+    work: Path, name: str, config: Any, overrides: tuple[str, ...], steps: int, only: Sequence[str]
+) -> dict[str, Run]:
     """Train `auto` and the pairs in turns; return the runs."""
-    runs = {pair: Run(work, pair, config, (*overrides, *pinned)) for pair, pinned in pairs(only).items()}
+    overrides = (*overrides, f"run.steps={steps}")
+    runs = {p: Run(work, f"{name}-{p}", config, (*overrides, *pinned)) for p, pinned in pairs(only).items()}
     ends = [*FIRST, *range(FIRST[-1] + TURN, steps, TURN), steps]
     try:
         for number, until in enumerate(ends):
@@ -181,7 +184,8 @@ def trial(work: Path, config: Any, overrides: tuple[str, ...], steps: int, only:
 
 def hopeless(run: Run, runs: dict[str, Run]) -> bool:
     """Return whether a pinned pair was far from the best one in each of its turns; it makes no more of them."""
-    best = [min(turns) for turns in zip(*(other.turns for other in runs.values()), strict=False)]
+    pinned = [other.turns for pair, other in runs.items() if pair != "auto"]
+    best = [min(turns) for turns in zip(*pinned, strict=False)]
     return bool(best) and all(ms > FAR * least for ms, least in zip(run.turns, best, strict=False))
 
 
@@ -213,16 +217,16 @@ def main() -> int:
         for name, (config, own) in configurations(given.data, given.batch).items():
             if given.only and name not in given.only:
                 continue
-            kept = f"teacher.fit.folder={work}/teachers"
+            overrides = (*COMMON, *own, f"teacher.fit.folder={work}/teachers")
+            if {"teacher.cache.views=1", "data.store=disk"} & set(own):  # only time with a full one is measured
+                Run(Path(work), f"{name}-fills", config, (*overrides, "run.epochs=1")).turn(0, last=True)
             for neighbour in (False, True):
                 process = multiprocessing.get_context("spawn").Process(target=busy, daemon=True)
                 if neighbour:
                     process.start()
                 for number in range(given.trials):
-                    folder = Path(work, f"{name}-{neighbour}-{number}")
-                    folder.mkdir()
-                    overrides = (*COMMON, *own, kept, f"run.steps={given.steps}")
-                    runs = trial(folder, config, overrides, given.steps, given.pairs)
+                    called = f"{name}-{'busy' if neighbour else 'quiet'}-{number}"
+                    runs = trial(Path(work), called, config, overrides, given.steps, given.pairs)
                     facts = {"config": name, "neighbour": neighbour, "trial": number}
                     rows += [
                         {**facts, "pair": pair, "turn": turn, "threads": threads, "step_ms": round(ms, 2)}

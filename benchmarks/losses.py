@@ -1,6 +1,6 @@
 """Which loss distills best: every loss alone and beside the labels, three seeds, on food_mini over one cache.
 
-Run: python benchmarks/losses.py --work FOLDER [--seeds 0 1 2] [--epochs 8]
+Run: python benchmarks/losses.py --work FOLDER [--seeds 0 1 2] [--epochs 8] [--losses kl dkd] [--name losses]
 
 Each setting runs with the first seed. The best setting of a loss, by accuracy, runs with the others; its mean leaves
 the first seed out, since that seed chose it. A row that is in FOLDER/losses.csv is not made again. One thread.
@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--work", required=True)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--losses", nargs="*", default=list(sweep()), choices=list(sweep()))
+    parser.add_argument("--name", default="losses", help="of the CSV")
     parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,7 +117,7 @@ def main() -> None:
         base["run"]["epochs"] = given.epochs
         base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": 4}}
         for turn, seed in enumerate(given.seeds):
-            for kind, named in sweep().items():
+            for kind, named in ((kind, named) for kind, named in sweep().items() if kind in given.losses):
                 chosen = list(named) if turn == 0 else [best(earlier(file), kind, given.seeds[0])]
                 for setting in chosen:
                     done = {(row["loss"], row["setting"], row["seed"]) for row in earlier(file)}
@@ -124,7 +126,7 @@ def main() -> None:
     rows = earlier(file)
     print(summary(rows, given.seeds))
     command = f"python benchmarks/losses.py --work FOLDER --epochs {given.epochs}"
-    write("losses", command, rows, None if given.write else work)
+    write(given.name, command, rows, None if given.write else work)
 
 
 if __name__ == "__main__":

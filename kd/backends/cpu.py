@@ -18,8 +18,8 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = 0
-    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it, or fewer where that makes the
-    run's own steps faster."""
+    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it, or fewer where the run's own
+    steps show that more gain little."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
