@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -18,6 +19,8 @@ _CONTAINERS = (  # limit, use, and which line of which file counts pages of file
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Of malloc.h: free bytes at the top of the heap that are returned, and how many blocks may have a map of their own."""
 
 
 def cores() -> int:
@@ -48,6 +51,21 @@ class BusyClock:
         except (OSError, IndexError, ValueError):
             queued = 0.0
         return time.thread_time() + queued
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, and return whether it does from now on.
+
+    glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
+    is then a fault, hundreds of thousands a step (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's own
+    variables (MALLOC_..., GLIBC_TUNABLES) says what the user wants, nothing changes.
+    """
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
+    if chosen or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    no_map, no_trim = mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)
+    return bool(no_map and no_trim)
 
 
 def free_mib() -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kd.backends._ddp import DDPBackend
-from kd.host import cores
+from kd.host import cores, keep_freed_memory
 from kd.types import BackendFacts
 
 FACTS = BackendFacts(cpu=True)
@@ -34,6 +34,7 @@ class CPU(DDPBackend):
 
     def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
+        keep_freed_memory()
         # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
         torch.set_num_threads(threads or max(1, cores() // self.local_world_size))
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from kd import host
@@ -50,3 +55,34 @@ def test_the_machine_says_something():
     assert 0 < host._available() < 2**50
     assert host._line("/proc/meminfo", "NoSuchLine:") == 0.0
     assert host._line("/no/such/file", "x") == 0.0
+
+
+FAULTS = """
+import resource, sys, torch
+from kd.backends.cpu import CPU
+if sys.argv[1] == "kept":
+    CPU("fp32", 5.0, threads=1)
+torch.set_num_threads(1)
+for turn in range(14):
+    if turn == 4:  # the first turns touch the pages for the first time
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(12 * 2**18) for _ in range(4)]  # 12 MiB each
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(which: str, **variables: str) -> int:
+    environ = {name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"} | variables
+    found = subprocess.run([sys.executable, "-c", FAULTS, which], env=environ, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():
+    pages = 10 * 4 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    if faults("default") < pages / 2:
+        pytest.skip("the system gives huge pages to every process")
+    assert faults("kept") < pages / 20
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2  # the user's choice stands
