@@ -2,8 +2,8 @@
 
 Run: python benchmarks/page_faults.py [--rounds 3] [--teachers vit_base_patch16_224] [--batch 32] [--precision bf16]
 
-The parts of `mfu.py` with unfused attention, in processes that take turns: glibc's own way and kd's. A row has the median
-milliseconds and page faults of a piece of work, and the peak memory of its process. Only on a CPU and with glibc.
+The parts of `mfu.py` with unfused attention, in processes that take turns: glibc's own way and kd's. A row has the
+median milliseconds and page faults of a piece of work, and the peak memory of its process. Only on a CPU, with glibc.
 """
 
 from __future__ import annotations

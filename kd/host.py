@@ -20,7 +20,8 @@ _CONTAINERS = (  # limit, use, and which line of which file counts pages of file
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of malloc.h: free bytes at the top of the heap that are returned, and how many blocks may have a map of their own."""
+"""Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); so many blocks may
+have a map of their own (2**16)."""
 
 
 def cores() -> int:
@@ -53,8 +54,8 @@ class BusyClock:
         return time.thread_time() + queued
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, and return whether it does from now on.
+def keep_freed_memory(keep: bool = True) -> bool:
+    """Let this process keep the memory that it frees, or return it from now on; return whether that could be set.
 
     glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
     is then a fault, hundreds of thousands a step (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's own
@@ -63,9 +64,11 @@ def keep_freed_memory() -> bool:
     chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
-    mallopt = ctypes.CDLL(None).mallopt
-    no_map, no_trim = mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)
-    return bool(no_map and no_trim)
+    libc = ctypes.CDLL(None)
+    done = [libc.mallopt(_M_MMAP_MAX, 0 if keep else 2**16), libc.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2**17)]
+    if not keep:
+        libc.malloc_trim(0)
+    return all(done)
 
 
 def free_mib() -> float:

@@ -20,6 +20,7 @@ from kd.config.schema import OptimizerSection
 from kd.contracts import Backend, Teacher
 from kd.engine.criterion import Distillation
 from kd.errors import ConfigError
+from kd.host import keep_freed_memory
 from kd.setup.recipe import Session
 from kd.setup.trial import Trial
 
@@ -89,8 +90,11 @@ def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Foun
     from accelerate.utils import find_executable_batch_size  # heavy, and only here
 
     size = 2 ** int(math.log2(most))
+    kept = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
     room = SHARE * backend.free_mib()
     each = 0.0 if math.isinf(room) else per_image(trial, size)
+    if kept:
+        keep_freed_memory()
     tried = []
 
     def halve() -> int:
