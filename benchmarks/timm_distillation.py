@@ -208,7 +208,9 @@ def main() -> None:
         note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
     report(rows, list(teachers))
     argv = ["python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER", f"--rounds {given.rounds}"]
-    write("timm_distillation", " ".join([*argv, f"--steps {given.steps} --batch {given.batch}"]), rows)
+    argv.append(f"--steps {given.steps} --batch {given.batch}")
+    argv += [f"--teachers {given.teachers}"] if given.teachers != "SB" else []
+    write("timm_distillation", " ".join(argv), rows)
 
 
 def runtimes() -> list[str]:
