@@ -58,8 +58,8 @@ def keep_freed_memory(keep: bool = True) -> bool:
     """Let this process keep the memory that it frees, or return it from now on; return whether that could be set.
 
     glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
-    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's own
-    variables (MALLOC_..., GLIBC_TUNABLES) says what the user wants, nothing changes.
+    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's
+    own variables (MALLOC_..., GLIBC_TUNABLES) says what the user wants, nothing changes.
     """
     chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
     if chosen or platform.libc_ver()[0] != "glibc":
