@@ -69,13 +69,12 @@ class KeysHelp(argparse.Action):
         """Print and exit."""
         from kd import config  # kd-serve and the like do without the configuration and what it imports
 
-        parser.print_help()
-        print("\nkeys of CONFIG, each also as key=value on the command line:\n")
+        lines = [parser.format_help(), "keys of CONFIG, each also as key=value on the command line:\n"]
         for key, allowed, default, meaning in config.explain():
             default = "" if default == "required" else f", default {default}"
-            print(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
-            print(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
-        parser.exit()
+            lines.append(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
+            lines.append(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
+        parser.exit(guarded(lambda: print("\n".join(lines), flush=True)))
 
 
 def parser(command: str, summary: str, example: str, with_config: bool = True) -> argparse.ArgumentParser:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -309,6 +311,15 @@ def test_help_of_the_other_commands(command, name):
     assert answer.code == 0
     assert f"usage: kd-{name}" in answer.out
     assert "example: kd-" in answer.out
+
+
+def test_help_ends_quietly_where_nobody_reads_on():
+    argv = [sys.executable, "-m", "kd.cli.train", "--help"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout is not None
+        assert shown.stderr is not None
+        shown.stdout.close()
+        assert (shown.stderr.read(), shown.wait()) == (b"", 0)
 
 
 def test_parts_are_listed_with_a_sentence_each(command, refused):
