@@ -1,9 +1,13 @@
-"""When sifting pays: sifters against fewer epochs and random subsets, on four kinds of data, at equal images seen.
+"""When sifting pays: sifters against fewer epochs and random subsets, on several kinds of data, at equal images seen.
 
 Run: python benchmarks/regimes.py --work FOLDER [--regimes both redundant ...] [--seeds 0 1 2] [--epochs 24]
 
 food_mini, balanced validation split, one teacher that was fitted on the even pictures, its answers cached ahead. A row
 that is in FOLDER/rows.csv is not made again, so the study can be stopped and goes on. One thread, last evaluation.
+
+- redundant, each plate once: the redundant pictures without their near-duplicates, and the same number of images.
+- mislabelled: a fifth of the labels is wrong, and the labels are half of the loss (`kl` and `ce`).
+- pretrained: the student was trained on six dishes with labels; it is distilled on the six others.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.jobs._folder import best_student
 from kd.jobs.cache import cache
+from kd.jobs.export import Options, export
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 from kd.report.console import table
@@ -36,14 +41,20 @@ REGIMES = {
     "redundant": {"train_images": 126, "redundancy": 2},
     "long-tailed": {"train_images": 410, "imbalance": 30},
     "even": {"train_images": 125},
+    "redundant, each plate once": {"train_images": 63},
+    "mislabelled": {"train_images": 125, "label_noise": 0.2},
+    "pretrained": {"train_images": 250},
 }
 """About 1,500 training images each; with redundancy, half of them are different plates."""
+PLATES = {"redundant, each plate once": 2}
+"""How many times the epochs of a regime of so many times fewer images, for as many steps."""
 VIEWS = 6
 HISTORY, RANDOM = ("sifter.kind=history", "sifter.keep=0.4"), ("sifter.kind=random", "sifter.keep=0.4")
 THROUGHOUT = ("sifter.balance=true", "sifter.warmup=0", "sifter.anneal=0")
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
     "history": HISTORY,
+    "history, noise cap 0.2": (*HISTORY, "sifter.noise_cap=0.2"),
     "random": RANDOM,
     "random, classes balanced": (*RANDOM, "sifter.balance=true"),
     "random, classes balanced throughout": (*RANDOM, *THROUGHOUT),
@@ -53,6 +64,7 @@ PLAN = [
     ("everything", 1.0),
     ("everything", 0.6),
     ("history", 0.6),
+    ("history, noise cap 0.2", 0.6),
     ("random", 0.6),
     ("random, classes balanced", 0.6),
     ("history", 1.0),
@@ -63,6 +75,7 @@ PLAN = [
     ("everything", 2.0),
     ("random, classes balanced throughout", 1.2),
     ("random, classes balanced", 1.2),
+    ("random, classes balanced throughout, keep 0.25", 1.2),
 ]
 """Arm, and its budget: images trained, as a share of `--epochs` passes over everything."""
 KEEP, ANNEAL = 0.4, 0.125
@@ -101,6 +114,41 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def base_of(work: Path, regime: str) -> dict[str, Any]:
+    """Return the configuration of a regime, its teacher fitted."""
+    base = settings(work, REGIMES[regime])
+    if regime == "mislabelled":
+        base["losses"].append({"kind": "ce"})
+    if regime == "pretrained":
+        base = on_other_dishes(work, base)
+        fitted = teach(config.load(base))[0]
+    else:
+        fitted = teach(config.load(settings(work, {"train_images": 250})))[0]
+    base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": VIEWS}}
+    return base
+
+
+def on_other_dishes(work: Path, base: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration for the last six dishes, whose student was trained on the first six."""
+    pictures = open_sources(config.load(base).data).train
+    pictures.prepare()
+    folder = Path(base["data"]["root"]) / Path(pictures.name(0)).parts[0]
+    common = {k: v for k, v in base["data"].items() if k not in ("kind", "root", "train_images")}
+    halves: list[dict[str, Any]] = []
+    for half, dishes in enumerate((pictures.classes[:6], pictures.classes[6:])):
+        root = work / f"dishes-{half}"
+        for split in ("train", "val"):
+            (root / split).mkdir(parents=True, exist_ok=True)
+            for dish in dishes:
+                if not (root / split / dish).is_symlink():
+                    (root / split / dish).symlink_to((folder / split / dish).resolve())
+        halves.append({**common, "kind": "imagefolder", "root": str(root)})
+    first = {k: v for k, v in base.items() if k != "teacher"} | {"data": halves[0], "losses": [{"kind": "ce"}]}
+    trained_first = train(config.load(first, ["run.epochs=24", "run.name=first-dishes"])).folder
+    start = export(trained_first, options=Options(onnx=False)).folder
+    return {**base, "data": halves[1], "student": {**base["student"], "init": "pretrained", "checkpoint": str(start)}}
+
+
 def epochs_of(share: float, epochs: int, arm: str) -> int:
     """Return how many epochs of a sifter take `share` of the images of so many epochs of everything."""
     return next(n for n in range(1, 10**6) if trained(n, arm) >= share * epochs)
@@ -133,7 +181,7 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
 def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int) -> dict[str, Any]:
     """Train one arm with one seed and return its row; `share` of the images of so many epochs of everything."""
     images = len(open_sources(config.load(base).data).train)
-    steps = round(share * epochs * (images // base["data"]["batch_size"]))
+    steps = round(share * epochs * PLATES.get(regime, 1) * (images // base["data"]["batch_size"]))
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
     length = [f"run.epochs={epochs_of(share, epochs, arm)}", "sifter.gate=off"] if ARMS[arm] else [f"run.steps={steps}"]
     loaded = config.load(base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"])
@@ -233,16 +281,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--budgets", nargs="*", type=float, default=[1.0, 0.6, 0.4])
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--name", default="regimes", help="of the CSV")
     parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
     given = parser.parse_args()
     torch.set_num_threads(1)
     work, rows = Path(given.work), []
     file = work / "rows.csv"
     if not given.write:
-        fitted = teach(config.load(settings(work, {"train_images": 250})))[0]
         for regime in given.regimes:
-            base = settings(work, REGIMES[regime])
-            base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": VIEWS}}
+            base = base_of(work, regime)
             for seed in given.seeds:
                 cache(config.load(base, [f"run.seed={seed}"]))
                 for arm, share in PLAN:
@@ -256,7 +303,7 @@ def main() -> None:
     )
     print(summary(rows))
     command = f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}"
-    write("regimes", command, rows, None if given.write else work)
+    write(given.name, command, rows, None if given.write else work)
 
 
 if __name__ == "__main__":

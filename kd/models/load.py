@@ -101,7 +101,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if spec.exact_head:
         folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
         spec.require_meaning(folder_config(folder if folder.is_dir() else folder.parent).get("problem_type") or "")
-    if spec.exact_head and pretrained and spec.classes:
+    if pretrained and spec.classes:
         _check_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
@@ -251,15 +251,27 @@ def read_tensors(spec: Spec) -> Any:
     return tensors, folder_classes(file.parent, where)
 
 
-def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
-    """Refuse weights of another class list; timm would put a random head in their place and go on."""
-    config = getattr(network, "pretrained_cfg", None) or {}
-    classes = spec.classes or ()
-    _check_count(f"{spec.where}.model", config.get("num_classes"), classes)
+def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
+    """Return the classes that timm's own weights are for, where they say so."""
     folder = Path(spec.model.removeprefix("local-dir:"))
-    names = config.get("label_names") or (folder_classes(folder) if folder.is_dir() else None)
-    if names:
-        check_classes(f"{spec.where}.model", list(names), classes)
+    names = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
+    return list(names) if names else folder_classes(folder) if folder.is_dir() else None
+
+
+def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
+    """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on.
+
+    A student of other classes gets a fresh head, also where timm kept the one of as many classes.
+    """
+    classes, names = spec.classes or (), _pretrained_names(spec, network)
+    if spec.exact_head:
+        count = (getattr(network, "pretrained_cfg", None) or {}).get("num_classes")
+        _check_count(f"{spec.where}.model", count, classes)
+        if names:
+            check_classes(f"{spec.where}.model", names, classes)
+    elif names and names != list(classes):
+        model: Any = network
+        model.reset_classifier(len(classes))
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
@@ -301,9 +313,11 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         _check_count(where, tensors[head].shape[0], classes)
     if names is not None and spec.exact_head:
         check_classes(where, names, classes)
-    if not spec.exact_head and spec.logits:  # a student that starts from foreign weights keeps its own, fresh head
+    if not spec.exact_head and spec.logits:  # weights of other classes: the student keeps its own, fresh head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
-        tensors = {**{name: own[name] for name in _head_names(network) if name in own}, **tensors}
+        fresh = {name: own[name] for name in _head_names(network) if name in own}
+        same = names is None or list(names) == list(classes)
+        tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     shapes = [f"{n} {tuple(t.shape)} != {tuple(own[n].shape)}" for n, t in tensors.items() if n in own]
     shapes = [text for text in shapes if text.split(" ", 1)[1].split(" != ")[0] != text.split(" != ")[1]]

@@ -266,6 +266,20 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
     assert all(torch.equal(started[name], given[name]) for name in given if not name.startswith("head."))
 
 
+@pytest.mark.parametrize("classes", [("plum", "fig", "pear"), ("fig", "apple", "pear"), CLASSES])
+@pytest.mark.parametrize("how", ["checkpoint", "model"])
+def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
+    given = load_file(stored / "model.safetensors")
+    if how == "checkpoint":
+        started = build(where="student", classes=classes, checkpoint=str(stored))
+    else:
+        started = build(stored, classes, "student", args={}, pretrained=True)
+    held = {name: torch.equal(tensor, given[name]) for name, tensor in started.network.state_dict().items()}
+    assert held.pop("head.weight") == (classes == CLASSES)
+    del held["head.bias"]  # zeros in both
+    assert all(held.values())
+
+
 # --------------------------------------------------------------------------------------------------------- digest
 
 
