@@ -1,6 +1,7 @@
 """Which loss distills best: every loss alone and beside the labels, three seeds, on food_mini over one cache.
 
 Run: python benchmarks/losses.py --work FOLDER [--seeds 0 1 2] [--epochs 8] [--losses kl dkd] [--name losses]
+     python benchmarks/losses.py --work FOLDER --images FOLDER --teacher-epochs 30    (train/<class>/, val/<class>/)
 
 Each setting runs with the first seed. The best setting of a loss, by accuracy, runs with the others; its mean leaves
 the first seed out, since that seed chose it. A row that is in FOLDER/losses.csv is not made again. One thread.
@@ -104,6 +105,8 @@ def main() -> None:
     parser.add_argument("--work", required=True)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--images", help="a folder of images instead of food_mini")
+    parser.add_argument("--teacher-epochs", type=int, default=12)
     parser.add_argument("--losses", nargs="*", default=list(sweep()), choices=list(sweep()))
     parser.add_argument("--name", default="losses", help="of the CSV")
     parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
@@ -112,8 +115,13 @@ def main() -> None:
     work = Path(given.work)
     file = work / "losses.csv"
     if not given.write:
-        fitted = teach(config.load(settings(work, {"train_images": 250})))[0]
-        base = settings(work, PICTURES)
+        base, first = (settings(work, pictures) for pictures in (PICTURES, {"train_images": 250}))
+        if given.images:
+            base["data"] = {k: v for k, v in base["data"].items() if k not in (*PICTURES, "kind", "root")}
+            base["data"] |= {"kind": "imagefolder", "root": given.images}
+            first["data"] = base["data"]
+        first["teacher"]["fit"]["epochs"] = given.teacher_epochs
+        fitted = teach(config.load(first))[0]
         base["run"]["epochs"] = given.epochs
         base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": 4}}
         for turn, seed in enumerate(given.seeds):
@@ -126,6 +134,7 @@ def main() -> None:
     rows = earlier(file)
     print(summary(rows, given.seeds))
     command = f"python benchmarks/losses.py --work FOLDER --epochs {given.epochs}"
+    command += f" --images FOLDER --teacher-epochs {given.teacher_epochs}" if given.images else ""
     write(given.name, command, rows, None if given.write else work)
 
 
