@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             int8=given.int8,
             openvino=given.openvino,
             pt2=given.pt2,
+            calibrate=given.calibrate,
             max_drop=given.max_drop,
             tolerance=given.tolerance,
             images=given.images,
@@ -64,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
     made.add_argument("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
     made.add_argument("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
+    made.add_argument(
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="divide the logits by a temperature fitted on validation images, so that confidences are right on "
+        "average; the answers stay the same (default: yes, where graphs are written)",
+    )
     made.add_argument("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
     made.add_argument("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     made.add_argument("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")

@@ -135,8 +135,7 @@ class Evaluator:
         for name, value in by_name.items():
             count = images if name in ("kl", "agreement", "agreement_bins") else labelled
             if name.endswith("bins"):
-                confidence_K, correct_K = value.view(2, NUM_BINS)
-                values[name.removesuffix("bins") + "ece"] = ((confidence_K - correct_K).abs().sum() / count).item()
+                values[name.removesuffix("bins") + "ece"] = (_gap(value.view(2, NUM_BINS)) / count).item()
             else:
                 values[name] = (value / count).item()
         return values
@@ -181,3 +180,13 @@ def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[st
     kl_B = (teacher_log_BC.exp() * (teacher_log_BC - student_log_BC)).sum(-1)
     same_B = student_BC.argmax(-1) == teacher_BC.argmax(-1)
     return {"kl": (weight_B * kl_B).double().sum(), "agreement": (weight_B * same_B).double().sum()}
+
+
+def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
+    """Return the expected calibration error of N answers: 15 bins, arXiv:1706.04599."""
+    return (_gap(score(logits_NC, label_N, torch.ones(len(label_N)))["bins"]) / len(label_N)).item()
+
+
+def _gap(bins: Tensor) -> Tensor:
+    """Return the sum over bins of |confidence - right answers|; `bins` is [2, K]."""
+    return (bins[0] - bins[1]).abs().sum()

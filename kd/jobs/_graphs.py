@@ -24,6 +24,7 @@ from kd.setup.recipe import Recipe
 if TYPE_CHECKING:
     from kd.jobs.export import Options
 
+CALIBRATION_IMAGES = 1000
 ONNX, INT8, OPENVINO, PT2 = "model.onnx", "model.int8.onnx", "openvino.xml", "model.pt2"
 
 
@@ -36,6 +37,8 @@ class Made:
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By class, where each is answered alone: see `_parity.chosen_thresholds`."""
+    calibration: dict[str, Any] = field(default_factory=dict)
+    """What `_parity.calibrate` found; empty: the logits are those of the run."""
 
 
 def write(
@@ -45,7 +48,7 @@ def write(
 
     Args:
         folder: where.
-        student: on the CPU.
+        student: on the CPU; calibrating changes its last layer.
         recipe: of the run.
         classes: in the order of the logits.
         data_hash: the content hash of the run's data.
@@ -61,17 +64,23 @@ def write(
     unchosen = _parity.chosen_thresholds(_parity.Row(), classes) if recipe.reads.sigmoid else {}
     if not options.onnx and not options.pt2:
         return Made(thresholds=unchosen)
+    if options.onnx:  # before the images are read
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            onnx.require(name, "--onnx")
     student.eval()
-    runners = _write(folder, student, recipe.data.image_size, options)
+    calibration, calibrated = {}, ""
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        images = _parity.validation_images(data, options.images)
-        eager, rows = _parity.compare(student, runners, images)
-    made = Made(eager_ms=eager.cpu_ms)
+        if options.calibrate and student.num_classes and not recipe.reads.sigmoid:
+            shown = _parity.validation_images(data, min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES))
+            calibration, calibrated = _parity.calibrate(student, shown)
+        runners = _write(folder, student, recipe.data.image_size, options)
+        eager, rows = _parity.compare(student, runners, _parity.validation_images(data, options.images))
+    made = Made(eager_ms=eager.cpu_ms, calibration=calibration)
     made.thresholds = _parity.chosen_thresholds(eager, classes) if recipe.reads.sigmoid else {}
     for name, row in rows.items():
         if name == INT8:
@@ -85,14 +94,12 @@ def write(
             f"(PyTorch {eager.cpu_ms:.2f})"
         )
         made.parity[name] = row.facts()
+    made.lines += [calibrated] if calibrated else []
     return made
 
 
 def _write(folder: Path, student: Classifier, size: int, options: Options) -> dict[str, _parity.Runner]:
     runners: dict[str, _parity.Runner] = {}
-    if options.onnx:  # before the trace, which takes seconds
-        for name in ("onnx", "onnxscript", "onnxruntime"):
-            onnx.require(name, "--onnx")
     program = onnx.export_program(student, size)
     if options.pt2:
         onnx.write_program(program, folder / PT2)
@@ -137,6 +144,7 @@ def card(
             data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
             labels=folder.manifest()["classes"] if student.num_classes else (),
             thresholds=made.thresholds,
+            calibration=made.calibration,
             width=0 if student.num_classes else student.num_features,
             metrics=metrics,
             baseline=max(baseline, key=lambda row: row[scored_by(row)]) if baseline else {},

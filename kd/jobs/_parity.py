@@ -12,14 +12,18 @@ import numpy as np
 import torch
 
 from kd.data.views import Views
+from kd.engine import evaluate
 from kd.engine.label_sets import score, thresholds
 from kd.errors import DataError, ModelError
+from kd.models.calibrate import divide_logits, temperature
 from kd.models.classifier import Classifier
 from kd.report.console import percent
 from kd.setup.data import Data, evenly_spaced
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16
+FEWEST_LABELLED = 100
+"""Images with a label below which no temperature is fitted."""
 TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
 
 
@@ -133,6 +137,43 @@ def compare(
             rows[name].add(run(pixels), reference, labels)
     _time(first, {"": answer, **runners}, {"": eager, **rows})
     return eager, rows
+
+
+def calibrate(student: Classifier, images: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+    """Fit a temperature on validation images and divide the student's logits by it.
+
+    Args:
+        student: on the CPU; its last layer is changed in place.
+        images: uint8 [B, 3, S, S], with labels [B].
+
+    Returns:
+        Temperature, images and the calibration error before and after, as JSON values, and a line about them. Where
+        nothing was changed, nothing and the reason.
+
+    Raises:
+        ModelError: the network's logits are not what its last layer returns.
+    """
+    answer = eager_runner(student)
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    pixels = np.zeros(0)
+    for pixels, labels in images:
+        seen.append((answer(pixels), labels))
+    logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
+    logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
+    mistakes = int((logits_NC.argmax(1) != label_N).sum())
+    if len(label_N) < FEWEST_LABELLED or not mistakes:
+        reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
+        return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
+    found = temperature(logits_NC, label_N)
+    if not divide_logits(student.network, found):
+        return {}, f"not calibrated: the last layer of {type(student.network).__name__} is not one nn.Linear"
+    if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
+        wrong = f"the logits of {type(student.network).__name__} are not what its last layer returns"
+        raise ModelError("export.calibrate", wrong, "", "Export with --no-calibrate")
+    before, after = (evaluate.calibration_error(each_NC, label_N) for each_NC in (logits_NC, logits_NC / found))
+    line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
+    line += f"calibration error there {percent(before)} -> {percent(after)}"
+    return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
 
 
 def chosen_thresholds(eager: Row, classes: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from kd.host import environment, versions
 from kd.jobs import _graphs
 from kd.jobs._folder import best_student, opened_run
 from kd.models import onnx
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, digest
 from kd.models.folder import export_files
 from kd.setup.recipe import Recipe
 
@@ -30,6 +30,9 @@ class Options:
     """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
     openvino: bool = False
     pt2: bool = False
+    calibrate: bool = True
+    """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
+    Where these are not read (no graph is written), nothing is divided."""
     max_drop: float = 0.01
     tolerance: float = 1e-3
     images: int = 2000
@@ -72,10 +75,12 @@ def export(
     artifact.refuse_other(target)  # before minutes of work, not after
     student, provenance = best_student(folder, recipe, classes)
     labels = classes if student.num_classes else ()
-    content, weights = export_files(student.network, labels, recipe.data.eval_crop, recipe.reads.sigmoid)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras = Path(temporary)
         made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
+        if made.calibration:
+            provenance |= {"digest": digest(student.network), "calibration": made.calibration}
+        content, weights = export_files(student.network, labels, recipe.data.eval_crop, recipe.reads.sigmoid)
         facts = _facts(recipe, student, provenance, made)
         version, metrics = facts["version"], provenance["metrics"]
         card = _graphs.card(folder, recipe, student, version, metrics, made, options, target)

@@ -24,6 +24,8 @@ class Card:
     """Empty: an embedding model."""
     thresholds: Mapping[str, Mapping[str, Any]]
     """By label, where an image may have several: threshold, chosen, images. Empty: an image has one label."""
+    calibration: Mapping[str, Any]
+    """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
     width: int
     """Of its vectors; 0 of a classifier."""
     metrics: Mapping[str, Any]
@@ -98,6 +100,14 @@ def _scores(card: Card) -> list[str]:
     if "agreement" in metrics:
         agreement, kl = percent(metrics["agreement"]), metrics["kl"]
         lines += [f"Student and teacher give the same answer on {agreement} of the images; KL {kl:.3f} nats.", ""]
+    if card.calibration:
+        found, errors = card.calibration, (percent(card.calibration[key]) for key in ("ece", "calibrated_ece"))
+        lines += [
+            "These are the logits of the run. Here they are divided by "
+            f"{found['temperature']:.3g}, fitted on {found['images']} validation images (arXiv:1706.04599), where the "
+            f"calibration error falls from {' to '.join(errors)}. The answers are the same.",
+            "",
+        ]
     return lines
 
 

@@ -13,11 +13,15 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from pieces import CLASSES, merged, paint
 from PIL import Image
+from safetensors.torch import load_file
 
+from kd import config
 from kd.errors import ModelError
 from kd.jobs import _graphs
 from kd.jobs.export import export
+from kd.jobs.train import train
 from kd.models import onnx
 
 
@@ -82,6 +86,44 @@ def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, 
     assert lines[-1] == f"serve it: kd-serve {target}"
     assert files(tmp_path / "student-sagemaker") == {"container/model.tar.gz", "pytorch/model.tar.gz"}
     assert "\nlicense: apache-2.0\n" in (target / "README.md").read_text()
+
+
+def test_confidences_are_right_on_average_and_answers_as_they_were(settings, command, tmp_path):
+    """A student of `wttm`, whose probabilities are far too even, on images of which a fifth lies in a wrong folder."""
+    root = tmp_path / "images"
+    paint(root / "train", (12, 12, 12), seed=1)
+    paint(root / "val", (40, 40, 40), seed=2)
+    for number in range(12):
+        one, other = (root / "val" / name / f"{number:02d}.jpg" for name in CLASSES[:2])
+        one.rename(root / "moved.jpg")
+        other.rename(one)
+        (root / "moved.jpg").rename(other)
+    settings["data"]["root"], settings["losses"] = str(root), [{"kind": "wttm"}]
+    run = train(config.load(merged(settings, {"run": {"epochs": 6, "folder": str(tmp_path / "runs")}}))).folder
+    plain, kept = tmp_path / "plain", tmp_path / "calibrated"
+    assert command("export", run, "--to", plain, "--no-calibrate").code == 0
+    answer = command("export", run, "--to", kept)
+    assert answer.code == 0, answer
+    facts = json.loads((kept / "kd.json").read_text())["calibration"]
+    assert facts["images"] == 120
+    assert facts["calibrated_ece"] < 0.5 * facts["ece"], facts
+    assert f"calibrated: logits divided by {facts['temperature']:.3g}" in answer.out
+    assert f"divided by {facts['temperature']:.3g}, fitted on 120" in (kept / "README.md").read_text()
+    images = np.stack([pixels_of(path) for path in sorted((root / "val").rglob("*.jpg"))])
+    before, after = (
+        onnxruntime.InferenceSession(folder / "model.onnx").run(None, {"image": images})[0] for folder in (plain, kept)
+    )
+    np.testing.assert_allclose(after * facts["temperature"], before, rtol=1e-4, atol=1e-5)
+    old, new = (load_file(folder / "model.safetensors") for folder in (plain, kept))
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {"head.weight", "head.bias"}
+    versions = [json.loads((folder / "manifest.json").read_text())["version"] for folder in (plain, kept)]
+    assert versions[0] != versions[1]
+    assert "calibration" not in json.loads((plain / "kd.json").read_text())
+
+
+def test_few_images_are_not_calibrated_on(distilled, command, tmp_path):
+    answer = command("export", distilled, "--to", tmp_path / "student")
+    assert "not calibrated: 13 validation images have a label" in answer.out
 
 
 def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):

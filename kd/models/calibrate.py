@@ -1,0 +1,52 @@
+"""Make the confidences of a classifier right on average: one temperature for its logits.
+
+Temperature scaling of Guo et al. 2017, "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 4.2: the
+T > 0 with the lowest negative log-likelihood of softmax(logits / T) on images that were not trained on. The weights of
+the last layer, which is linear, are divided by T. The class that is answered stays the same.
+
+Shape legend: N images, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import Linear
+from torch import Tensor, nn
+
+LOWEST, HIGHEST = 0.01, 100.0
+
+
+def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
+    """Return the temperature with the lowest negative log-likelihood, from LOWEST to HIGHEST.
+
+    Args:
+        logits_NC: float [N, C].
+        label_N: integers [N], each from 0 to C - 1.
+    """
+    logits_NC = logits_NC.double()
+    logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
+    low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        slope = ((factor * logits_NC).softmax(1) * logits_NC).sum(1).mean()
+        low, high = (factor, high) if slope < 0 else (low, factor)
+    return (low * high) ** -0.5
+
+
+def divide_logits(network: nn.Module, by: float) -> bool:
+    """Divide the weights of a timm network's last layer, in place.
+
+    Returns:
+        Whether it has one, or a few that are added or averaged, and all of them are linear; else nothing is changed.
+    """
+    model: Any = network
+    found = model.get_classifier() if hasattr(network, "get_classifier") else None
+    heads: list[Any] = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
+    if not all(type(head) in (nn.Linear, Linear) for head in heads):
+        return False
+    with torch.no_grad():
+        for parameter in {p for head in heads for p in head.parameters()}:
+            parameter /= by
+    return True

@@ -1,0 +1,70 @@
+"""One temperature: it is the one of the lowest likelihood, and dividing by it changes the logits and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from kd.models.calibrate import HIGHEST, LOWEST, divide_logits, temperature
+
+
+def drawn(images=20_000, classes=7, scale=1.0):
+    """Return logits, times `scale`, and labels that are drawn from the softmax of the unscaled ones."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NC = 2 * torch.randn(images, classes, generator=generator)
+    label_N = torch.multinomial(logits_NC.softmax(1), 1, generator=generator)[:, 0]
+    return scale * logits_NC, label_N
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 4.0])
+def test_the_scale_of_the_logits_is_found(scale):
+    assert temperature(*drawn(scale=scale)) == pytest.approx(scale, rel=0.03)
+
+
+@pytest.mark.parametrize("scale", [0.2, 4.0])
+def test_no_other_temperature_is_likelier(scale):
+    logits_NC, label_N = drawn(500, scale=scale)
+    found = temperature(logits_NC, label_N)
+
+    def nll(at: float) -> float:
+        return nn.functional.cross_entropy(logits_NC.double() / at, label_N).item()
+
+    assert all(nll(found) < nll(found * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+
+
+def test_where_every_answer_is_right_or_wrong_it_ends_at_its_limits():
+    logits_NC = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
+    assert temperature(logits_NC, torch.tensor([0, 1])) == pytest.approx(LOWEST)
+    assert temperature(logits_NC, torch.tensor([1, 0])) == pytest.approx(HIGHEST)
+
+
+NETWORKS = [
+    *("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "xcit_nano_12_p16_224"),
+    *("resnet18", "convnext_atto", "mobilenetv3_small_050"),
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_logits_are_divided(name):
+    network = timm.create_model(name, num_classes=5).eval()
+    image = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        before_BC, features = network(image), network.forward_features(image)
+        assert divide_logits(network, 4.0)
+        torch.testing.assert_close(network(image), before_BC / 4)
+        torch.testing.assert_close(network.forward_features(image), features, rtol=0, atol=0)
+
+
+class Cosine(nn.Linear):
+    """A head that divides by the length of its weights."""
+
+
+def test_what_is_not_linear_is_left_alone():
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=1)
+    network.head = Cosine(network.head.in_features, 5)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert not divide_logits(network, 4.0)
+    assert not divide_logits(nn.Linear(2, 2), 4.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
