@@ -101,5 +101,5 @@ def test_on_a_cpu_the_arithmetic_stays_within_the_process_own_limit():
     """)
     assert printed[0] == "256"
     assert int(printed[1]) < 128  # nothing large was tried
-    assert 1000 < int(printed[2]) <= 1200
+    assert 1000 < int(printed[2]) < 1300  # what the trials gave back is free too
     assert printed[3] == "refused"
