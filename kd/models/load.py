@@ -102,7 +102,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
         spec.require_meaning(folder_config(folder if folder.is_dir() else folder.parent).get("problem_type") or "")
     if pretrained and spec.classes:
-        _check_pretrained_head(spec, network)
+        _settle_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
     config = data_config(network)
@@ -258,7 +258,7 @@ def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
     return list(names) if names else folder_classes(folder) if folder.is_dir() else None
 
 
-def _check_pretrained_head(spec: Spec, network: nn.Module) -> None:
+def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on.
 
     A student of other classes gets a fresh head, also where timm kept the one of as many classes.
