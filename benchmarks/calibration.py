@@ -16,13 +16,13 @@ import torch
 
 from _record import write
 from kd.engine.evaluate import calibration_error
-from kd.jobs import _parity
-from kd.jobs._folder import best_student, opened_run
-from kd.models.calibrate import temperature
-from kd.report.console import table
+from kd.export import parity as _parity
+from kd.export.calibrate import temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
+from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import Recipe
+from kd.text import table
 
 
 def one(path: Path) -> dict[str, Any]:

@@ -172,8 +172,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Export a student that was trained here and compare ONNX Runtime with PyTorch."""
-    from kd.jobs.export import Options
-    from kd.jobs.export import export as job
+    from kd.export.export import Options
+    from kd.export.export import export as job
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()

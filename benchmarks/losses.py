@@ -25,7 +25,7 @@ from kd import config
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
 from kd.jobs.train import train
-from kd.report.console import table
+from kd.text import table
 
 Terms = list[dict[str, Any]]
 CE: dict[str, Any] = {"kind": "ce"}

@@ -32,7 +32,7 @@ from kd.engine.meter import Meter
 from kd.engine.run import Run
 from kd.monitor.system import INTERVAL, Monitor, Sampler
 from kd.monitor.timeline import Timeline
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import distributed
 from kd.types import State
 

@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from _record import write
-from kd.pixels import centre_crop, to_rgb
+from kd.files.pixels import centre_crop, to_rgb
 from kd.serve.model import describe
 
 ARGS = {"patch_size": 8, "embed_dim": 96, "depth": 3, "num_heads": 3}
@@ -40,10 +40,10 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.artifacts.export import export
-    from kd.models import onnx
-    from kd.models.folder import export_files
+    from kd.export.folder import export
+    from kd.models import runtimes as onnx
     from kd.models.load import Spec, load
+    from kd.models.timm_folder import export_files
 
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"

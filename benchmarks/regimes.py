@@ -27,14 +27,14 @@ import torch
 from _record import write
 from kd import config
 from kd.artifacts.run_dir import RunDir
-from kd.jobs._folder import best_student
+from kd.export.export import Options, export
 from kd.jobs.cache import cache
-from kd.jobs.export import Options, export
 from kd.jobs.teach import teach
 from kd.jobs.train import train
-from kd.report.console import table
 from kd.setup.data import open_sources, views
+from kd.setup.finished import best_student
 from kd.setup.recipe import Recipe
+from kd.text import table
 
 REGIMES = {
     "both": {"train_images": 410, "imbalance": 30, "redundancy": 4},

@@ -31,8 +31,8 @@ from PIL import Image
 
 import kd
 from _record import HERE, write
+from kd.files.storage import read_rows
 from kd.host import cores
-from kd.storage import read_rows
 
 STEPS = 90
 PHOTOS = 160

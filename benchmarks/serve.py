@@ -84,10 +84,10 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights."""
     import torch
 
-    from kd.artifacts.export import export
-    from kd.models import onnx
-    from kd.models.folder import export_files
+    from kd.export.folder import export
+    from kd.models import runtimes as onnx
     from kd.models.load import Spec, load
+    from kd.models.timm_folder import export_files
 
     torch.manual_seed(0)
     student = load(Spec("student", name, {}, LABELS), size).eval()

@@ -25,7 +25,7 @@ from kd.losses.kl import KL
 from kd.models.classifier import Classifier, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import distributed
 from kd.types import Batch, State
 

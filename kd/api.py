@@ -27,15 +27,15 @@ from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
-from kd.jobs._distill import Result
-from kd.jobs._folder import different_keys, require_same
-from kd.jobs._observe import clock_of, where_the_time_went
+from kd.jobs.distill import Result
+from kd.jobs.folder import different_keys, require_same
+from kd.jobs.observe import clock_of, where_the_time_went
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.monitor.timeline import Timeline
 from kd.parts import build as build_part
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import assemble, distributed, run_length
 from kd.setup.data import fixed_batch, split_batch
 from kd.setup.gate import sift_context

@@ -34,8 +34,8 @@ from _record import write  # noqa: E402
 from kd import config  # noqa: E402
 from kd.jobs.teach import teach  # noqa: E402
 from kd.report import svg  # noqa: E402
-from kd.report.console import table  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
+from kd.text import table  # noqa: E402
 
 Row = dict[str, Any]
 ARMS: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kd.errors import RunError
-from kd.storage import atomic_folder, write_json
+from kd.files.storage import atomic_folder, write_json
 from kd.types import State
 
 FORMAT = 3

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kd import object_store
 from kd.errors import KdError, RunError
-from kd.storage import log
+from kd.files import object_store
+from kd.files.storage import log
 
 WHERE = "run.mirror"
 CONFIG = "config.yaml"

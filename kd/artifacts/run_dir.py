@@ -17,7 +17,7 @@ from torch import Tensor
 from kd.artifacts import checkpoint
 from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
-from kd.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
+from kd.files.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
 from kd.types import State
 
 

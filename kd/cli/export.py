@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd.jobs.export import Options, export
+        from kd.export.export import Options, export
 
         options = Options(
             onnx=given.onnx,
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
         if given.push:
-            from kd.artifacts.hub import push
+            from kd.export.hub import push
 
             print(f"uploaded to {push(exported.folder, given.push)}")
         print(f"load it:  timm.create_model('local-dir:{exported.folder}', pretrained=True)")

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         from kd import config
-        from kd.jobs.plan import plan
+        from kd.report.plan import plan
         from kd.setup.recipe import Recipe
 
         print(plan(Recipe(config.load(given.config, given.overrides)), given.on, given.mfu, given.run))
@@ -44,7 +44,7 @@ class _Listing(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         """Print and exit."""
-        from kd.jobs.plan import listing
+        from kd.report.plan import listing
 
         print(listing())
         parser.exit()

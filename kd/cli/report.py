@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [text for text in given.runs if "=" in text]
 
     def command() -> None:
-        from kd.jobs import report as job
-        from kd.report.console import table
+        from kd.report import report as job
+        from kd.text import table
 
         if given.price:
             print(table(job.prices(paths, overrides)))
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str]) -> None:
     from kd.errors import RunError
-    from kd.jobs.report import live_page
     from kd.report.live import LOOPBACK, server
+    from kd.report.report import live_page
 
     live_page(paths, LIVE_SECONDS, overrides)  # a wrong folder is told before anything is served
     try:

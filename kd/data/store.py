@@ -1,6 +1,6 @@
 """Decode once: a Source that keeps decoded pixels, on a disk or in memory, in front of one that decodes.
 
-One file a split, one record an image (`kd.storage.Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
+One file a split, one record an image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
 The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
 bytes, so no process waits for another. An image without a whole record is decoded (again).
 """
@@ -22,8 +22,8 @@ from PIL import Image, features
 
 from kd.contracts import Source
 from kd.errors import CorruptImage, DataError, RunError
-from kd.pixels import centre_crop
-from kd.storage import Records, Stop, disk_error, open_folder, record_bytes
+from kd.files.pixels import centre_crop
+from kd.files.storage import Records, Stop, disk_error, open_folder, record_bytes
 from kd.types import Decoded, Label
 
 FORMAT = 3

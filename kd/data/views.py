@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kd.contracts import Source
 from kd.errors import CorruptImage
-from kd.pixels import centre_crop
+from kd.files.pixels import centre_crop
 from kd.seeds import seed_from
 from kd.types import Sample
 

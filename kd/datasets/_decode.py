@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
-from kd.pixels import to_rgb
+from kd.files.pixels import to_rgb
 from kd.types import Decoded
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -62,7 +62,7 @@ def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -
 def decode(data: bytes, subject: str, where: str) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
-    How each kind of pixel becomes RGB is said in `kd.pixels`. Not handled: damage that leaves a JPEG decodable.
+    How each kind of pixel becomes RGB is said in `kd.files.pixels`. Not handled: damage that leaves a JPEG decodable.
 
     Args:
         data: the whole file.

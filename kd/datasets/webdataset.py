@@ -18,7 +18,7 @@ import numpy as np
 
 from kd.datasets._decode import Names, decode, fingerprint, label_images, name_labels, retried
 from kd.errors import DataError
-from kd.shards import Shard, find, members, read
+from kd.files.shards import Shard, find, members, read
 from kd.types import Decoded
 
 

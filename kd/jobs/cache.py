@@ -14,7 +14,7 @@ from kd.config import Config
 from kd.contracts import Backend
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
-from kd.jobs._table import complete, export_answers, require_path
+from kd.jobs.answers_table import complete, export_answers, require_path
 from kd.jobs.teach import obtain_teacher
 from kd.models.cache import CachedTeacher, Store
 from kd.models.load import Images

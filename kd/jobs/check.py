@@ -17,20 +17,19 @@ from kd.config.validate import Reads
 from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
 from kd.errors import CorruptImage, DataError
-from kd.jobs.plan import describe
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.classifier import Classifier, feature_shapes
 from kd.models.load import Images, Spec, load
 from kd.models.teacher import count_parameters
-from kd.report.record import clock, money
-from kd.report.trackers import check as check_trackers
+from kd.progress.trackers import check as check_trackers
 from kd.setup.build import distributed
 from kd.setup.cache import codec, price
 from kd.setup.data import BatchSplit, Data, keep_rules, open_sources, split_batch, train_transform
-from kd.setup.estimate import estimate, measure
+from kd.setup.estimate import describe, estimate, measure
 from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion, sizes
 from kd.setup.teacher import load_teacher
+from kd.text import clock, money
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
 """How long, and how many images at most, `--check` decodes to find damaged ones."""

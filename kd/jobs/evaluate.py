@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd import config
-from kd.jobs._folder import load_distillation, opened_run
 from kd.jobs.teach import obtain_teacher
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import build_run, distributed
 from kd.setup.data import open_data
+from kd.setup.finished import load_distillation, opened_run
 from kd.setup.recipe import Recipe
 
 

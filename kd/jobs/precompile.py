@@ -12,7 +12,7 @@ from kd.contracts import Backend, TeacherModel
 from kd.engine.precompile import precompile
 from kd.jobs.check import check
 from kd.jobs.teach import merge_teachers
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import build_run, distributed
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe

@@ -18,8 +18,8 @@ from kd.config import Config
 from kd.config.schema import TeacherSection
 from kd.contracts import Backend, TeacherModel
 from kd.errors import ConfigError, FolderInUse, RunError
-from kd.jobs._distill import distill
-from kd.jobs._folder import FREE, export_run, open_run
+from kd.jobs.distill import distill
+from kd.jobs.folder import FREE, export_run, open_run
 from kd.models.classifier import Ensemble
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data

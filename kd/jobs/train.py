@@ -9,18 +9,19 @@ from dataclasses import replace
 
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.jobs._distill import Result, distill
-from kd.jobs._folder import open_run
+from kd.files.storage import write_text
 from kd.jobs.check import check
-from kd.jobs.report import read
+from kd.jobs.distill import Result, distill
+from kd.jobs.folder import open_run
 from kd.jobs.teach import obtain_teacher
+from kd.progress.console import COLUMNS, scored_by
 from kd.references import redact
-from kd.report.console import COLUMNS, percent, scored_by, table
+from kd.report.report import read
 from kd.report.text import curves
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
-from kd.storage import write_text
+from kd.text import percent, table
 
 
 def train(settings: Config) -> Result:

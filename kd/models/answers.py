@@ -54,7 +54,7 @@ class Answers:
     made_for: Mapping[str, Any] = field(default_factory=dict)
     """What the pixels of the views go through; empty: an answer belongs to the whole image."""
     problem_type: str = ""
-    """One of `kd.models.folder.PROBLEM_TYPES`; empty: the table does not say."""
+    """One of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say."""
 
 
 def read(path: str, where: str) -> Answers:

@@ -1,7 +1,7 @@
 """The teacher is run once: its outputs, kept on a disk, are a Teacher too.
 
 Raw logits and features are kept, so that loss and temperature can change later. There is one file a view and one record
-an image (`kd.storage.Records`): named arrays. Outputs without a whole record are computed (again).
+an image (`kd.files.storage.Records`): named arrays. Outputs without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kd.contracts import Teacher
 from kd.errors import ModelError
-from kd.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
+from kd.files.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3

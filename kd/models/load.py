@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
-from kd.models.folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
+from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
 
 
 @dataclass(frozen=True, slots=True)

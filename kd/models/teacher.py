@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kd.contracts import TeacherModel
 from kd.errors import BackendError, MissingExtra
-from kd.models.onnx import quiet
+from kd.models.runtimes import quiet
 from kd.types import Batch, Outputs
 
 FP8_CAPABILITY = (8, 9)

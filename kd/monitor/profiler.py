@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from kd.storage import write_json
+from kd.files.storage import write_json
 
 log = logging.getLogger("kd")
 

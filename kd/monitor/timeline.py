@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from kd.files.storage import read_rows, write_text
 from kd.monitor.region import active, marked
-from kd.storage import read_rows, write_text
 from kd.types import UNKNOWN, Loading, State
 
 log = logging.getLogger("kd")

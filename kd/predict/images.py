@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kd import object_store, shards
 from kd.errors import DataError
+from kd.files import object_store, shards
 
 WHERE = "kd-predict"
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import FolderInUse, MissingExtra, RunError
-from kd.storage import atomic_file, disk_error
+from kd.files.storage import atomic_file, disk_error
 
 WHERE = "--to"
 FORMATS = (".csv", ".jsonl", ".parquet")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kd.report.console import percent
 from kd.report.record import Answers, RunRecord
 from kd.report.sections import card, section, table
 from kd.report.svg import esc, legend
+from kd.text import percent
 
 MOST_CLASSES = 24
 """Classes of a confusion matrix; of more, the most frequent confusions are listed."""

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd import instances
+from kd.progress.console import NAMES
 from kd.report import sections
 from kd.report.answers import answers
-from kd.report.console import NAMES, percent
-from kd.report.record import RunRecord, clock, differences, label_of, money, price_rows
+from kd.report.record import RunRecord, differences, label_of, price_rows
 from kd.report.sections import color, esc, section, table
 from kd.report.svg import legend
+from kd.text import clock, money, percent
 
 HERE = Path(__file__).parent
 

@@ -1,173 +1,191 @@
-"""How long a step takes on N devices, and what a run then costs: arithmetic alone.
-
-The model of a data-parallel step, all times in milliseconds, B images a step, N devices in H machines of D:
-
-    compute       = micro-batches x max(launch, fixed + image x B / N / micro-batches)
-    inside        = 2 (D - 1) / D x gradient / link           ring all-reduce between the devices of a machine
-    between       = 2 (H - 1) / H x gradient / network        one between machines; its D devices share the network
-    communication = inside + between + latency x buckets x 2 (D - 1 + H - 1)
-    exposed       = tail + max(0, communication - tail - backward)
-    step          = max(compute + exposed, load x B / N / cores)        on an accelerator
-    efficiency    = step of one device / (N x step)
-
-DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward
-pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a
-network that other jobs share, and small kernels that leave a part of a device idle.
-"""
+"""`kd-plan`: hours, cost and scaling efficiency of a configuration on rented machines, before one is rented."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from kd import instances
+from kd.errors import ConfigError, did_you_mean
+from kd.host import cores
 from kd.instances import Instance
-
-BUCKET_MIB = 25.0
-"""Of DDP, torch's default."""
-LATENCY_MS = 0.02
-"""Of one hop of a ring: an assumption."""
-LAUNCH_MS = 0.006
-"""Of starting one kernel: an assumption."""
-MFU = 0.35
-"""Share of a device's peak rate that training reaches where nothing was measured on it: an assumption."""
+from kd.report.report import read
+from kd.report.scaling import BUCKET_MIB, LATENCY_MS, MFU, Job, Line, StepCost, line, on, sizes
+from kd.setup.build import distributed
+from kd.setup.data import Data, open_sources, split_batch
+from kd.setup.estimate import Measured, describe, measure
+from kd.setup.recipe import Recipe
+from kd.text import money, percent, table
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """What a step costs on one device; times in milliseconds."""
-
-    fixed: float
-    """Of a micro-batch, however small: launches, the optimizer."""
-    image: float
-    """Of an image: teacher, student forward and backward."""
-    backward: float
-    """The part of `image` that is the student's backward pass."""
-    load: float
-    """Of loading an image in one process."""
-    gradient_mib: float
-    """What ranks reduce each step."""
-    launch: float = 0.0
-    """What a micro-batch takes at least, since the host must start so many kernels."""
-    gflop: float = 0.0
-    """Arithmetic of an image, GFLOP; 0: not counted."""
-    kernels: int = 0
-    """Operators of a micro-batch; 0: not counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """How devices are linked; infinite rates and no latency for a single device."""
-
-    link_gb_s: float
-    network_gb_s: float
-    latency_ms: float = LATENCY_MS
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One number of devices."""
-
-    machines: int
-    devices: int
-    compute_ms: float
-    communication_ms: float
-    exposed_ms: float
-    """The part of the communication that nothing hides."""
-    load_ms: float
-    step_ms: float
-    efficiency: float
-    """Time of one device / (time of this line x devices)."""
-    hours_epoch: float
-    hours: float
-    usd: float
-    """0: no price is known."""
-
-
-def links(instance: Instance) -> Links:
-    """Return the links of a kind of machine, one direction, in GB/s."""
-    return Links(instance.link_gb_s, instance.network_gbit_s / 8)
-
-
-def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
-    """Return what a step costs on a device of this kind, from its arithmetic and an assumed share of the peak rate."""
-    image = cost.gflop / (instance.tflops * mfu)  # GFLOP / (TFLOP/s) = ms
-    backward = image * cost.backward / cost.image
-    return replace(cost, fixed=0.0, image=image, backward=backward, launch=LAUNCH_MS * cost.kernels)
-
-
-def all_reduce_ms(mib: float, devices: int, machines: int, rates: Links) -> float:
-    """Return the milliseconds of reducing gradients over all devices of all machines.
+def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
+    """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
 
     Args:
-        mib: of the gradients.
-        devices: of one machine.
-        machines: as many of them.
-        rates: of the links.
+        recipe: what is trained.
+        place: the machine and, optionally, how many: ["p4d.24xlarge", "x4"].
+        mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
+        run: a run folder made on one or more such devices, whose step is taken instead.
+
+    Raises:
+        ConfigError: no such machine, several processes, or a batch that does not divide.
     """
-    buckets = -(-mib // BUCKET_MIB)
-    hops = 2 * (devices - 1 + machines - 1)
-    time = rates.latency_ms * buckets * hops
-    for count, rate in ((devices, rates.link_gb_s), (machines, rates.network_gb_s)):
-        if count > 1:
-            time += 2 * (count - 1) / count * mib * 2**20 / (rate * 1e6)  # bytes / (GB/s) in ms
-    return time
+    instance, machines = parse(place)
+    if recipe.price.per_hour:
+        instance = replace(instance, per_hour=recipe.price.per_hour)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "WORLD_SIZE", "is more than 1, but a plan measures one process", "", "Start it without torchrun"
+        )
+    if not 0 < mfu <= 1:
+        raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
+    data = open_sources(recipe.data)
+    split = split_batch(recipe.data, 1, len(data.train))
+    with distributed(recipe.backend) as backend:
+        found = measure(recipe, data, split, backend)
+    here = step_cost(found, recipe)
+    cost, told = of_run(run, here) if run is not None else elsewhere(instance, here, found, mfu)
+    job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
+    lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
+    return "\n".join([_table(lines, instance), "", told, *_assumptions(lines[-1], here, instance, job)])
 
 
-def exposed_ms(communication: float, mib: float, backward: float) -> float:
-    """Return the part of the communication that the backward pass of the last micro-batch does not hide."""
-    tail = communication * min(1.0, BUCKET_MIB / mib) if mib else 0.0
-    return tail + max(0.0, communication - tail - backward)
+def parse(place: Sequence[str]) -> tuple[Instance, int]:
+    """Return the machine and how many of `["p4d.24xlarge", "x4"]`.
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be trained."""
-
-    images: int
-    """Of an epoch."""
-    epochs: float
-    batch_size: int
-    micro_batch: int = 0
-    """Images of a forward on one device at most; 0: a device's whole share."""
-
-
-def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: int = 0) -> Line:
-    """Return what a number of devices makes of a job.
-
-    Args:
-        job: what is trained; its batch is divided over all devices.
-        cost: of a step on one such device.
-        instance: the kind of machine.
-        machines: how many.
-        devices: of each machine that work; 0: all.
+    Raises:
+        ConfigError: not in the table, or not a number.
     """
-    devices = devices or instance.devices
-    count = machines * devices
-    share = job.batch_size / count
-    micro = min(job.micro_batch or share, share)
-    compute = share / micro * max(cost.launch, cost.fixed + cost.image * micro)
-    communication = all_reduce_ms(cost.gradient_mib, devices, machines, links(instance)) if count > 1 else 0.0
-    exposed = exposed_ms(communication, cost.gradient_mib, cost.backward * micro)
-    load = cost.load * share / max(1.0, instance.vcpus / 2 / devices)
-    step = max(compute + exposed, load) if instance.tflops else compute + exposed + load
-    alone = step if count == 1 else line(job, cost, instance, 1, 1).step_ms
-    hours_epoch = job.images / job.batch_size * step / 3.6e6
-    return Line(
-        machines=machines,
-        devices=count,
-        compute_ms=compute,
-        communication_ms=communication,
-        exposed_ms=exposed,
-        load_ms=load,
-        step_ms=step,
-        efficiency=alone / (step * count),
-        hours_epoch=hours_epoch,
-        hours=hours_epoch * job.epochs,
-        usd=hours_epoch * job.epochs * machines * instance.per_hour,
+    name, *rest = place
+    instance = instances.find(name)
+    if instance is None:
+        near = did_you_mean(name, [one.removeprefix("ml.") for one in instances.TABLE]) or "See kd-plan --instances"
+        raise ConfigError("--on", f"no machine '{name}'", f"One of {', '.join(instances.TABLE)}", near)
+    text = rest[0] if rest else "x1"
+    count = re.fullmatch(r"x?([1-9][0-9]{0,3})", text)
+    if count is None or len(rest) > 1:
+        raise ConfigError("--on", f"'{' '.join(rest)}' is no number of machines", "x1 to x9999", "Such as x4")
+    return instance, int(count[1])
+
+
+def elsewhere(instance: Instance, here: StepCost, found: Measured, mfu: float) -> tuple[StepCost, str]:
+    """Return the cost of a step on a device of a machine, from what was measured here, and lines about it.
+
+    Raises:
+        ConfigError: the machine has no accelerator, and the step was measured on one.
+    """
+    told = f"step      measured here: {describe(found)}"
+    if not instance.tflops:
+        if found.accelerator:
+            wrong = f"{instance.name} has no accelerator, but the step is measured on {found.device}"
+            raise ConfigError("--on", wrong, "A CPU for a CPU", "Add backend.kind=cpu")
+        scale = cores() / (instance.vcpus / 2)
+        cost = replace(here, fixed=scale * here.fixed, image=scale * here.image, backward=scale * here.backward)
+        return (
+            cost,
+            f"{told}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
+        )
+    if found.accelerator:
+        return here, f"{told}\n          taken for a device of {instance.name} (an assumption where it is another one)"
+    cost = on(instance, here, mfu)
+    if found.uncounted:
+        told += f"\n          left out: the teacher, which runs in {found.uncounted}; --run RUN has it"
+    return cost, (
+        f"{told}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
+        f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
+        "          (assumptions: --mfu, or --run RUN made on such devices)"
     )
 
 
-def sizes(instance: Instance, machines: int) -> list[tuple[int, int]]:
-    """Return (machines, devices of each) to show: one device, one machine, then doubled up to all."""
-    counts = [2**power for power in range(machines.bit_length()) if 2**power < machines]
-    shown = [(1, 1), *((count, instance.devices) for count in [*counts, machines])]
-    return list(dict.fromkeys(shown))
+def listing() -> str:
+    """Return the table of machines."""
+    rows = [
+        {
+            "machine": one.name,
+            "USD/h": f"{one.per_hour:.3f}",
+            "devices": one.devices,
+            "TFLOP/s a device": f"{one.tflops:g}" if one.tflops else "-",
+            "link, GB/s": f"{one.link_gb_s:g}" if one.link_gb_s else "-",
+            "network, Gbit/s": f"{one.network_gbit_s:g}",
+            "vCPUs": one.vcpus,
+        }
+        for one in instances.TABLE.values()
+    ]
+    return (
+        f"{table(rows)}\n\nOn-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
+    )
+
+
+def step_cost(found: Measured, recipe: Recipe) -> StepCost:
+    """Return what was measured as the input of a plan."""
+    asked = "teacher" in recipe.needs
+    kept = recipe.teacher.cache.views
+    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+    return StepCost(
+        fixed=found.fixed,
+        image=found.step + (share * found.teacher if asked else 0.0),
+        backward=max(0.0, found.step - found.score),
+        load=found.load,
+        gradient_mib=found.gradient_mib,
+        gflop=found.gflop + (share * found.teacher_gflop if asked else 0.0),
+        kernels=found.kernels,
+    )
+
+
+def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
+    """Return the cost of a step as a run measured it on its devices, and a line about it.
+
+    Raises:
+        ConfigError: the run has no training rows yet.
+    """
+    run = read(path, -1)
+    if not run.images_per_second:
+        raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")
+    devices = int(run.manifest.get("world_size", 1))
+    image = 1000 * devices / run.images_per_second
+    told = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
+    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), told
+
+
+def _epochs(recipe: Recipe, data: Data, batch_size: int) -> float:
+    return recipe.run.images(len(data.train), batch_size) / len(data.train)
+
+
+def _table(lines: Sequence[Line], instance: Instance) -> str:
+    rows = [
+        {
+            "machines": one.machines,
+            "devices": one.devices,
+            "step, ms": f"{one.step_ms:.2f}",
+            "compute": f"{one.compute_ms:.2f}",
+            "not hidden communication": f"{one.exposed_ms:.3f}",
+            "loading": f"{one.load_ms:.2f}",
+            "efficiency": percent(one.efficiency),
+            "h an epoch": f"{one.hours_epoch:.4g}",
+            "hours": f"{one.hours:.4g}",
+            "USD": money(one.usd),
+        }
+        for one in lines
+    ]
+    return f"{instance.name}, USD {instance.per_hour:g} an hour for one\n\n{table(rows)}"
+
+
+def _assumptions(last: Line, here: StepCost, instance: Instance, job: Job) -> list[str]:
+    bound = "loading" if last.load_ms >= last.compute_ms + last.exposed_ms else "the step"
+    loading = (
+        f"{here.load:.2f} ms an image in one process" if here.load else "not measured: the images do not exist yet"
+    )
+    return [
+        f"gradient  {here.gradient_mib:.1f} MiB a step; a ring all-reduce takes {last.communication_ms:.3f} ms on "
+        f"{last.devices} devices; all but its last {BUCKET_MIB:g} MiB hide behind the backward pass",
+        f"links     {instance.link_gb_s:g} GB/s inside a machine, {instance.network_gbit_s:g} Gbit/s between machines, "
+        f"{1000 * LATENCY_MS:g} us a hop (assumptions, from product pages)",
+        f"loading   {loading}; {instance.vcpus / 2:g} cores a machine, each as fast as one here",
+        f"bound by  {bound}, on {last.devices} devices",
+        f"batch     {job.batch_size} images a step, divided over all devices; "
+        f"{job.images} images, {job.epochs:.3g} epochs",
+        "left out  fitting the teacher, evaluations, set-up, stragglers; one device costs its whole machine",
+    ]

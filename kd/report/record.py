@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
-from kd.report.console import scored_by
+from kd.progress.console import scored_by
+from kd.text import clock, money
 
 SPANS = (
     "data",
@@ -218,18 +219,3 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
             }
         )
     return rows
-
-
-def money(dollars: float) -> str:
-    """Return dollars with enough digits to compare: 12.34, 0.00123."""
-    return f"{dollars:,.2f}" if dollars >= 1 else f"{dollars:.3g}"
-
-
-def clock(seconds: float) -> str:
-    """Return seconds as text: 42 s, 4 min 42 s, 3 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

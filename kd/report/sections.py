@@ -6,10 +6,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kd.report.console import percent
-from kd.report.record import SPANS, RunRecord, clock, points, time_parts
-from kd.report.sifting import saving_text
+from kd.progress.sifting import saving_text
+from kd.report.record import SPANS, RunRecord, points, time_parts
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
+from kd.text import clock, percent
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kd.report.console import NAMES, percent, table
-from kd.report.record import RunRecord, clock, differences, points, price_rows, time_parts
+from kd.progress.console import NAMES
+from kd.report.record import RunRecord, differences, points, price_rows, time_parts
+from kd.text import clock, percent, table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

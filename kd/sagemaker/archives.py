@@ -11,8 +11,9 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd import exported, pixels
-from kd.storage import atomic_folder
+from kd.files import manifest as exported
+from kd.files import pixels
+from kd.files.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
 REQUIREMENTS = "timm>=1.0.26\nsafetensors>=0.4\npillow>=10\n"

@@ -24,8 +24,8 @@ try:
     from exported import MANIFEST, sha256, unchanged  # type: ignore[import-not-found]
     from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
 except ImportError:  # inside of kd
-    from kd.exported import MANIFEST, sha256, unchanged
-    from kd.pixels import centre_crop, to_rgb
+    from kd.files.manifest import MANIFEST, sha256, unchanged
+    from kd.files.pixels import centre_crop, to_rgb
 
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "config.json")

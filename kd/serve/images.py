@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from kd.pixels import centre_crop, to_rgb
+from kd.files.pixels import centre_crop, to_rgb
 from kd.serve.limits import Limits
 from kd.serve.problems import Problem
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kd.errors import MissingExtra, ModelError
-from kd.exported import MANIFEST, unchanged
+from kd.files.manifest import MANIFEST, unchanged
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""

@@ -14,13 +14,13 @@ import torch
 from kd.config.schema import TeacherSection
 from kd.contracts import Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
+from kd.files.storage import hashed_folder, record_bytes
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
 from kd.setup.data import Data, evenly_spaced, views
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session
 from kd.setup.teacher import TeacherReport
-from kd.storage import hashed_folder, record_bytes
 from kd.types import Batch
 
 CHECKED = 16

@@ -22,9 +22,9 @@ from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.data.workers import require_shared_memory
 from kd.errors import ConfigError, CorruptImage, DataError, RunError
+from kd.files.storage import hashed_folder
 from kd.host import cores, free_mib, shared_memory_mib
 from kd.models.load import Images
-from kd.storage import hashed_folder
 
 SAMPLE = 16
 """Training images that are decoded to estimate the size of a store."""

@@ -123,6 +123,14 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
     )
 
 
+def describe(found: Measured) -> str:
+    """Return what was measured in words."""
+    parts = [f"student {found.step:.3f}"]
+    parts += [f"teacher {found.teacher:.3f}"] if found.teacher else []
+    parts += [f"loading {found.load:.3f}"] if found.load else []
+    return f"{', '.join(parts)} ms an image, {found.precision}, {found.device}"
+
+
 def line_through(few: int, few_ms: float, count: int, count_ms: float) -> tuple[float, float]:
     """Return (fixed, per image) of the line through two measured sizes; a fixed part below 0 counts as none."""
     if count == few:

@@ -19,7 +19,7 @@ from kd.contracts import Backend, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, compile_forward, set_attention
 from kd.models.load import Images, Spec
-from kd.models.onnx import Exported
+from kd.models.runtimes import Exported
 from kd.models.teacher import LiveTeacher, NoTeacher, quantize
 from kd.setup.data import Data, evenly_spaced
 from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.models.classifier import resized
-from kd.models.folder import folder_config
 from kd.models.load import Spec
-from kd.models.onnx import graph_files, open_session
+from kd.models.runtimes import graph_files, open_session
+from kd.models.timm_folder import folder_config
 from kd.teachers._shared import (
     check_normalization,
     named,

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from kd.errors import ModelError
 from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
-from kd.models.folder import PROBLEM_TYPES
 from kd.models.load import Spec
+from kd.models.timm_folder import PROBLEM_TYPES
 from kd.teachers._shared import named, read_names
 from kd.teachers._towers import FAILURES, Tower, library, loaded, preprocessing, quiet, read_config, vision_config
 

@@ -13,7 +13,7 @@ import yaml
 from pieces import tiny
 from ranks import HERE, environment, start
 
-from kd.storage import lock
+from kd.files.storage import lock
 
 OURS = "data.kind=outside.signalling"
 

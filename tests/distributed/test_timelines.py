@@ -7,7 +7,7 @@ import json
 import pytest
 from world_runs import STEPS
 
-from kd.storage import read_rows
+from kd.files.storage import read_rows
 
 
 def test_each_rank_leaves_its_timeline(plain):

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from kd import config
 from kd.errors import ModelError
-from kd.jobs import _graphs
-from kd.jobs.export import export
+from kd.export import graphs as _graphs
+from kd.export.export import export
 from kd.jobs.train import train
-from kd.models import onnx
+from kd.models import runtimes as onnx
 
 
 def files(folder: Path) -> set[str]:

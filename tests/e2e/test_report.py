@@ -10,9 +10,9 @@ from pathlib import Path
 import chromium
 import pytest
 
-from kd.jobs.report import live_page
 from kd.report.live import server
-from kd.report.record import money
+from kd.report.report import live_page
+from kd.text import money
 
 CHARTS = """
 Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>

@@ -21,7 +21,7 @@ from serving import Running
 import kd
 from kd import config
 from kd.errors import KdError, ModelError
-from kd.jobs.export import Options, export
+from kd.export.export import Options, export
 from kd.jobs.train import train
 from kd.sagemaker import handler
 from kd.serve import client

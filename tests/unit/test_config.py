@@ -17,7 +17,7 @@ from kd.config import Config, dump, explain, load, schema, to_dict
 from kd.config.load import _out_of_range
 from kd.errors import ConfigError, ConfigErrors, KdError, RunError
 from kd.host import environment
-from kd.jobs._folder import open_run
+from kd.jobs.folder import open_run
 from kd.references import redact
 from kd.setup.recipe import Recipe
 

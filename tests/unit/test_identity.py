@@ -14,7 +14,7 @@ import yaml
 from kd import config
 from kd.config import Config
 from kd.data.store import identity
-from kd.jobs._folder import FREE
+from kd.jobs.folder import FREE
 from kd.jobs.teach import fit_key
 from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load

@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from kd import object_store
 from kd.errors import DataError, MissingExtra, RunError
+from kd.files import object_store
 
 
 class Failing(io.BytesIO):

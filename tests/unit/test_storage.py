@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kd.errors import RunError
-from kd.storage import (
+from kd.files.storage import (
     Records,
     Stop,
     atomic_folder,

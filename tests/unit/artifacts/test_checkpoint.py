@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kd.artifacts import checkpoint
-from kd.artifacts.export import export
 from kd.errors import RunError
+from kd.export.folder import export
 from kd.types import State
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from kd.artifacts import checkpoint
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
-from kd.storage import atomic_folder, recover
+from kd.files.storage import atomic_folder, recover
 from kd.types import State
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EBUSY, errno.EINVAL)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd import object_store
 from kd.artifacts.run_dir import RunDir
 from kd.errors import DataError, RunError
+from kd.files import object_store
 from kd.types import State
 
 URL = "s3://bucket/runs/tiny"

@@ -26,9 +26,9 @@ from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, ope
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.datasets import imagefolder
 from kd.errors import CorruptImage, DataError, RunError
+from kd.files.storage import Records
 from kd.setup.build import build_backend
 from kd.setup.data import Data, open_store
-from kd.storage import Records
 from kd.types import Decoded, Plan
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from kd.datasets import _decode
 from kd.datasets.webdataset import Options, build
 from kd.errors import CorruptImage, DataError, KdError
-from kd.shards import _expand_braces
+from kd.files.shards import _expand_braces
 
 
 def png(color: int, kind: str = "PNG") -> bytes:

@@ -13,7 +13,7 @@ from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.engine.run import Run
 from kd.jobs.teach import obtain_teacher
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.recipe import Recipe

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from kd.errors import RunError
+from kd.files.storage import Records, record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
-from kd.storage import Records, record_bytes
 from kd.types import Batch
 
 IMAGES, CLASSES = 40, 5

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from kd.models.calibrate import HIGHEST, LOWEST, divide_logits, temperature
+from kd.export.calibrate import HIGHEST, LOWEST, divide_logits, temperature
 
 
 def drawn(images=20_000, classes=7, scale=1.0):

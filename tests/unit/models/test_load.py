@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kd.errors import ModelError
 from kd.models.classifier import digest
-from kd.models.folder import export_files, folder_classes
 from kd.models.load import Spec, load
+from kd.models.timm_folder import export_files, folder_classes
 
 NAME = "vit_tiny_patch16_224"
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}

@@ -11,8 +11,8 @@ import torch
 from pieces import Asks
 
 from kd.errors import MissingExtra, ModelError
-from kd.jobs._parity import Row, check_drop, check_exact
-from kd.models import onnx
+from kd.export.parity import Row, check_drop, check_exact
+from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 

@@ -15,7 +15,7 @@ from pieces import Asks
 from kd.errors import BackendError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, compile_forward
 from kd.models.load import Spec, load
-from kd.models.onnx import Exported, exported
+from kd.models.runtimes import Exported, exported
 from kd.models.teacher import LiveTeacher, packaged, quantize, require_fp8
 from kd.types import Batch
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kd.jobs import _observe
-from kd.storage import read_rows
+from kd.files.storage import read_rows
+from kd.jobs import observe as _observe
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

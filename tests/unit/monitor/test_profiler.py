@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kd
+from kd.files.storage import read_rows
 from kd.monitor.profiler import POINTS, Profiler, thinned
 from kd.monitor.timeline import Timeline
-from kd.storage import read_rows
 from kd.types import State
 
 

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from kd.files.storage import read_rows
 from kd.host import cores
 from kd.monitor.system import Monitor, Sampler, file_name
-from kd.storage import read_rows
 
 REPORT = {  # the keys of AWS's user guide of neuron-monitor
     "neuron_runtime_data": [

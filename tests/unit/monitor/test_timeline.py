@@ -10,9 +10,9 @@ import time
 import pytest
 
 import kd
+from kd.files.storage import read_rows
 from kd.monitor.region import active
 from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe
-from kd.storage import read_rows
 from kd.types import Loading, State
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")

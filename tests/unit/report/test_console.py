@@ -7,7 +7,8 @@ import re
 
 from rich.console import Console as RichConsole
 
-from kd.report.console import Console, percent, table
+from kd.progress.console import Console
+from kd.text import percent, table
 from kd.types import State
 
 TRAIN = {"loss": 1.5, "kl": 1.25, "accuracy": 0.5, "lr": 1e-3, "images_per_second": 123.4, "grad_norm": 2.0}

@@ -6,8 +6,8 @@ import pytest
 
 from kd import config, instances
 from kd.instances import Instance
-from kd.jobs.plan import step_cost
-from kd.report.plan import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
+from kd.report.plan import step_cost
+from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
 from kd.setup.estimate import Measured, line_through
 from kd.setup.recipe import Recipe
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kd.report.record import Answers, RunRecord, clock, differences, money, price_rows, time_parts
+from kd.report.record import Answers, RunRecord, differences, price_rows, time_parts
 from kd.report.text import curves, sparkline, summary, where_time_went
+from kd.text import clock, money
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}

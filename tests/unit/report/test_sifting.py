@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from PIL import Image
 
-from kd.report.sifting import describe, describe_images, extremes, sheet
+from kd.progress.sifting import describe, describe_images, extremes, sheet
 
 EPOCHS = [
     {"trained": 96.0, "candidates": 96.0, "effective": 96.0, "seconds": 10.0},

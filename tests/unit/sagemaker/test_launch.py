@@ -14,7 +14,7 @@ import yaml
 
 from kd import config
 from kd.errors import ConfigErrors, RunError
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.sagemaker import aws as sending
 from kd.sagemaker import launch
 from kd.types import State

@@ -113,7 +113,7 @@ def test_labels_of_another_number(copy):
 
 def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
     pytest.importorskip("openvino", reason="openvino is not installed")
-    from kd.models import onnx
+    from kd.models import runtimes as onnx
 
     folder = Path(shutil.copytree(exported, tmp_path / "export"))
     onnx.write_openvino(folder / "model.onnx", folder / "openvino.xml")

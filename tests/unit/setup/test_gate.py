@@ -7,7 +7,7 @@ import torch
 
 from kd import config
 from kd.artifacts.memory import Memory
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.gate import saving

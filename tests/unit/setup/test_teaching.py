@@ -19,7 +19,7 @@ from kd.artifacts.memory import Memory
 from kd.engine.loop import train
 from kd.errors import ConfigError, KdError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, Ensemble
-from kd.report.console import Console
+from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources, split_batch
 from kd.setup.modes import ExecutionMode, Workload, compare, require, worth_trying
@@ -272,7 +272,7 @@ def test_without_a_compiler(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
     script = (
         "import sys; from kd import config; from kd.errors import KdError\n"
-        "from kd.artifacts.memory import Memory; from kd.report.console import Console\n"
+        "from kd.artifacts.memory import Memory; from kd.progress.console import Console\n"
         "from kd.setup.build import build_backend, build_run; from kd.setup.data import open_sources\n"
         "from kd.setup.recipe import Recipe; from kd.setup.teacher import load_teacher\n"
         "for mode in ('auto', 'on'):\n"

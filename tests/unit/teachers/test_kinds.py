@@ -19,9 +19,9 @@ import kd
 from kd import config
 from kd.errors import KdError, ModelError
 from kd.jobs.check import check
-from kd.jobs.plan import plan
 from kd.models.answers import Answers, read, write
 from kd.models.classifier import main_output
+from kd.report.plan import plan
 from kd.setup.data import open_sources
 from kd.setup.recipe import Recipe
 from kd.setup.teacher import load_teacher

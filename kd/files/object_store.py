@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kd.errors import DataError, MissingExtra
-from kd.storage import atomic_file
+from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'kd[sagemaker]'", "gs": "pip install gcsfs"}

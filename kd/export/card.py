@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kd.report.console import COLUMNS, percent, scored_by
+from kd.progress.console import COLUMNS, scored_by
+from kd.text import percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kd.report.console import percent, table
+from kd.text import percent, table
 
 SHOWN = 24
 """Number of images of each kind on the sheet."""

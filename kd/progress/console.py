@@ -6,13 +6,13 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kd.progress.trackers import Trackers
 from kd.references import redact
-from kd.report.trackers import Trackers
+from kd.text import percent
 from kd.types import State
 
 NAMES = {"accuracy": "accuracy", "map": "mAP", "knn": "knn"}
@@ -148,21 +148,3 @@ def _validation_text(values: Mapping[str, float]) -> str:
 def scored_by(values: Mapping[str, float]) -> str:
     """Return the name of the value that says how good a validation row is."""
     return next((name for name in NAMES if name in values), "agreement")
-
-
-def percent(share: float) -> str:
-    """Return 0.934 as `93.4 %`."""
-    return f"{100 * share:.1f} %"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as an aligned Markdown table, for terminals and report.md."""
-    columns = list(rows[0])
-    cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    aligned = [
-        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
-        for line in cells
-    ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kd import config
-from kd.artifacts import export as artifact
 from kd.errors import RunError
+from kd.export import folder as artifact
+from kd.export import graphs as _graphs
 from kd.host import environment, versions
-from kd.jobs import _graphs
-from kd.jobs._folder import best_student, opened_run
-from kd.models import onnx
+from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier, digest
-from kd.models.folder import export_files
+from kd.models.timm_folder import export_files
+from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import Recipe
 
 

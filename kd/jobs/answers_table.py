@@ -13,8 +13,8 @@ from kd.data.loader import LocalLoader, evaluation_plan
 from kd.errors import ModelError, RunError
 from kd.models.answers import Answers, write
 from kd.models.cache import Store
-from kd.models.folder import PROBLEM_TYPES
 from kd.models.load import Images
+from kd.models.timm_folder import PROBLEM_TYPES
 from kd.types import Outputs
 
 ROWS = 1024

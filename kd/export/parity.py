@@ -15,10 +15,10 @@ from kd.data.views import Views
 from kd.engine import evaluate
 from kd.engine.label_sets import score, thresholds
 from kd.errors import DataError, ModelError
-from kd.models.calibrate import divide_logits, temperature
+from kd.export.calibrate import divide_logits, temperature
 from kd.models.classifier import Classifier
-from kd.report.console import percent
 from kd.setup.data import Data, evenly_spaced
+from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16

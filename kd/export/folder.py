@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kd.artifacts.checkpoint import save_tensors
 from kd.errors import RunError
-from kd.exported import MANIFEST, checksum, sha256
-from kd.storage import atomic_folder, write_json
+from kd.files.manifest import MANIFEST, checksum, sha256
+from kd.files.storage import atomic_folder, write_json
 
 
 def export(

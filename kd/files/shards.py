@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kd import object_store
 from kd.errors import DataError, did_you_mean
-from kd.storage import disk_error, lock, log, recover
+from kd.files import object_store
+from kd.files.storage import disk_error, lock, log, recover
 
 BLOCK = 512
 """Bytes of a tar block; headers and contents begin on its multiples."""

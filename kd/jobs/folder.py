@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from kd import config
-from kd.artifacts import export as artifact
 from kd.artifacts.run_dir import RunDir
-from kd.config import Config
-from kd.engine.criterion import Distillation
-from kd.errors import KdError, RunError
-from kd.host import environment
-from kd.models.classifier import Classifier, digest
-from kd.models.folder import export_files
-from kd.object_store import join
+from kd.errors import RunError
+from kd.export import folder as artifact
+from kd.files.object_store import join
+from kd.models.timm_folder import export_files
 from kd.references import written
+from kd.setup.finished import best_student, parse
 from kd.setup.recipe import Recipe, hashes
-from kd.setup.student import build_student
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 # Where the data lies is one of them: its content is compared by its fingerprint.
@@ -61,44 +50,13 @@ def open_run(recipe: Recipe, rank: int) -> Iterator[RunDir]:
     folder = RunDir(recipe.path, rank, recipe.run.keep, mirror)
     folder.restore_copy()
     stored = folder.stored_config()
-    differences = different_keys(Recipe(_parse(folder, stored)).keys, recipe.keys) if stored is not None else []
+    differences = different_keys(Recipe(parse(folder, stored)).keys, recipe.keys) if stored is not None else []
     folder.open(recipe.yaml, [*differences, *changed_values(stored or "", recipe)])
     try:
         yield folder
         folder.complete_copy()
     finally:
         folder.close()
-
-
-def opened_run(path: Path) -> tuple[RunDir, Config]:
-    """Open a finished or interrupted run folder for reading.
-
-    Raises:
-        RunError: it is not a run folder.
-    """
-    folder = RunDir(path)
-    stored = folder.stored_config()
-    if stored is None:
-        remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
-        raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
-    return folder, _parse(folder, stored)
-
-
-def _parse(folder: RunDir, text: str) -> Config:
-    """Load a stored configuration.
-
-    Raises:
-        RunError: it was changed by hand, or by another version of kd.
-    """
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.create(text))
-        return config.load(content if isinstance(content, dict) else {}, here=False)
-    except (YAMLError, OmegaConfBaseException, KdError) as error:
-        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
-        remedy = "Restore it, or choose another run.name"
-        raise RunError(
-            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
-        ) from error
 
 
 def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -131,35 +89,3 @@ def export_run(folder: RunDir, recipe: Recipe, target: Path, classes: Sequence[s
     student, provenance = best_student(folder, recipe, classes)
     content, weights = export_files(student.network, classes, recipe.data.eval_crop, recipe.reads.sigmoid)
     artifact.export(target, content, weights, provenance)
-
-
-def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
-    state, tensors, _ = folder.best()
-    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    answers = classes if recipe.reads.student_logits else ()
-    student = build_student(section, recipe.seed, answers, recipe.data.image_size)
-    load_student(student, tensors)
-    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
-    provenance = {
-        "kd": environment()["packages"]["kd"],
-        "step": state.step,
-        "metrics": rows[-1] if rows else {},
-        "run": recipe.name,
-        "digest": digest(student.network),
-        "eval_crop": recipe.data.eval_crop,
-    }
-    return student, provenance
-
-
-def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
-    prefix = "model."
-    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    load_student(distillation.student, tensors)
-
-
-def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the student's weights of a checkpoint, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

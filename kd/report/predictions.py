@@ -16,14 +16,14 @@ from PIL import Image
 from kd.artifacts.run_dir import RunDir
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
-from kd.jobs._folder import best_student
+from kd.files.storage import write_json
 from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.setup.data import Data, evenly_spaced, open_sources, views
+from kd.setup.finished import best_student
 from kd.setup.recipe import Recipe
 from kd.setup.teacher import load_teacher
-from kd.storage import write_json
 from kd.types import Batch
 
 FILE = "answers.json"

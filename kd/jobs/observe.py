@@ -17,6 +17,7 @@ from kd.artifacts.run_dir import RunDir
 from kd.contracts import Backend, Logger
 from kd.engine.run import Run
 from kd.errors import RunError
+from kd.files.storage import LAST, log, read_rows, write_json
 from kd.host import cores
 from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
@@ -24,7 +25,6 @@ from kd.monitor.profiler import Profiler
 from kd.monitor.rules import find
 from kd.monitor.timeline import APART, Timeline
 from kd.setup.recipe import Recipe
-from kd.storage import LAST, log, read_rows, write_json
 from kd.types import BackendFacts, Loading, State
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17

@@ -11,14 +11,14 @@ from typing import Any
 
 from kd import config
 from kd.errors import RunError
-from kd.jobs._answers import answers
-from kd.jobs._folder import opened_run
+from kd.files.storage import read_rows, write_text
 from kd.references import redact
 from kd.report import text
 from kd.report.page import render
+from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
+from kd.setup.finished import opened_run
 from kd.setup.recipe import Recipe
-from kd.storage import read_rows, write_text
 
 BASELINE = "labels_only"
 """Folder of the baseline inside a run folder."""

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from kd.artifacts.run_dir import RunDir
 from kd.errors import ConfigError, RunError
+from kd.export import parity as _parity
+from kd.export.card import Card, render
 from kd.host import processor
-from kd.jobs import _parity
-from kd.models import onnx
+from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
+from kd.progress.console import scored_by
 from kd.references import written
-from kd.report.card import Card, render
-from kd.report.console import scored_by
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kd.jobs.export import Options
+    from kd.export.export import Options
 
 CALIBRATION_IMAGES = 1000
 ONNX, INT8, OPENVINO, PT2 = "model.onnx", "model.int8.onnx", "openvino.xml", "model.pt2"

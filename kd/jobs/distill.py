@@ -19,17 +19,18 @@ from kd.engine.run import Run
 from kd.engine.snapshot import agree
 from kd.errors import DataError, ModelError, RunError
 from kd.host import environment
-from kd.jobs._folder import require_same
-from kd.jobs._observe import Observer
+from kd.jobs.folder import require_same
+from kd.jobs.observe import Observer
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.report.console import NAMES, Console, embedding_text, percent
-from kd.report.sifting import describe, describe_images, extremes, sheet
-from kd.report.trackers import Trackers
+from kd.progress.console import NAMES, Console, embedding_text
+from kd.progress.sifting import describe, describe_images, extremes, sheet
+from kd.progress.trackers import Trackers
 from kd.setup.build import build_run
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe
+from kd.text import percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,86 @@
+"""A finished or interrupted run, read: its configuration, its best student."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from kd import config
+from kd.artifacts.run_dir import RunDir
+from kd.config import Config
+from kd.engine.criterion import Distillation
+from kd.errors import KdError, RunError
+from kd.host import environment
+from kd.models.classifier import Classifier, digest
+from kd.setup.recipe import Recipe
+from kd.setup.student import build_student
+
+
+def opened_run(path: Path) -> tuple[RunDir, Config]:
+    """Open a finished or interrupted run folder for reading.
+
+    Raises:
+        RunError: it is not a run folder.
+    """
+    folder = RunDir(path)
+    stored = folder.stored_config()
+    if stored is None:
+        remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
+        raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
+    return folder, parse(folder, stored)
+
+
+def parse(folder: RunDir, text: str) -> Config:
+    """Load a stored configuration.
+
+    Raises:
+        RunError: it was changed by hand, or by another version of kd.
+    """
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.create(text))
+        return config.load(content if isinstance(content, dict) else {}, here=False)
+    except (YAMLError, OmegaConfBaseException, KdError) as error:
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        remedy = "Restore it, or choose another run.name"
+        raise RunError(
+            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
+        ) from error
+
+
+def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
+    state, tensors, _ = folder.best()
+    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
+    answers = classes if recipe.reads.student_logits else ()
+    student = build_student(section, recipe.seed, answers, recipe.data.image_size)
+    load_student(student, tensors)
+    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
+    provenance = {
+        "kd": environment()["packages"]["kd"],
+        "step": state.step,
+        "metrics": rows[-1] if rows else {},
+        "run": recipe.name,
+        "digest": digest(student.network),
+        "eval_crop": recipe.data.eval_crop,
+    }
+    return student, provenance
+
+
+def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    prefix = "model."
+    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_student(distillation.student, tensors)
+
+
+def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the student's weights of a checkpoint, averaged ones first."""
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
+    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

@@ -1,0 +1,38 @@
+"""Numbers and rows as text, for a person. Imports nothing of kd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def percent(share: float) -> str:
+    """Return 0.934 as `93.4 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as an aligned Markdown table, for terminals and report.md."""
+    columns = list(rows[0])
+    cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    aligned = [
+        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+        for line in cells
+    ]
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])
+
+
+def money(dollars: float) -> str:
+    """Return dollars with enough digits to compare: 12.34, 0.00123."""
+    return f"{dollars:,.2f}" if dollars >= 1 else f"{dollars:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as text: 42 s, 4 min 42 s, 3 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
