@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
-VALUES = {"errors", "types", "seeds", "text", "references", "host", "instances", "files", "contracts"}
+VALUES = {"errors", "types", "seeds", "text", "scores", "references", "host", "instances", "files", "contracts"}
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "tasks", "backends"}
 FLOOR = ("models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
 BELOW_SETUP = VALUES | {"parts", "config", *FLOOR}
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "types": set(),
     "seeds": set(),
     "text": set(),
+    "scores": {"text"},
     "instances": set(),
     "references": set(),
     "host": {"references"},

@@ -1,0 +1,72 @@
+"""The columns of a validation row: which scores a task has, how each is shown, and which one decides.
+
+A row holds the student's scores under their keys, a teacher's with `teacher_` before them (those of a second teacher
+with `_2` behind), and scores of the student against its teacher. Whatever shows a row draws from the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kd.text import percent
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One score."""
+
+    key: str
+    """In a validation row."""
+    title: str
+    unit: str = "%"
+    """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
+    meaning: str = ""
+    """A noun phrase behind the value, for report and model card; empty: the title says it."""
+
+    def text(self, value: float) -> str:
+        """Return the value with its unit."""
+        return percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The columns of a task."""
+
+    own: tuple[Column, ...]
+    """Of one model against the labels. The first decides which checkpoint is the best; larger is better."""
+    pair: tuple[Column, ...]
+    """Of the student against its teacher. The first decides where there are no labels."""
+    note: str = ""
+    """How the own scores are computed, one sentence for the model card; empty: everybody knows."""
+
+    def decides(self, labelled: bool) -> Column:
+        """Return the column that decides which checkpoint is the best."""
+        return (self.own if labelled else self.pair)[0]
+
+    def deciding(self, row: Mapping[str, Any]) -> Column:
+        """Return the column that decides, as a validation row shows it."""
+        return self.decides(self.own[0].key in row)
+
+    def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
+        found, number = {}, 1
+        while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
+            end = f"_{number}" if number > 1 else ""
+            keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
+            values = {key: row[name] for key, name in keys.items() if name in row}
+            if values:
+                found[f"teacher {number}" if end else "teacher"] = values
+            number += 1
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Return the columns as JSON values, for manifest.json of a run."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any]) -> Scores:
+        """Read what `record` returned."""
+        own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
+        return cls(own, pair, recorded.get("note", ""))
