@@ -70,3 +70,19 @@ class Scores:
         """Read what `record` returned."""
         own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
         return cls(own, pair, recorded.get("note", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphScores:
+    """How an exported graph answers beside PyTorch, on the same images."""
+
+    facts: dict[str, float]
+    """For manifest.json of an export, by name."""
+    decides: str
+    """The name in `facts` of the score that a quantized graph may lose a little of."""
+    title: str
+    """Of that score."""
+    summary: str
+    """For a person: `same top-1 on 200 of 200 validation images`."""
+    others: int = 0
+    """Images that get another answer."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from kd.backends._cuda import CUDA
 from kd.types import BackendFacts
 
-FACTS = BackendFacts(gpu=True)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -16,6 +14,11 @@ class Options:
 
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:

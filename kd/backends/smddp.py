@@ -18,7 +18,6 @@ from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
 from kd.types import BackendFacts
 
-FACTS = BackendFacts(gpu=True)
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
 
@@ -59,6 +58,11 @@ class SMDDP(DDPBackend):
             why = "does not support the all-gather of a sharded teacher (_allgather_base)"
         remedy = "Set backend.kind=cuda, or keep the teacher whole"
         raise BackendError(key, f"is {value}, but smddp {why}", "Backends that divide it: cpu, cuda, neuron", remedy)
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

@@ -43,7 +43,6 @@ except ImportError as error:
 else:
     _import_error = None
 
-FACTS = BackendFacts(compiles=True)
 NEVER = 2**31
 """Batches between the device loader's own graph cuts; practically none."""
 
@@ -352,6 +351,11 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
         for index, named in state["state"].items()
     }
     return {**state, "state": entries}
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(compiles=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:

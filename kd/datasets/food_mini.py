@@ -26,7 +26,7 @@ from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION, file_name
 from kd.errors import DataError
 from kd.host import cores
-from kd.types import Decoded, Label
+from kd.types import DatasetFacts, Decoded, Label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +200,11 @@ def _move(draft: Path, folder: Path) -> None:
     except OSError:
         if not (folder / "manifest.json").is_file():  # else another process was faster, with the same pictures
             raise
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set" if options.label_sets else "class")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:

@@ -18,6 +18,7 @@ import numpy as np
 from kd.datasets._decode import hold_out
 from kd.datasets._folder import ImageFolder, check_root, scan
 from kd.errors import DataError, did_you_mean
+from kd.types import DatasetFacts
 
 Found = dict[str, "set[str] | None"]
 """The labels of each file; None: nobody knows them."""
@@ -50,10 +51,10 @@ class Options:
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
 
-    @property
-    def label_sets(self) -> bool:
-        """An image has a set of labels."""
-        return True
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

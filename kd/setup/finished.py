@@ -57,18 +57,17 @@ def parse(folder: RunDir, text: str) -> Config:
 def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    answers = classes if recipe.reads.student_logits else ()
-    student = build_student(section, recipe.seed, answers, recipe.data.image_size)
+    section, data = replace(recipe.student.section, init="scratch", checkpoint=""), recipe.data.section
+    student = build_student(replace(recipe.student, section=section, features=()), classes, data.image_size)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
         "kd": environment()["packages"]["kd"],
         "step": state.step,
         "metrics": rows[-1] if rows else {},
-        "run": recipe.name,
+        "run": recipe.record.name,
         "digest": digest(student.network),
-        "eval_crop": recipe.data.eval_crop,
+        "eval_crop": data.eval_crop,
     }
     return student, provenance
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kd.errors import ConfigError
 from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, SiftContext
+from kd.types import Plan, SiftContext, SifterFacts
 
 NEVER = -1
 CONFIRMATIONS = 3
@@ -187,6 +187,11 @@ class History(Planned):
 
 
 _TABLE = ("loss", "mean", "seen", "observed", "visits", "fresh")
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_class=options.balance)
 
 
 def build(options: Options, context: SiftContext) -> History:

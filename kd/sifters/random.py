@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, SiftContext
+from kd.types import Plan, SiftContext, SifterFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,11 @@ class Random(Planned):
         turn = torch.empty_like(ids)
         turn[by_class] = torch.arange(len(ids)) - (sizes.cumsum(0) - sizes)[label[by_class]]
         return turn
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_class=options.balance)
 
 
 def build(options: Options, context: SiftContext) -> Random:

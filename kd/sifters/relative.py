@@ -16,7 +16,7 @@ from torch import Tensor
 from kd.contracts import Score
 from kd.sifters._plan import everything
 from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
-from kd.types import Batch, Costs, Plan, SiftContext
+from kd.types import Batch, Costs, Plan, SiftContext, SifterFacts
 
 NO_EPOCH = -1
 
@@ -168,6 +168,11 @@ class Relative:
         parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}
         self.window.load_state_dict(parts)
         self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_entropy=options.score == "entropy", delay=options.sift_delay)
 
 
 def build(options: Options, context: SiftContext) -> Relative:
