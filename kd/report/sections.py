@@ -9,6 +9,7 @@ from typing import Any
 from kd.progress.sifting import saving_text
 from kd.report.record import SPANS, RunRecord, points, time_parts
 from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
+from kd.scores import Column
 from kd.text import clock, percent
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -58,9 +59,6 @@ def _left(name: str, text: Sequence[str]) -> str:
     return ' class="text"' if name in text else ""
 
 
-# ------------------------------------------------------------------------------------------------------------ findings
-
-
 def findings(runs: Sequence[RunRecord]) -> str:
     """Say first what the rules found."""
     if not any("findings" in run.manifest or run.findings or run.timeline for run in runs):
@@ -82,36 +80,29 @@ def findings(runs: Sequence[RunRecord]) -> str:
     return section("Findings", "", *found)
 
 
-# -------------------------------------------------------------------------------------------------------------- curves
-
-
 def curves(runs: Sequence[RunRecord]) -> str:
-    """Draw loss, accuracy and agreement over the steps."""
-    loss, agreement = [], []
-    scores: dict[str, list[Series]] = {"accuracy": [], "map": [], "f1_macro": []}
-    neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
-    for i, run in enumerate(runs):
-        loss.append(_line(run.name, color(i), run.train, "loss"))
-        for key, series in scores.items():
-            series.append(_line(run.name, color(i), run.val, key))
-            if run.baseline is not None:
-                series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, key))
-        agreement.append(_line(run.name, color(i), run.val, "agreement"))
-    for key, series in scores.items():
-        rows = [run.val[-1] for run in runs if run.val and f"teacher_{key}" in run.val[-1]]
-        teachers = {round(float(row[f"teacher_{key}"]), 3) for row in rows}
-        ends = [x for one in series for x in one.x]
-        for value in sorted(teachers)[:2] if ends else ():
-            series.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
-    cards = [
-        _chart("Training loss", loss, ""),
-        _chart("Validation accuracy", scores["accuracy"], "%"),
-        _chart("Validation mAP", scores["map"], "%"),
-        _chart("F1 at the threshold 0.5, mean of the classes", scores["f1_macro"], "%"),
-        _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
-        _chart("Agreement with the teacher", agreement, "%"),
-    ]
+    """Draw the loss and the scores over the steps."""
+    loss = [_line(run.name, color(i), run.train, "loss") for i, run in enumerate(runs)]
+    columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
+    cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
+
+
+def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
+    """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
+    series, teachers = [], set()
+    for i, run in enumerate(runs):
+        if column not in run.scores.columns:
+            continue
+        series.append(_line(run.name, color(i), run.val, column.key))
+        if run.baseline is not None:
+            series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
+        of_teachers = run.scores.of_teachers(run.val[-1]).values() if run.val else ()
+        teachers |= {round(float(values[column.key]), 3) for values in of_teachers if column.key in values}
+    last = max((x for one in series for x in one.x), default=0.0)
+    for value in sorted(teachers)[:2] if last else ():
+        series.append(Series("teacher", "--c4", [0, last], [value, value], dashed=True))
+    return _chart(f"Validation {column.title}", series, column.unit)
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
@@ -126,9 +117,6 @@ def _chart(title: str, series: Sequence[Series], unit: str) -> str:
         return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in drawn], unit))
     named = legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
     return card(title, lines(drawn, 350, 220, "step", unit), named)
-
-
-# ---------------------------------------------------------------------------------------------------------------- time
 
 
 def time(runs: Sequence[RunRecord]) -> str:
@@ -175,9 +163,6 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
     text = " ".join(told)
     chart = stack(layers, 1060, 240, "last step of the window", "ms")
     return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
-
-
-# ------------------------------------------------------------------------------------------------------------- machine
 
 
 def machine(runs: Sequence[RunRecord]) -> str:
@@ -265,9 +250,6 @@ def operators(runs: Sequence[RunRecord]) -> str:
     curve = lines(drawn, 1060, 180, "milliseconds of the profile", "MiB", True) if drawn else ""
     held = card("Allocated memory, MiB", curve, named) if drawn else ""
     return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
-
-
-# ------------------------------------------------------------------------------------------------------------- sifting
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:
