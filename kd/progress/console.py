@@ -29,7 +29,7 @@ class Console:
             title: name of the run, at the start of each line.
             quiet: show nothing (ranks other than 0).
             trackers: get every row of metrics; closed at the end.
-            scores: the columns of validation rows; may be set later. None: all keys of a row are shown.
+            scores: the columns of validation rows; may be set later. None: every key of a row is shown.
         """
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
         # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.

@@ -69,14 +69,16 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
 
 def curves(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], scores: Scores) -> str:
     """Return the curves of a run as sparklines, with first and last values; empty before the second row."""
-    drawn = {"loss": _curve(train, "loss")}
-    drawn |= {column.title: _curve(val, column.key, column.text) for column in scores.columns}
-    drawn |= {"step, ms": _curve(train, "step_ms"), "images/s": _curve(train, "images_per_second")}
-    drawn = {title: curve for title, curve in drawn.items() if curve}
-    width = max(map(len, drawn), default=0)
-    return (
-        "\n".join(["```", *(f"{title:{width}s} {curve}" for title, curve in drawn.items()), "```", ""]) if drawn else ""
-    )
+    lines = {
+        "loss": _curve(train, "loss"),
+        **{column.title: _curve(val, column.key, column.text) for column in scores.columns},
+        "step, ms": _curve(train, "step_ms"),
+        "images/s": _curve(train, "images_per_second"),
+    }
+    lines = {title: curve for title, curve in lines.items() if curve}
+    width = max(map(len, lines), default=0)
+    text = [f"{title:{width}s} {curve}" for title, curve in lines.items()]
+    return "\n".join(["```", *text, "```", ""]) if text else ""
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], key: str, text: Callable[[float], str] = "{:.4g}".format) -> str:

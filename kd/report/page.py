@@ -63,11 +63,11 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
         f"{machine.get('processor', '')}, {machine.get('cores', '?')} cores" if machine else "",
         f"kd {environment.get('packages', {}).get('kd', '')}" if environment else "",
     ]
-    named = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
+    names = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
     flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
-    return f'<header>{heading}{named}<div class="chips">{flag}{tags}</div></header>'
+    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div></header>'
 
 
 def _tiles(run: RunRecord) -> str:
@@ -79,11 +79,11 @@ def _tiles(run: RunRecord) -> str:
             tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
     if run.cost:
         tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
-    drawn = "".join(
+    content = "".join(
         f'<div class="tile"><b>{esc(value)}</b><span>{esc(name)}</span><small>{esc(small)}</small></div>'
         for value, name, small in tiles
     )
-    return f'<div class="tiles">{drawn}</div>' if drawn else ""
+    return f'<div class="tiles">{content}</div>' if content else ""
 
 
 def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:

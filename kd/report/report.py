@@ -45,7 +45,7 @@ def report(
     Args:
         paths: run folders.
         target: of the page; None: report.html in the first run folder.
-        images: validation images on which the models are asked, evenly spaced; 0: all.
+        images: validation images that the models answer, evenly spaced; 0: all.
         overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
 
     Raises:
@@ -74,7 +74,7 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[st
 
 
 def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = ()) -> str:
-    """Return the page of runs as they stand now; the models are not asked."""
+    """Return the page of runs as they stand now, without the models' answers."""
     with _damage_as_one_line(paths):
         return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
 
@@ -107,7 +107,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
     folder, stored = opened_run(path)
     recipe = Recipe(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
-    result = answers(folder, recipe, images) if images >= 0 and folder.best_row() else None
+    counted, note = answers(folder, recipe, images) if images >= 0 and folder.best_row() else (None, "")
     sheet = path / "sifting.jpg"
     return RunRecord(
         name=recipe.name,
@@ -122,10 +122,10 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
         findings=content(path / "findings.json", []),
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
-        answers=result.answers if result is not None else None,
+        answers=counted,
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1) if (path / BASELINE / "config.yaml").is_file() else None,
-        notes=(result.note,) if result is not None and result.note else (),
+        notes=(note,) if note else (),
     )
 
 
