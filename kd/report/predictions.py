@@ -36,8 +36,8 @@ MOST_PICTURES, SIDE = 24, 160
 def answers(folder: RunDir, recipe: Recipe, images: int) -> tuple[Answers | None, str]:
     """Return the predictions of the best student and its teacher, or None, and a note about what is missing.
 
-    They come from the run folder, or are computed now on one device.     `images` of the validation split are taken, evenly spaced; 0: all.
-    A teacher is loaded, never fitted.
+    They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
+    evenly spaced; 0: all. A teacher is loaded, never fitted.
     """
     if not (recipe.reads.student_logits and recipe.reads.teacher_logits) or recipe.reads.sigmoid:
         return None, ""  # an embedding, or a set of labels, is no answer to count
@@ -161,8 +161,16 @@ def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
             image = crop(data.val.decode(id).image, Random(0))
         except CorruptImage:
             continue
-        shares = stored["teacher_share"][i], stored["student_share"][i]
-        pictures.append(Picture(data.val.name(id), truth, teacher, shares[0], student, shares[1], _thumbnail(image)))
+        picture = Picture(
+            name=data.val.name(id),
+            truth=truth,
+            teacher=teacher,
+            teacher_share=stored["teacher_share"][i],
+            student=student,
+            student_share=stored["student_share"][i],
+            data=_thumbnail(image),
+        )
+        pictures.append(picture)
     return pictures
 
 
