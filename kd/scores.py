@@ -7,7 +7,7 @@ with `_2` behind), and scores of the student against its teacher. Whatever shows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kd.text import percent
@@ -22,7 +22,7 @@ class Column:
     title: str
     unit: str = "%"
     """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
-    meaning: str = ""
+    meaning: str = field(default="", compare=False)
     """A noun phrase behind the value, for report and model card; empty: the title says it."""
 
     def text(self, value: float) -> str:
@@ -47,7 +47,47 @@ class Scores:
 
     def deciding(self, row: Mapping[str, Any]) -> Column:
         """Return the column that decides, as a validation row shows it."""
-        return self.decides(self.own[0].key in row)
+        return self.decides(self.own[0].key in row or not self.pair)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of tables and charts: the own scores, and the first of the student against its teacher."""
+        return (*self.own, *self.pair[:1])
+
+    def cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return the values of `columns` that a row has as texts, by title."""
+        return {column.title: column.text(row[column.key]) for column in self.columns if column.key in row}
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""
+        first = self.own[0]
+        if first.key not in row:
+            return ", ".join(f"{column.title} {column.text(row[column.key])}" for column in self.pair_in(row))
+        teachers = [f"{name} {first.text(values[first.key])}" for name, values in self.of_teachers(row).items()]
+        beside = [f"{column.title} {column.text(row[column.key])}" for column in self.pair_in(row)[:1]]
+        text = f"{first.title} {first.text(row[first.key])}" + (f" ({', '.join(teachers)})" if teachers else "")
+        return ", ".join([text, *beside])
+
+    def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
+        """Return the columns of the student against its teacher that a row has."""
+        return [column for column in self.pair if column.key in row]
+
+    def against_teacher(self, row: Mapping[str, Any]) -> str:
+        """Return all scores of the student against its teacher as a sentence; empty where a row has none."""
+        parts = [
+            f"{column.title} {column.text(row[column.key])}" + (f" ({column.meaning})" if column.meaning else "")
+            for column in self.pair_in(row)
+        ]
+        return f"Student against its teacher: {', '.join(parts)}." if parts else ""
+
+    def table(self, models: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """Return the own scores of models, by name, as rows of a table; a score that no model has is left out."""
+        columns = [column for column in self.own if any(column.key in values for values in models.values())]
+        rows = []
+        for name, values in models.items():
+            cells = {one.title: one.text(values[one.key]) if one.key in values else "-" for one in columns}
+            rows.append({"model": name, **cells})
+        return rows
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
@@ -56,7 +96,7 @@ class Scores:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
             values = {key: row[name] for key, name in keys.items() if name in row}
-            if values:
+            if self.own[0].key in values:
                 found[f"teacher {number}" if end else "teacher"] = values
             number += 1
         return found

@@ -43,6 +43,9 @@ MAY_IMPORT = {
     "predict": {"errors", "files", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
+MAY_IMPORT["tasks_scores_tmp"] = {"scores"}  # removed when the tasks land
+for _unit in ("export", "jobs", "report"):
+    MAY_IMPORT[_unit] = MAY_IMPORT[_unit] | {"tasks_scores_tmp"}
 MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),

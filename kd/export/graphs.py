@@ -15,11 +15,11 @@ from kd.host import processor
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
-from kd.progress.console import scored_by
 from kd.references import written
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
+from kd.tasks_scores_tmp import stand_in
 
 if TYPE_CHECKING:
     from kd.export.export import Options
@@ -127,6 +127,7 @@ def card(
     target: Path,
 ) -> str:
     """Return the model card."""
+    scores = stand_in(recipe.reads.student_logits, recipe.reads.sigmoid)  # the task's
     baseline = RunDir(folder.path / "labels_only").metrics("val")
     commands = {"With timm": f"timm.create_model('local-dir:{target.name}', pretrained=True)"}
     if options.onnx:
@@ -147,7 +148,8 @@ def card(
             calibration=made.calibration,
             width=0 if student.num_classes else student.num_features,
             metrics=metrics,
-            baseline=max(baseline, key=lambda row: row[scored_by(row)]) if baseline else {},
+            scores=scores,
+            baseline=max(baseline, key=lambda row: row[scores.deciding(row).key], default={}),
             graphs=made.parity,
             eager_ms=made.eager_ms,
             processor=processor(),

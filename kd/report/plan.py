@@ -21,19 +21,19 @@ from kd.setup.recipe import Recipe
 from kd.text import money, percent, table
 
 
-def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
+def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
     """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
 
     Args:
         recipe: what is trained.
-        place: the machine and, optionally, how many: ["p4d.24xlarge", "x4"].
+        machine: its name and, optionally, how many: ["p4d.24xlarge", "x4"].
         mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
         run: a run folder made on one or more such devices, whose step is taken instead.
 
     Raises:
         ConfigError: no such machine, several processes, or a batch that does not divide.
     """
-    instance, machines = parse(place)
+    instance, machines = parse(machine)
     if recipe.price.per_hour:
         instance = replace(instance, per_hour=recipe.price.per_hour)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -45,21 +45,21 @@ def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | Non
     data = open_sources(recipe.data)
     split = split_batch(recipe.data, 1, len(data.train))
     with distributed(recipe.backend) as backend:
-        found = measure(recipe, data, split, backend)
-    here = step_cost(found, recipe)
-    cost, told = of_run(run, here) if run is not None else elsewhere(instance, here, found, mfu)
+        measured = measure(recipe, data, split, backend)
+    here = step_cost(measured, recipe)
+    cost, origin = of_run(run, here) if run is not None else elsewhere(instance, here, measured, mfu)
     job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
     lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
-    return "\n".join([_table(lines, instance), "", told, *_assumptions(lines[-1], here, instance, job)])
+    return "\n".join([_table(lines, instance), "", origin, *_assumptions(lines[-1], here, instance, job)])
 
 
-def parse(place: Sequence[str]) -> tuple[Instance, int]:
+def parse(machine: Sequence[str]) -> tuple[Instance, int]:
     """Return the machine and how many of `["p4d.24xlarge", "x4"]`.
 
     Raises:
         ConfigError: not in the table, or not a number.
     """
-    name, *rest = place
+    name, *rest = machine
     instance = instances.find(name)
     if instance is None:
         near = did_you_mean(name, [one.removeprefix("ml.") for one in instances.TABLE]) or "See kd-plan --instances"
@@ -71,30 +71,33 @@ def parse(place: Sequence[str]) -> tuple[Instance, int]:
     return instance, int(count[1])
 
 
-def elsewhere(instance: Instance, here: StepCost, found: Measured, mfu: float) -> tuple[StepCost, str]:
+def elsewhere(instance: Instance, here: StepCost, measured: Measured, mfu: float) -> tuple[StepCost, str]:
     """Return the cost of a step on a device of a machine, from what was measured here, and lines about it.
 
     Raises:
         ConfigError: the machine has no accelerator, and the step was measured on one.
     """
-    told = f"step      measured here: {describe(found)}"
+    origin = f"step      measured here: {describe(measured)}"
     if not instance.tflops:
-        if found.accelerator:
-            wrong = f"{instance.name} has no accelerator, but the step is measured on {found.device}"
+        if measured.accelerator:
+            wrong = f"{instance.name} has no accelerator, but the step is measured on {measured.device}"
             raise ConfigError("--on", wrong, "A CPU for a CPU", "Add backend.kind=cpu")
         scale = cores() / (instance.vcpus / 2)
         cost = replace(here, fixed=scale * here.fixed, image=scale * here.image, backward=scale * here.backward)
         return (
             cost,
-            f"{told}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
+            f"{origin}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
         )
-    if found.accelerator:
-        return here, f"{told}\n          taken for a device of {instance.name} (an assumption where it is another one)"
+    if measured.accelerator:
+        return (
+            here,
+            f"{origin}\n          taken for a device of {instance.name} (an assumption where it is another one)",
+        )
     cost = on(instance, here, mfu)
-    if found.uncounted:
-        told += f"\n          left out: the teacher, which runs in {found.uncounted}; --run RUN has it"
+    if measured.uncounted:
+        origin += f"\n          left out: the teacher, which runs in {measured.uncounted}; --run RUN has it"
     return cost, (
-        f"{told}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
+        f"{origin}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
         f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
         "          (assumptions: --mfu, or --run RUN made on such devices)"
     )
@@ -119,19 +122,19 @@ def listing() -> str:
     )
 
 
-def step_cost(found: Measured, recipe: Recipe) -> StepCost:
-    """Return what was measured as the input of a plan."""
-    asked = "teacher" in recipe.needs
-    kept = recipe.teacher.cache.views
-    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+def step_cost(measured: Measured, recipe: Recipe) -> StepCost:
+    """Return the measured cost of a step; the teacher's forward counts in the epochs that fill its cache."""
+    views = recipe.teacher.cache.views
+    share = min(1.0, views / recipe.run.epochs) if views and not recipe.run.steps else 1.0
+    share = share if "teacher" in recipe.needs else 0.0
     return StepCost(
-        fixed=found.fixed,
-        image=found.step + (share * found.teacher if asked else 0.0),
-        backward=max(0.0, found.step - found.score),
-        load=found.load,
-        gradient_mib=found.gradient_mib,
-        gflop=found.gflop + (share * found.teacher_gflop if asked else 0.0),
-        kernels=found.kernels,
+        fixed=measured.fixed,
+        image=measured.step + share * measured.teacher,
+        backward=max(0.0, measured.step - measured.score),
+        load=measured.load,
+        gradient_mib=measured.gradient_mib,
+        gflop=measured.gflop + share * measured.teacher_gflop,
+        kernels=measured.kernels,
     )
 
 
@@ -146,8 +149,8 @@ def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
         raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")
     devices = int(run.manifest.get("world_size", 1))
     image = 1000 * devices / run.images_per_second
-    told = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
-    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), told
+    origin = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
+    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), origin
 
 
 def _epochs(recipe: Recipe, data: Data, batch_size: int) -> float:

@@ -17,6 +17,7 @@ from kd.errors import ConfigErrors, RunError
 from kd.progress.console import Console
 from kd.sagemaker import aws as sending
 from kd.sagemaker import launch
+from kd.tasks_scores_tmp import LABEL_SETS, SINGLE_LABEL
 from kd.types import State
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
@@ -163,7 +164,7 @@ def test_too_long_and_too_many_values_are_found():
 
 def test_the_metrics_match_the_log(capfd):
     """CloudWatch reads what the console prints."""
-    console = Console("food")
+    console = Console("food", scores=SINGLE_LABEL)
     state = State(step=3, epoch=0)
     console.step(state, 0.1)
     console.log("train", state, {"loss": 1.25, "kl": 1.5, "lr": 5e-05, "grad_norm": 1.0, "images_per_second": 41.0})
@@ -171,6 +172,7 @@ def test_the_metrics_match_the_log(capfd):
     console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
     console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
     console.log("val", state, {"accuracy": 0.25})
+    console.scores = LABEL_SETS
     console.log("val", state, {"map": 0.75, "f1_macro": 0.5})
     log = capfd.readouterr().out.splitlines()
     found = {
