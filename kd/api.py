@@ -13,17 +13,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from kd import config
+from kd import config, parts
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.config.validate import reads
-from kd.contracts import Backend, Loader, Sifter
+from kd.config.reads import build_task
+from kd.contracts import Backend, Evaluation, Loader, Sifter, Split, Task
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
-from kd.engine.evaluate import Evaluator
-from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
@@ -34,12 +32,11 @@ from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.monitor.timeline import Timeline
-from kd.parts import build as build_part
 from kd.progress.console import Console
-from kd.setup.build import assemble, distributed, run_length
-from kd.setup.data import fixed_batch, split_batch
+from kd.setup.build import Parts, Results, assemble, distributed, run_length
 from kd.setup.gate import sift_context
-from kd.setup.recipe import flatten
+from kd.setup.loaders import fixed_batch, split_batch
+from kd.setup.recipe import flatten, resolve
 from kd.setup.student import build_criterion
 from kd.types import Dims, State
 
@@ -123,7 +120,15 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    settings = _settings(losses, sifter, epochs, steps, batch_size, optimizer, backend, seed, labels)
+    settings = _settings(
+        losses=[{"kind": _loss_like(losses)}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
+        run={"epochs": epochs, "steps": steps, "seed": seed},
+        data={"batch_size": batch_size, "labels": "all" if labels == "sets" else labels},
+        sifter=sifter,
+        optimizer=optimizer,
+        backend=backend,
+        sets=labels == "sets",
+    )
     if isinstance(train, DataLoader):
         if folder is not None:
             remedy = "Pass train.dataset instead of the DataLoader, or no folder"
@@ -132,16 +137,19 @@ def distill(
             remedy = "Pass train.dataset instead of the DataLoader"
             raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
         settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))
+    images = Images(train, val, labels, workers)
     with (
         distributed(settings.backend) as world,
         Console("distill", quiet=not progress or world.rank != 0) as console,
         _sink(folder, settings, world) as sink,
     ):
-        run = _run(settings, teacher, student, train, val, losses, sifter, world, workers, sink, console)
+        models = _models(teacher, student, images, settings, world)
+        console.scores = models.task.scores
+        run = _run(settings, models, images, losses, sifter, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
-        clock = clock_of(settings.backend.kind, world.device)
-        with Timeline(clock, own, start, world.communication_ms) as timeline:
+        facts = parts.facts("backends", settings.backend.kind, settings.backend.options, "backend.kind")
+        with Timeline(clock_of(facts, world.device), own, start, world.communication_ms) as timeline:
             state = engine_train(replace(run, span=timeline.span, window=timeline.window))
         for line in where_the_time_went("distill", timeline):
             console.info(line)
@@ -152,48 +160,68 @@ def distill(
     return Distilled(student, [row for row in rows if row["kind"] == "val"][-1], rows, state)
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The arguments of `distill` that say what is learned from."""
+
+    train: Any
+    val: Any
+    labels: str
+    """"all", "some", "none" or "sets"."""
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Teachers and student, wrapped, and what they answer."""
+
+    teachers: Sequence[LogitsModel]
+    student: LogitsModel
+    num_classes: int
+    task: Task
+
+
 @contextmanager
 def _sink(folder: str | Path | None, settings: Config, world: Backend) -> Iterator[Memory | RunDir]:
     """Yield where rows and checkpoints go; a folder is held against other processes meanwhile."""
     if folder is None:
         yield Memory()
         return
-    kept = RunDir(Path(folder), world.rank)
+    own = RunDir(Path(folder), world.rank)
     differences: list[str] = []
-    if kept.stored_config() is not None:
-        both = (config.load(kept.config_file, here=False), settings)
-        differences = different_keys(*(flatten(config.to_dict(one)) for one in both))
-    kept.open(config.dump(settings), differences)
+    if own.stored_config() is not None:
+        stored = config.load(own.config_file, here=False)
+        differences = different_keys(flatten(config.to_dict(stored)), flatten(config.to_dict(settings)))
+    own.open(config.dump(settings), differences)
     try:
-        yield kept
+        yield own
     finally:
-        kept.close()
+        own.close()
+
+
+def _loss_like(losses: Criterion) -> str:
+    """Return a loss of kd that reads logits as a Criterion does."""
+    return "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
 
 
 def _settings(
-    losses: Any,
+    losses: Sequence[Mapping[str, Any]],
+    run: Mapping[str, Any],
+    data: Mapping[str, Any],
     sifter: Any,
-    epochs: int,
-    steps: int,
-    batch_size: int,
     optimizer: Mapping[str, Any] | None,
     backend: Mapping[str, Any] | None,
-    seed: int,
-    labels: str,
+    sets: bool,
 ) -> Config:
     """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
-    stand_in: dict[str, Any] = {"kind": "imagefolder", "labels": labels}
-    if labels == "sets":
-        stand_in = {"kind": "multilabel", "labels": "all", "train_labels": "given", "val_labels": "given"}
-    own = "binary_kl" if isinstance(losses, Criterion) and "sigmoid" in losses.needs else "kl"
     section = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
     return config.load(
         {
-            "run": {"name": "distill", "epochs": epochs, "steps": steps, "seed": seed},
-            "data": {**stand_in, "root": ".", "batch_size": batch_size},
+            "run": {"name": "distill", **run},
+            "data": {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", **data},
             "teacher": {"model": "given"},
             "student": {"model": "given"},
-            "losses": [{"kind": own}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
+            "losses": list(losses),
             "sifter": section,
             "optimizer": dict(optimizer or {}),
             "backend": dict(backend or {}),
@@ -201,60 +229,55 @@ def _settings(
     )
 
 
-def _run(
-    settings: Config,
-    teacher: nn.Module | Sequence[nn.Module],
-    student: nn.Module,
-    train: Any,
-    val: Any,
-    losses: Any,
-    sifter: Any,
-    world: Backend,
-    workers: int,
-    sink: Memory | RunDir,
-    console: Console,
-) -> Run:
-    batch_size, seed, sets = fixed_batch(settings.data), settings.run.seed, settings.data.kind == "multilabel"
-    labels, sigmoid = "sets" if sets else settings.data.labels, reads(settings.losses).sigmoid
-    val_batch = getattr(val, "batch_size", None) or batch_size
+def _models(teacher: Any, student: nn.Module, images: Images, settings: Config, world: Backend) -> Models:
     modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
-    given = [LogitsModel(one, f"teacher[{i}]" if len(modules) > 1 else "teacher") for i, one in enumerate(modules)]
+    wheres = [f"teacher[{i}]" for i in range(len(modules))] if len(modules) > 1 else ["teacher"]
+    teachers = [LogitsModel(one, where) for one, where in zip(modules, wheres, strict=True)]
     model = LogitsModel(student, "student")
-    num_classes = _num_classes(given, model, train, seed, world, labels)
-    train_loader, num_images = _loader("train", train, batch_size, world, workers, seed, labels, num_classes)
-    val_loader, num_val = _loader("val", val, val_batch, world, workers, seed, labels, num_classes)
+    num_classes = _num_classes([model, *teachers], images, settings.run.seed, world)
+    return Models(teachers, model, num_classes, build_task(settings.task))
+
+
+def _run(
+    settings: Config, models: Models, images: Images, losses: Any, sifter: Any, results: Results, world: Backend
+) -> Run:
+    batch_size, recipe = fixed_batch(settings.data), resolve(settings)
+    seed, num_classes, labels = recipe.loop.seed, models.num_classes, images.labels
+    val_batch = getattr(images.val, "batch_size", None) or batch_size
+    train_loader, num_images = _loader("train", images, batch_size, seed, num_classes, world)
+    val_loader, num_val = _loader("val", images, val_batch, seed, num_classes, world)
     split = split_batch(settings.data, world.world_size, num_images)
-    whole = given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given), sigmoid)
-    live = LiveTeacher(whole, world.device)
+    several = len(models.teachers) > 1
+    shares = [1.0] * len(models.teachers)
+    model: Any = Ensemble(models.teachers, shares, models.task.average) if several else models.teachers[0]
+    live = LiveTeacher(model, world.device)
     criterion = losses
     if not isinstance(losses, Criterion):
-        labelled = (_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
-        dims = [Dims(num_classes, 0, 0)]
-        criterion = build_criterion(settings.losses, dims, seed, labelled=labelled)
-    distillation = Distillation(model, criterion).to(world.device)
+        labelled = (_labels(images.train) >= 0).float().mean().item() if labels == "some" else 1.0
+        criterion = build_criterion(settings.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
+    distillation = Distillation(models.student, criterion, models.task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
-        known = partial(_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
+        known = partial(_labels, images.train) if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
         section = settings.sifter
-        sifter = build_part("sifters", section.kind, section.options, "sifter", context=context)
-    if isinstance(sink, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in student.state_dict().items()}
-        facts = {"teacher": whole.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
+        sifter = parts.build("sifters", section.kind, section.options, "sifter", context=context)
+    if isinstance(results.store, RunDir):
+        shapes = {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()}
+        facts = {"teacher": model.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
         for key in facts:
-            require_same(key, sink.manifest(), facts)
+            require_same(key, results.store.manifest(), facts)
         world.barrier()  # every rank has read the manifest before it is written
-        sink.record(**facts)
-    length = run_length(settings.run, split, settings.data.views)
-    plan = evaluation_plan(num_val, val_batch)
-    kind = LabelSetEvaluator if sigmoid else Evaluator
-    evaluator = kind(world, val_loader, plan, live, True, num_classes, labels != "none")
-    parts = (distillation, live, train_loader, sifter, evaluator, sink, console)
-    return assemble(settings.optimizer, seed, length, world, *parts)
+        results.store.record(**facts)
+    val = Split(val_loader, evaluation_plan(num_val, val_batch))
+    evaluator = models.task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    length = run_length(recipe.loop, split, settings.data.views)
+    return assemble(recipe.loop, length, world, Parts(distillation, live, train_loader, sifter, evaluator), results)
 
 
 def _loader(
-    where: str, items: Any, batch_size: int, world: Backend, workers: int, seed: int, labels: str, num_classes: int
+    where: str, images: Images, batch_size: int, seed: int, num_classes: int, world: Backend
 ) -> tuple[Loader, int]:
+    items, labels = getattr(images, where), images.labels
     if isinstance(items, DataLoader):
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
@@ -262,7 +285,7 @@ def _loader(
         whole = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
         return BatchLoader(items, batch_size, where, labels, num_classes), whole
     dataset = MapDataset(items, seed, where, labels, num_classes)
-    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, workers), len(dataset)
+    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, images.workers), len(dataset)
 
 
 def _labels(items: Any) -> torch.Tensor:
@@ -271,21 +294,20 @@ def _labels(items: Any) -> torch.Tensor:
     return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
 
 
-def _num_classes(
-    teachers: Sequence[LogitsModel], student: LogitsModel, items: Any, seed: int, world: Backend, labels: str
-) -> int:
-    """Ask all models about one image, and return the number of their classes.
+def _num_classes(models: Sequence[LogitsModel], images: Images, seed: int, world: Backend) -> int:
+    """Ask all models, the student first, about one image, and return the number of their classes.
 
     Raises:
         ConfigError: it is not the same for all.
     """
+    items, labels = images.train, images.labels
     if isinstance(items, DataLoader):
         size = items.batch_size or 1
         image = next(BatchLoader(items, size, "train", labels).epoch(evaluation_plan(size, size), 0)).image[:1]
     else:
         image = MapDataset(items, seed, "train", labels).load(0, 0).pixels[None]
     image, found = image.to(world.device), {}
-    for one in (student, *teachers):
+    for one in models:
         training = one.training
         with torch.no_grad():
             shape = one.to(world.device).eval()(image).logits.shape

@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd import config
         from kd.report.plan import plan
-        from kd.setup.recipe import Recipe
+        from kd.setup.recipe import resolve
 
-        print(plan(Recipe(config.load(given.config, given.overrides)), given.on, given.mfu, given.run))
+        print(plan(resolve(config.load(given.config, given.overrides)), given.on, given.mfu, given.run))
 
     return guarded(command)
 

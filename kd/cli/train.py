@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kd.jobs.check import check
         from kd.jobs.precompile import compile_only
         from kd.jobs.train import train
-        from kd.setup.recipe import Recipe
+        from kd.setup.recipe import resolve
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(check(Recipe(settings), given.config, timed=True))
+            print(check(resolve(settings), given.config, timed=True))
             return
         if given.compile_only:
             print(compile_only(settings))

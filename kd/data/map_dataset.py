@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from kd.errors import DataError
+from kd.contracts import Source
+from kd.errors import ConfigError, DataError
 from kd.seeds import seed_from
-from kd.types import Batch, Plan, Sample
+from kd.types import Batch, DatasetFacts, Plan, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The dataset section of `kd.distill`, which hands its datasets over: `kind: kd.data.map_dataset`."""
+
+    label: Literal["class", "set"] = "class"
+    """What the label of an item is."""
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label=options.label)
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Source:
+    """Refuse: there are no files to list.
+
+    Raises:
+        ConfigError: always.
+    """
+    remedy = "Choose one of `kd-parts datasets`, or call kd.distill from Python"
+    raise ConfigError("data.kind", "is for kd.distill, which hands its datasets over", "Images as files", remedy)
 
 
 class MapDataset:

@@ -13,13 +13,13 @@ from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import Result, distill
 from kd.jobs.folder import open_run
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.teach import obtain_teachers
 from kd.progress.summary import curves, summary
 from kd.references import redact
-from kd.setup.build import distributed
+from kd.setup.build import Setting, distributed
 from kd.setup.data import open_data
-from kd.setup.recipe import Recipe
-from kd.tasks_scores_tmp import stand_in
+from kd.setup.recipe import BASELINE, resolve
+from kd.setup.teacher import Teachers
 
 
 def train(settings: Config) -> Result:
@@ -28,24 +28,26 @@ def train(settings: Config) -> Result:
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    started, recipe = time.monotonic(), Recipe(settings)
+    started, recipe = time.monotonic(), resolve(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
+    record, scores = recipe.record, recipe.student.task.scores
     with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, recipe.run.folder, backend)
-        with open_run(recipe, backend.rank) as folder, billed(folder, started):
-            teacher, data = obtain_teacher(recipe, data, backend)
-            result = distill(recipe, data, backend, teacher, folder, recipe.name)
+        data = open_data(recipe.data, backend)
+        with open_run(record, backend.rank) as folder, billed(folder, started):
+            teachers = obtain_teachers(recipe.teacher, data, backend)
+            setting = Setting(teachers, backend, recipe.backend)
+            result = distill(recipe, setting, folder, record.name)
             if recipe.baseline is not None:
-                alone, title = Recipe(recipe.baseline, recipe.path / "labels_only"), f"{recipe.name} (labels only)"
-                with open_run(alone, backend.rank) as inner:
-                    baseline = distill(alone, data, backend, None, inner, title, result.batch_size)
+                alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
+                with open_run(alone.record, backend.rank) as inner:
+                    setting = replace(setting, teachers=Teachers(None, teachers.data))
+                    baseline = distill(alone, setting, inner, title, result.batch_size)
                 result = replace(result, baseline=baseline)
             if backend.rank == 0:
-                scores = stand_in(recipe.reads.student_logits, recipe.reads.sigmoid)  # the task's
-                text = summary(recipe.name, recipe.seed, result, scores)
+                text = summary(record.name, recipe.loop.seed, result, scores)
                 text += curves(folder.metrics("train"), folder.metrics("val"), scores)
                 result = replace(result, report=redact(text))
-                write_text(recipe.path / "report.md", result.report)
+                write_text(record.path / "report.md", result.report)
     return result
 
 

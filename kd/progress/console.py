@@ -118,16 +118,3 @@ def _pairs(values: Mapping[str, float]) -> str:
     return " ".join(
         f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}" for name, value in values.items()
     )
-
-
-# removed when the tasks land
-NAMES = {"accuracy": "accuracy", "map": "mAP", "knn": "knn"}
-
-
-def embedding_text(values: Mapping[str, float]) -> str:
-    """Return the scores of an embedding model and its teachers as text."""
-    text = f"agreement {values['agreement']:.4f}"
-    if "knn" in values:
-        text = f"knn {percent(values['knn'])}, probe {percent(values['probe'])}, {text}"
-    of_teacher = [percent(value) for name, value in values.items() if name.startswith("teacher_knn")]
-    return text + (f" (teacher knn {', '.join(of_teacher)})" if of_teacher else "")

@@ -15,9 +15,10 @@ from kd.instances import Instance
 from kd.report.report import read
 from kd.report.scaling import BUCKET_MIB, LATENCY_MS, MFU, Job, Line, StepCost, line, on, sizes
 from kd.setup.build import distributed
-from kd.setup.data import Data, open_sources, split_batch
+from kd.setup.data import open_sources
 from kd.setup.estimate import Measured, describe, measure
-from kd.setup.recipe import Recipe
+from kd.setup.loaders import split_batch
+from kd.setup.recipe import LoopPlan, Recipe
 from kd.text import money, percent, table
 
 
@@ -43,12 +44,13 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
     if not 0 < mfu <= 1:
         raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
     data = open_sources(recipe.data)
-    split = split_batch(recipe.data, 1, len(data.train))
+    split = split_batch(data.section, 1, len(data.train))
     with distributed(recipe.backend) as backend:
-        measured = measure(recipe, data, split, backend)
-    here = step_cost(measured, recipe)
+        measured = measure(recipe.teacher, recipe.student, data, split, backend)
+    here = step_cost(measured, recipe.loop, recipe.teacher.needed)
     cost, origin = of_run(run, here) if run is not None else elsewhere(instance, here, measured, mfu)
-    job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
+    epochs = recipe.loop.images(len(data.train), split.batch_size) / len(data.train)
+    job = Job(len(data.train), epochs, split.batch_size, data.section.micro_batch)
     lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
     return "\n".join([_table(lines, instance), "", origin, *_assumptions(lines[-1], here, instance, job)])
 
@@ -122,11 +124,9 @@ def listing() -> str:
     )
 
 
-def step_cost(measured: Measured, recipe: Recipe) -> StepCost:
-    """Return the measured cost of a step; the teacher's forward counts in the epochs that fill its cache."""
-    views = recipe.teacher.cache.views
-    share = min(1.0, views / recipe.run.epochs) if views and not recipe.run.steps else 1.0
-    share = share if "teacher" in recipe.needs else 0.0
+def step_cost(measured: Measured, loop: LoopPlan, teacher: bool) -> StepCost:
+    """Return the measured cost of a step; the teacher's forward, if a loss needs it, counts while its cache fills."""
+    share = loop.teacher_share if teacher else 0.0
     return StepCost(
         fixed=measured.fixed,
         image=measured.step + share * measured.teacher,
@@ -151,10 +151,6 @@ def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
     image = 1000 * devices / run.images_per_second
     origin = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
     return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), origin
-
-
-def _epochs(recipe: Recipe, data: Data, batch_size: int) -> float:
-    return recipe.run.images(len(data.train), batch_size) / len(data.train)
 
 
 def _table(lines: Sequence[Line], instance: Instance) -> str:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,13 +18,14 @@ from kd.artifacts.run_dir import RunDir
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
-from kd.jobs.teach import fit_place, is_fitted, merge_teachers
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
-from kd.setup.data import Data, evenly_spaced, open_sources, views
+from kd.seeds import evenly_spaced
+from kd.setup.data import Data, open_sources
 from kd.setup.finished import best_student
-from kd.setup.recipe import Recipe
-from kd.setup.teacher import load_teacher
+from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.teacher import load_teachers
 from kd.types import Batch
 
 FILE = "answers.json"
@@ -39,7 +41,7 @@ def answers(folder: RunDir, recipe: Recipe, images: int) -> tuple[Answers | None
     They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
     evenly spaced; 0: all. A teacher is loaded, never fitted.
     """
-    if not (recipe.reads.student_logits and recipe.reads.teacher_logits) or recipe.reads.sigmoid:
+    if recipe.student.task.logits != "softmax" or not recipe.teacher.logits:
         return None, ""  # an embedding, or a set of labels, is no answer to count
     try:
         data = open_sources(recipe.data)
@@ -81,14 +83,13 @@ def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[st
     """
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
-    classes = data.classes
-    student, _ = best_student(folder, recipe, classes)
+    student, _ = best_student(folder, recipe, data.classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {"student": student.to(device).eval()}
-    teacher = _teacher(recipe, data)
+    teacher = _teacher(recipe.teacher, data)
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()  # type: ignore[assignment]
-    dataset = views(data, recipe.seed)[1]
+    dataset = data.views()[1]
     sampled = evenly_spaced(len(data.val), images or len(data.val))
     content: dict[str, Any] = {"of": len(data.val), "ids": [], "label": []}
     content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
@@ -111,34 +112,18 @@ def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[st
     return content
 
 
-def _teacher(recipe: Recipe, data: Data) -> TeacherModel | None:
+def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
     """Load the teacher of a run.
 
     Raises:
         RunError: it was fitted elsewhere and is not here.
     """
-    if not recipe.teacher.model:
-        return None
-    models = []
-    for where, alone in recipe.teachers.items():
-        weights = ""
-        if where in recipe.fits:
-            target = fit_place(recipe.fits[where], data.fingerprint)[1]
-            if not is_fitted(target):
-                raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-            weights = str(target)
-        model = load_teacher(
-            alone,
-            data.asked,
-            recipe.data.image_size,
-            recipe.reads.features,
-            weights,
-            where=where,
-            images=data.images(recipe.seed, recipe.views),
-            sigmoid=recipe.reads.sigmoid,
-        )
-        models.append(model)
-    return merge_teachers(recipe.teacher, models, recipe.reads.sigmoid)
+    weights: dict[str, str | Path] = {}
+    for where, fit in plan.fits.items():
+        weights[where] = target = fit_folder(fit, data.fingerprint)[1]
+        if not is_fitted(target):
+            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
+    return load_teachers(plan, data, weights).model
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kd import config
+from kd import config, parts
 from kd.errors import RunError
 from kd.files.storage import read_rows, write_text
 from kd.references import redact
@@ -19,11 +19,7 @@ from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
 from kd.scores import Scores
 from kd.setup.finished import opened_run
-from kd.setup.recipe import Recipe
-from kd.tasks_scores_tmp import TASKS
-
-BASELINE = "labels_only"
-"""Folder of the baseline inside a run folder."""
+from kd.setup.recipe import BASELINE, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +101,13 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
         RunError: it is no run folder.
     """
     folder, stored = opened_run(path)
-    recipe = Recipe(config.load(config.to_dict(stored), overrides, here=False))
+    recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
     counted, note = answers(folder, recipe, images) if images >= 0 and folder.best_row() else (None, "")
     sheet = path / "sifting.jpg"
     return RunRecord(
-        name=recipe.name,
-        keys=recipe.shown,
+        name=recipe.record.name,
+        keys=recipe.record.shown,
         manifest=manifest,
         train=folder.metrics("train"),
         val=val,
@@ -136,7 +132,8 @@ def scores_of(row: Mapping[str, Any]) -> Scores:
         pair = [column.key in row for column in scores.pair]
         return scores.own[0].key in row, all(pair), sum(pair)
 
-    return max(TASKS, key=fit)
+    tasks = [parts.build("tasks", name, parts.default_options("tasks", name), "task") for name in parts.names("tasks")]
+    return max((task.scores for task in tasks), key=fit)
 
 
 def content(file: Path, otherwise: Any) -> Any:
