@@ -98,7 +98,7 @@ def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
             tiles.append((one.text(best[one.key]), f"validation {one.title}", ", ".join(beside)))
     pair = run.scores.pair_in(best)
     if pair:
-        small = [pair[0].meaning, *(f"{one.title} {one.text(best[one.key])}" for one in pair[1:])]
+        small = [pair[0].meaning, *(one.with_title(best[one.key]) for one in pair[1:])]
         tiles.append((pair[0].text(best[pair[0].key]), pair[0].title, "; ".join(filter(None, small))))
     return tiles
 
