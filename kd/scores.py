@@ -95,15 +95,15 @@ class Scores:
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
-        found, number = {}, 1
+        teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
             values = {key: row[name] for key, name in keys.items() if name in row}
             if self.own[0].key in values:
-                found[f"teacher {number}" if end else "teacher"] = values
+                teachers[f"teacher {number}" if end else "teacher"] = values
             number += 1
-        return found
+        return teachers
 
     def record(self) -> dict[str, Any]:
         """Return the columns as JSON values, for manifest.json of a run."""
