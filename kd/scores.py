@@ -29,6 +29,10 @@ class Column:
         """Return the value with its unit."""
         return percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
 
+    def with_title(self, value: float) -> str:
+        """Return the title and the value: `accuracy 71.6 %`."""
+        return f"{self.title} {self.text(value)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -61,12 +65,12 @@ class Scores:
     def text(self, row: Mapping[str, Any]) -> str:
         """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""
         first = self.own[0]
+        pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
         if first.key not in row:
-            return ", ".join(f"{column.title} {column.text(row[column.key])}" for column in self.pair_in(row))
+            return ", ".join(pair)
         teachers = [f"{name} {first.text(values[first.key])}" for name, values in self.of_teachers(row).items()]
-        beside = [f"{column.title} {column.text(row[column.key])}" for column in self.pair_in(row)[:1]]
-        text = f"{first.title} {first.text(row[first.key])}" + (f" ({', '.join(teachers)})" if teachers else "")
-        return ", ".join([text, *beside])
+        text = first.with_title(row[first.key]) + (f" ({', '.join(teachers)})" if teachers else "")
+        return ", ".join([text, *pair[:1]])
 
     def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
         """Return the columns of the student against its teacher that a row has."""
@@ -75,7 +79,7 @@ class Scores:
     def against_teacher(self, row: Mapping[str, Any]) -> str:
         """Return all scores of the student against its teacher as a sentence; empty where a row has none."""
         parts = [
-            f"{column.title} {column.text(row[column.key])}" + (f" ({column.meaning})" if column.meaning else "")
+            column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
             for column in self.pair_in(row)
         ]
         return f"Student against its teacher: {', '.join(parts)}." if parts else ""
@@ -91,15 +95,15 @@ class Scores:
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
-        found, number = {}, 1
+        teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
             values = {key: row[name] for key, name in keys.items() if name in row}
             if self.own[0].key in values:
-                found[f"teacher {number}" if end else "teacher"] = values
+                teachers[f"teacher {number}" if end else "teacher"] = values
             number += 1
-        return found
+        return teachers
 
     def record(self) -> dict[str, Any]:
         """Return the columns as JSON values, for manifest.json of a run."""

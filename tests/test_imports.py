@@ -26,9 +26,9 @@ MAY_IMPORT = {
     "references": set(),
     "host": {"references"},
     "files": {"errors"},
-    "contracts": {"errors", "types"},
-    "parts": {"errors"},
-    "config": {"errors", "instances", "parts", "references", "types"},
+    "contracts": {"errors", "scores", "types"},
+    "parts": {"errors", "types"},
+    "config": {"contracts", "errors", "instances", "parts", "references", "types"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     "teachers": VALUES | {"models"},
     **dict.fromkeys(FLOOR, VALUES),
@@ -43,9 +43,6 @@ MAY_IMPORT = {
     "predict": {"errors", "files", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
-MAY_IMPORT["tasks_scores_tmp"] = {"scores"}  # removed when the tasks land
-for _unit in ("export", "jobs", "report"):
-    MAY_IMPORT[_unit] = MAY_IMPORT[_unit] | {"tasks_scores_tmp"}
 MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),
@@ -61,14 +58,13 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
     "openvino": ("models/runtimes.py", "serve/model.py"),
-    "torchao": ("models/teacher.py",),
     "ray": ("data/decoders.py",),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),
     "transformers": ("teachers/_towers.py",),
     "pickle": (),
 }
-LIMITS = {"kd/contracts.py": 363}
+LIMITS = {"kd/contracts.py": 470}  # every protocol on one page
 
 
 def name_of(path: Path) -> str:

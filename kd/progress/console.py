@@ -39,6 +39,7 @@ class Console:
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._started = time.monotonic()
+        self._progress = 0.0
         self._first_progress: float | None = None
 
     def __enter__(self) -> Console:
@@ -106,7 +107,7 @@ class Console:
 
     def _left(self) -> str:
         """Return the remaining time as text, from the speed since this process started."""
-        done = getattr(self, "_progress", 0.0) - (self._first_progress or 0.0)
+        done = self._progress - (self._first_progress or 0.0)
         if done <= 0:
             return ""
         left = (time.monotonic() - self._started) / done * (1 - self._progress)

@@ -9,7 +9,7 @@ from kd import instances
 from kd.report import sections
 from kd.report.answers import answers
 from kd.report.record import RunRecord, differences, label_of, price_rows
-from kd.report.sections import color, esc, section, table
+from kd.report.sections import card, color, esc, section, table
 from kd.report.svg import legend
 from kd.text import clock, money, percent
 
@@ -98,7 +98,7 @@ def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
             tiles.append((one.text(best[one.key]), f"validation {one.title}", ", ".join(beside)))
     pair = run.scores.pair_in(best)
     if pair:
-        small = [pair[0].meaning, *(f"{one.title} {one.text(best[one.key])}" for one in pair[1:])]
+        small = [pair[0].meaning, *(one.with_title(best[one.key]) for one in pair[1:])]
         tiles.append((pair[0].text(best[pair[0].key]), pair[0].title, "; ".join(filter(None, small))))
     return tiles
 
@@ -124,16 +124,10 @@ def _compared(runs: Sequence[RunRecord]) -> str:
         for name, run in entries
     ]
     if len(runs) == 1:
-        return section(
-            "Side by side", "", sections.card("Distilled, and the same student on labels alone", table(rows))
-        )
-    changed = [
-        {"key": key, **{run.name: value for run, value in zip(runs, values, strict=True)}}
-        for key, values in differences(runs)
-    ]
+        return section("Side by side", "", card("Distilled, and the same student on labels alone", table(rows)))
     names = [run.name for run in runs]
-    cards = [sections.card("Results", table(rows))]
-    cards.append(sections.card("What differs in the configuration", table(changed, names)))
+    changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
+    cards = [card("Results", table(rows)), card("What differs in the configuration", table(changed, names))]
     return section("Side by side", "", *cards)
 
 
@@ -143,7 +137,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
     priced = any(not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost)
     hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
     hint += "Cost = price an hour x billable time. Billable is the time from start to end, with set-up and evaluations."
-    return section("Costs", hint, sections.card("", table(price_rows(runs))))
+    return section("Costs", hint, card("", table(price_rows(runs))))
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:

@@ -38,9 +38,7 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
     if recipe.price.per_hour:
         instance = replace(instance, per_hour=recipe.price.per_hour)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "WORLD_SIZE", "is more than 1, but a plan measures one process", "", "Start it without torchrun"
-        )
+        raise ConfigError("WORLD_SIZE", "is above 1, but a plan measures one process", "", "Start it without torchrun")
     if not 0 < mfu <= 1:
         raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
     data = open_sources(recipe.data)
@@ -86,15 +84,11 @@ def elsewhere(instance: Instance, here: StepCost, measured: Measured, mfu: float
             raise ConfigError("--on", wrong, "A CPU for a CPU", "Add backend.kind=cpu")
         scale = cores() / (instance.vcpus / 2)
         cost = replace(here, fixed=scale * here.fixed, image=scale * here.image, backward=scale * here.backward)
-        return (
-            cost,
-            f"{origin}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
-        )
+        note = f"{instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)"
+        return cost, f"{origin}\n          {note}"
     if measured.accelerator:
-        return (
-            here,
-            f"{origin}\n          taken for a device of {instance.name} (an assumption where it is another one)",
-        )
+        note = f"taken for a device of {instance.name} (an assumption where it is another one)"
+        return here, f"{origin}\n          {note}"
     cost = on(instance, here, mfu)
     if measured.uncounted:
         origin += f"\n          left out: the teacher, which runs in {measured.uncounted}; --run RUN has it"
@@ -119,9 +113,8 @@ def listing() -> str:
         }
         for one in instances.TABLE.values()
     ]
-    return (
-        f"{table(rows)}\n\nOn-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
-    )
+    note = f"On-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
+    return f"{table(rows)}\n\n{note}"
 
 
 def step_cost(measured: Measured, loop: LoopPlan, teacher: bool) -> StepCost:
@@ -174,9 +167,7 @@ def _table(lines: Sequence[Line], instance: Instance) -> str:
 
 def _assumptions(last: Line, here: StepCost, instance: Instance, job: Job) -> list[str]:
     bound = "loading" if last.load_ms >= last.compute_ms + last.exposed_ms else "the step"
-    loading = (
-        f"{here.load:.2f} ms an image in one process" if here.load else "not measured: the images do not exist yet"
-    )
+    loading = f"{here.load:.2f} ms an image in one process" if here.load else "not measured: there are no images yet"
     return [
         f"gradient  {here.gradient_mib:.1f} MiB a step; a ring all-reduce takes {last.communication_ms:.3f} ms on "
         f"{last.devices} devices; all but its last {BUCKET_MIB:g} MiB hide behind the backward pass",

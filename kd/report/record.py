@@ -217,7 +217,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "USD": money(run.cost) if run.cost else "-",
                 "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
                 "USD a point": money(run.cost / gained) if run.cost and gained else "-",
-                "score": f"{score.title} {score.text(value)}" if run.best else "-",
+                "score": score.with_title(value) if run.best else "-",
                 "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
             }
         )

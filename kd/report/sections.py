@@ -134,9 +134,8 @@ def _total(run: RunRecord, parts: Mapping[str, float]) -> str:
         share = 100 * ms / total
         if share < 0.05:
             continue
-        bar += (
-            f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
-        )
+        style = f"width:{share:.2f}%;background:var({span_color(name)})"
+        bar += f'<i style="{style}" title="{esc(name)} {share:.1f} %"></i>'
         entries.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
     hint = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
     return f'{hint}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(entries)}'
@@ -184,9 +183,10 @@ def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     names = [f"core {i}" for i in range(len(cores))]
     load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
     small = [
-        card("Memory, MiB", _over(times, {"machine": "memory_mib", "this run": "process_mib"}, rows, "MiB")),
-        card("Disk and network, MiB/s", _over(times, MOVED, rows, "MiB/s")),
-        *_gpus(times, rows),
+        _samples("Memory, MiB", times, _columns(rows, {"machine": "memory_mib", "this run": "process_mib"}), "MiB"),
+        _samples("Disk and network, MiB/s", times, _columns(rows, MOVED), "MiB/s"),
+        _samples("GPU load", times, _of_gpus(rows, "utilization", 100), "%"),
+        _samples("GPU power, W", times, _of_gpus(rows, "power_w", 1), "W"),
     ]
     return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
 
@@ -195,30 +195,26 @@ CLOCK = "seconds since the first sample"
 MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "network_mib_s"}
 
 
-def _over(times: Sequence[float], keys: Mapping[str, str], rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    series = [
-        Series(name, color(i), times, [float(row.get(key) or 0.0) for row in rows])
-        for i, (name, key) in enumerate(keys.items())
-        if any(key in row for row in rows)
-    ]
+def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, list[float]]:
+    """Return the values of those keys that the samples have, by name."""
+    sampled = {name: key for name, key in keys.items() if any(key in row for row in rows)}
+    return {name: [float(row.get(key) or 0.0) for row in rows] for name, key in sampled.items()}
+
+
+def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
+    """Return the values of a key of each GPU, by name."""
+    count = len(rows[0].get("gpu") or ())
+    return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
+
+
+def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Draw sampled values over the time; empty where there are none."""
+    series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     if not series:
         return ""
-    return lines(series, 515, 200, CLOCK, unit, zero=True) + legend([(one.name, one.color) for one in series])
-
-
-def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    count = len(rows[0].get("gpu") or ())
-    if not count:
-        return []
-    cards = []
-    for title, key, unit, scale in (("GPU load", "utilization", "%", 100), ("GPU power, W", "power_w", "W", 1)):
-        series = [
-            Series(f"GPU {i}", color(i), times, [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows])
-            for i in range(count)
-        ]
-        names = legend([(one.name, one.color) for one in series]) if count > 1 else ""
-        cards.append(card(title, lines(series, 515, 200, CLOCK, unit, True), names))
-    return cards
+    return card(
+        title, lines(series, 515, 200, CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
+    )
 
 
 def operators(runs: Sequence[RunRecord]) -> str:
@@ -234,7 +230,7 @@ def operators(runs: Sequence[RunRecord]) -> str:
     legend_of_runs = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
     totals = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
     hint = (
-        f"Own time of each operator in the profiled steps ({totals} in all). profile/trace.json.gz opens in Perfetto."
+        f"Own time of each operator in the profiled steps (in all {totals}). profile/trace.json.gz opens in Perfetto."
     )
     memory = [
         Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])

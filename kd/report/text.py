@@ -18,10 +18,8 @@ def summary(runs: Sequence[RunRecord]) -> str:
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
-        rows = [
-            {"key": key, **{run.name: str(value) for run, value in zip(runs, values, strict=True)}}
-            for key, values in differences(runs)
-        ]
+        names = [run.name for run in runs]
+        rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
         lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
     return "\n".join(lines)
 

@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from kd.progress.console import Console
-from kd.tasks_scores_tmp import EMBEDDING, LABEL_SETS, SINGLE_LABEL
+from kd.tasks.embedding import SCORES as EMBEDDING
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import percent, table
 from kd.types import State
 

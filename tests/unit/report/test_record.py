@@ -10,7 +10,9 @@ from kd.progress.summary import curves, sparkline
 from kd.report.record import Answers, RunRecord, differences, price_rows, time_parts
 from kd.report.report import scores_of
 from kd.report.text import summary, where_time_went
-from kd.tasks_scores_tmp import EMBEDDING, LABEL_SETS, SINGLE_LABEL
+from kd.tasks.embedding import SCORES as EMBEDDING
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
 
 TRAIN = [

@@ -15,7 +15,6 @@ from kd.report.page import render
 from kd.report.record import RunRecord, price_rows
 from kd.report.text import summary as text
 from kd.scores import Column, Scores
-from kd.tasks_scores_tmp import TASKS
 from kd.types import State
 
 DEPTH = Scores(

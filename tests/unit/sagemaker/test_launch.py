@@ -17,7 +17,8 @@ from kd.errors import ConfigErrors, RunError
 from kd.progress.console import Console
 from kd.sagemaker import aws as sending
 from kd.sagemaker import launch
-from kd.tasks_scores_tmp import LABEL_SETS, SINGLE_LABEL
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.types import State
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
