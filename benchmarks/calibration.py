@@ -15,20 +15,20 @@ import numpy as np
 import torch
 
 from _record import write
-from kd.engine.evaluate import calibration_error
 from kd.export import parity as _parity
 from kd.export.calibrate import temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.finished import best_student, opened_run
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
+from kd.tasks.single_label import calibration_error
 from kd.text import table
 
 
 def one(path: Path) -> dict[str, Any]:
     """Return temperature and errors of a run's best student."""
     folder, settings = opened_run(path)
-    recipe = Recipe(settings)
+    recipe = resolve(settings)
     student, _ = best_student(folder, recipe, folder.manifest()["classes"])
     answer = _parity.eager_runner(student)
     with distributed(recipe.backend) as backend:

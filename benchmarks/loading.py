@@ -20,8 +20,9 @@ from typing import Any
 from _record import write
 from kd import config
 from kd.data.views import Views
+from kd.seeds import evenly_spaced
 from kd.setup.build import build_backend
-from kd.setup.data import Data, evenly_spaced, open_data, open_sources, views
+from kd.setup.data import Data, open_data, open_sources, views
 
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:

@@ -33,7 +33,7 @@ from kd.jobs.teach import teach
 from kd.jobs.train import train
 from kd.setup.data import open_sources, views
 from kd.setup.finished import best_student
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 from kd.text import table
 
 REGIMES = {
@@ -164,7 +164,7 @@ def trained(epochs: int, arm: str) -> float:
 
 def per_class(folder: Path, loaded: config.Config) -> list[float]:
     """Return the accuracy of each class on the validation split, percent."""
-    recipe = Recipe(loaded)
+    recipe = resolve(loaded)
     data = open_sources(recipe.data)
     student = best_student(RunDir(folder), recipe, data.classes)[0].eval()
     shown = views(data, recipe.seed)[1]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kd import config
 from kd.datasets import _decode
 from kd.errors import ConfigError
-from kd.setup.data import split_batch
+from kd.setup.loaders import split_batch
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from kd.errors import ConfigError, ConfigErrors, KdError, RunError
 from kd.host import environment
 from kd.jobs.folder import open_run
 from kd.references import redact
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 
 MINIMAL = {
     "data": {"kind": "imagefolder", "root": "photos"},
@@ -490,18 +490,18 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
 def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     monkeypatch.setenv("KD_TOKEN", SECRET)
     overrides = ["teacher.model=${oc.env:KD_TOKEN}", "teacher.fit.epochs=1", "losses=[{kind: kl}]", "run.baseline=true"]
-    recipe = Recipe(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
+    recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for one in (recipe, Recipe(recipe.fits["teacher"]), Recipe(recipe.baseline)):
+    for one in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
         assert SECRET not in one.yaml
         assert SECRET not in str(one.shown)
         assert SECRET in one.keys.values()
-    assert Recipe(recipe.fits["teacher"]).shown["student.model"] == "${oc.env:KD_TOKEN}"
+    assert resolve(recipe.fits["teacher"]).shown["student.model"] == "${oc.env:KD_TOKEN}"
 
 
 def test_another_value_behind_the_same_reference_is_another_run(monkeypatch, tmp_path):
     def begin():
-        recipe = Recipe(load(minimal(), [f"run.folder={tmp_path}", "student.model=${oc.env:KD_MODEL}"]))
+        recipe = resolve(load(minimal(), [f"run.folder={tmp_path}", "student.model=${oc.env:KD_MODEL}"]))
         with open_run(recipe, 0) as folder:
             (folder.checkpoints / "step_00000001").mkdir(exist_ok=True)
 

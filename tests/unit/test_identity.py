@@ -14,14 +14,14 @@ import yaml
 from kd import config
 from kd.config import Config
 from kd.data.store import identity
-from kd.jobs.folder import FREE
-from kd.jobs.teach import fit_key
 from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
 from kd.setup.cache import cache_identity, codec
-from kd.setup.data import Data, keep_rules
+from kd.setup.data import Data
+from kd.setup.fit import FREE, fit_key
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
+from kd.setup.store import keep_rules
 
 SETTINGS = {
     "run": {"name": "tiny"},
@@ -36,7 +36,7 @@ SETTINGS = {
 def fitted(*overrides) -> str:
     """Return the key of the teacher that a configuration has fitted."""
     loaded = config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])
-    return fit_key(Recipe(Recipe(loaded).fits["teacher"]), "photos")
+    return fit_key(resolve(resolve(loaded).fits["teacher"]), "photos")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def identities(settings: Config) -> dict[str, Any]:
 
     The content of weights and images is held constant: it is compared by its own hash.
     """
-    recipe, section = Recipe(settings), settings.teacher
+    recipe, section = resolve(settings), settings.teacher
     source: Any = Listing()
     kept = (source, source) if settings.data.store != "none" else None
     precision = "fp32" if section.precision == "auto" else section.precision
@@ -103,7 +103,7 @@ def identities(settings: Config) -> dict[str, Any]:
     kept_records = codec(section, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
-        "F": {where: fit_key(Recipe(fit), "photos") for where, fit in recipe.fits.items()},
+        "F": {where: fit_key(resolve(fit), "photos") for where, fit in recipe.fits.items()},
         "C": cache_identity(section, model, mode.numerics, data, settings.run.seed, kept_records),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {key: value for key, value in recipe.keys.items() if not key.startswith(FREE)},

@@ -16,11 +16,11 @@ import kd
 from kd import config, parts
 from kd.datasets._decode import hold_out, label_images
 from kd.engine.criterion import Criterion
-from kd.engine.evaluate import compare, score
 from kd.errors import ConfigError, DataError, KdError, ModelError
 from kd.losses import ce, kl
 from kd.models.load import Spec, load
 from kd.setup.data import open_sources
+from kd.tasks.single_label import compare, score
 from kd.types import Batch, Dims, Outputs
 
 

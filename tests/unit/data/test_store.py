@@ -28,7 +28,8 @@ from kd.datasets import imagefolder
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.storage import Records
 from kd.setup.build import build_backend
-from kd.setup.data import Data, open_store
+from kd.setup.data import Data
+from kd.setup.store import open_store
 from kd.types import Decoded, Plan
 
 

@@ -18,7 +18,7 @@ from kd.data.workers import process_state, worker_error
 from kd.errors import RunError
 from kd.parts import default_options
 from kd.setup.build import build_backend, distributed
-from kd.setup.data import BatchSplit, loaders
+from kd.setup.loaders import BatchSplit, loaders
 from kd.types import Plan, Sample
 
 PLAN = Plan(torch.arange(400), torch.ones(400))

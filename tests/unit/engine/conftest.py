@@ -16,7 +16,7 @@ from kd.jobs.teach import obtain_teacher
 from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 
 
 class Made(NamedTuple):
@@ -31,11 +31,11 @@ def make(settings) -> Callable[..., Made]:
     def made(*overrides: str, folder: Path | None = None, logger: Any = None) -> Made:
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher, data = obtain_teacher(Recipe(chosen), data, backend)
+        teacher, data = obtain_teacher(resolve(chosen), data, backend)
         store = Memory() if folder is None else RunDir(folder, keep=chosen.run.keep)
         if isinstance(store, RunDir):
             store.open(config.dump(chosen))
-        run = build_run(Recipe(chosen), data, backend, teacher, store, logger or Console("", quiet=True)).run
+        run = build_run(resolve(chosen), data, backend, teacher, store, logger or Console("", quiet=True)).run
         return Made(run, store)
 
     return made

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
-from kd.engine.embedding import STRENGTHS, EmbeddingEvaluator, Split, nearest, ridge
+from kd.engine.embedding import STRENGTHS
 from kd.engine.loop import train
 from kd.errors import ConfigError, Interrupted, ModelError
 from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
 from kd.models.teacher import Uncached
 from kd.parts import build
+from kd.tasks.embedding import EmbeddingEvaluator, Split, nearest, ridge
 from kd.types import Batch, Dims, Outputs
 
 LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"

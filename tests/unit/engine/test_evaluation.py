@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from kd.backends.cpu import CPU
 from kd.data.loader import LocalLoader, evaluation_plan
-from kd.engine.evaluate import NUM_BINS, Evaluator
 from kd.errors import DataError
 from kd.models.teacher import NoTeacher
+from kd.tasks.single_label import NUM_BINS, Evaluator
 from kd.types import Batch, Outputs, Sample
 
 

@@ -125,9 +125,9 @@ def test_page():
 
 def test_a_page_of_two_tasks():
     """One has the agreement as a share, the other as a cosine: a chart each."""
-    single, _, embedding = TASKS
-    one = record("one", val=[{"step": 5, "agreement": 0.5}, {"step": 9, "agreement": 0.75}], scores=single)
-    two = replace(one, name="two", scores=embedding)
+    rows = [{"step": 5, "agreement": 0.5}, {"step": 9, "agreement": 0.75}]
+    one = record("one", val=rows, scores=single_label.SCORES)
+    two = replace(one, name="two", scores=embedding.SCORES)
     page = render([one, two, record("three")])
     assert page.count("<h3>Validation agreement</h3>") == 2
     for cell in ("75.0 %", "0.7500"):
@@ -149,7 +149,7 @@ def test_card():
     assert "no validation" in card(metrics={})
 
 
-@pytest.mark.parametrize("scores", [*TASKS, DEPTH])
+@pytest.mark.parametrize("scores", [single_label.SCORES, label_sets.SCORES, embedding.SCORES, DEPTH])
 def test_columns_survive_the_manifest(scores):
     assert Scores.read(scores.record()) == scores
     assert [column.meaning for column in Scores.read(scores.record()).pair] == [one.meaning for one in scores.pair]

@@ -11,7 +11,7 @@ from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.gate import saving
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teacher
 from kd.sifters import history, random, relative
 from kd.sifters.none import Everything
@@ -82,7 +82,7 @@ def test_the_decision_is_pinned(settings, decided):
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
     teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
     pinned = {"sifter": decided} if decided else {}
-    built = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True), pinned)
+    built = build_run(resolve(chosen), data, backend, teacher, Memory(), Console("", quiet=True), pinned)
     run, facts = built.run, built.facts
     made = facts["choices"]["sifter"]
     assert made == (decided or made)
@@ -96,7 +96,7 @@ def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(settings, delay, f
     )
     data, backend = open_sources(chosen.data), build_backend(chosen.backend)
     teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
-    run = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("")).run
+    run = build_run(resolve(chosen), data, backend, teacher, Memory(), Console("")).run
     assert isinstance(run.sifter, found)
     assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (delay == 4)
 
@@ -109,7 +109,7 @@ def test_measuring_leaves_the_student_as_it_was(settings):
         chosen = config.load(settings, [*norm, *extra])
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
         teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
-        runs.append(build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True)).run)
+        runs.append(build_run(resolve(chosen), data, backend, teacher, Memory(), Console("", quiet=True)).run)
     one, other = (run.distillation.state_dict() for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(parameter.grad is None for parameter in runs[1].distillation.parameters())

@@ -21,9 +21,10 @@ from kd.errors import ConfigError, KdError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, Ensemble
 from kd.progress.console import Console
 from kd.setup.build import build_backend, build_run
-from kd.setup.data import open_sources, split_batch
+from kd.setup.data import open_sources
+from kd.setup.loaders import split_batch
 from kd.setup.modes import ExecutionMode, Workload, compare, require, worth_trying
-from kd.setup.recipe import Recipe, Session
+from kd.setup.recipe import Session, resolve
 from kd.setup.teacher import choose_teacher, load_teacher, validation_images
 from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
 
@@ -36,13 +37,13 @@ def built(settings, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
     def alone(chosen):
-        features = Recipe(chosen).reads.features
+        features = resolve(chosen).reads.features
         return load_teacher(chosen.teacher, ("apple", "fig", "pear"), chosen.data.image_size, features)
 
     def make(*overrides, pinned=None, model=alone):
         chosen = config.load(settings, overrides)
         data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        built = build_run(Recipe(chosen), data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
+        built = build_run(resolve(chosen), data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
         return built.run, built.facts, capsys.readouterr().out
 
     return make
@@ -274,13 +275,13 @@ def test_without_a_compiler(written, tmp_path):
         "import sys; from kd import config; from kd.errors import KdError\n"
         "from kd.artifacts.memory import Memory; from kd.progress.console import Console\n"
         "from kd.setup.build import build_backend, build_run; from kd.setup.data import open_sources\n"
-        "from kd.setup.recipe import Recipe; from kd.setup.teacher import load_teacher\n"
+        "from kd.setup.recipe import resolve; from kd.setup.teacher import load_teacher\n"
         "for mode in ('auto', 'on'):\n"
         "    c = config.load(sys.argv[1], [*sys.argv[2:], 'teacher.runtime=torch', 'teacher.compile=' + mode])\n"
         "    data, backend = open_sources(c.data), build_backend(c.backend)\n"
         "    teacher = load_teacher(c.teacher, data.train.classes, c.data.image_size)\n"
         "    try:\n"
-        "        built = build_run(Recipe(c), data, backend, teacher, Memory(), Console(''))\n"
+        "        built = build_run(resolve(c), data, backend, teacher, Memory(), Console(''))\n"
         "        print(built.facts['choices']['teacher'])\n"
         "    except KdError as error:\n"
         "        print(error.exit_code, error)\n"

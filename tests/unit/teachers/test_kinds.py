@@ -23,7 +23,7 @@ from kd.models.answers import Answers, read, write
 from kd.models.classifier import main_output
 from kd.report.plan import plan
 from kd.setup.data import open_sources
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teacher
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -98,7 +98,7 @@ def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_reads_the_teacher(kind, made, bare):
     chosen = config.load(merged(bare, {"teacher": made[kind]}))
-    assert f"teacher   {made[kind]['model']}" in check(Recipe(chosen), timed=False)
+    assert f"teacher   {made[kind]['model']}" in check(resolve(chosen), timed=False)
 
 
 def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
@@ -348,7 +348,7 @@ def test_a_graph_that_does_not_take_images_is_one_line(shape, axes, message, bar
 def test_a_plan_says_that_it_leaves_a_graph_out(made, bare):
     """Its arithmetic is not counted: hours on a GPU were those of the student alone."""
     chosen = config.load(merged(bare, {"teacher": made["onnx"]}))
-    assert "left out: the teacher, which runs in onnxruntime" in plan(Recipe(chosen), ["p4d.24xlarge"])
+    assert "left out: the teacher, which runs in onnxruntime" in plan(resolve(chosen), ["p4d.24xlarge"])
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
