@@ -17,8 +17,7 @@ from kd import config, parts
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.config.reads import build_task
-from kd.contracts import Backend, Evaluation, Loader, Sifter, Split, Task
+from kd.contracts import Backend, Evaluation, Loader, Sifter, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
@@ -36,7 +35,7 @@ from kd.progress.console import Console
 from kd.setup.build import Parts, Results, assemble, distributed, run_length
 from kd.setup.gate import sift_context
 from kd.setup.loaders import fixed_batch, split_batch
-from kd.setup.recipe import flatten, resolve
+from kd.setup.recipe import Recipe, Record, flatten, resolve
 from kd.setup.student import build_criterion
 from kd.types import Dims, State
 
@@ -120,35 +119,29 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    settings = _settings(
-        losses=[{"kind": _loss_like(losses)}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
+    given = Given(train, val, losses, sifter, labels, workers)
+    recipe = given.recipe(
         run={"epochs": epochs, "steps": steps, "seed": seed},
-        data={"batch_size": batch_size, "labels": "all" if labels == "sets" else labels},
-        sifter=sifter,
-        optimizer=optimizer,
-        backend=backend,
-        sets=labels == "sets",
+        batch_size=getattr(train, "batch_size", None) or batch_size if isinstance(train, DataLoader) else batch_size,
+        optimizer=optimizer or {},
+        backend=backend or {},
     )
-    if isinstance(train, DataLoader):
-        if folder is not None:
-            remedy = "Pass train.dataset instead of the DataLoader, or no folder"
-            raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
-        if settings.sifter.kind != "none" or not isinstance(sifter, (str, Mapping)):
-            remedy = "Pass train.dataset instead of the DataLoader"
-            raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
-        settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))
-    images = Images(train, val, labels, workers)
+    if isinstance(train, DataLoader) and folder is not None:
+        remedy = "Pass train.dataset instead of the DataLoader, or no folder"
+        raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
+    if isinstance(train, DataLoader) and (recipe.loop.sifter.kind != "none" or not isinstance(sifter, (str, Mapping))):
+        remedy = "Pass train.dataset instead of the DataLoader"
+        raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
     with (
-        distributed(settings.backend) as world,
-        Console("distill", quiet=not progress or world.rank != 0) as console,
-        _sink(folder, settings, world) as sink,
+        distributed(recipe.backend) as world,
+        Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
+        _sink(folder, recipe.record, world) as sink,
     ):
-        models = _models(teacher, student, images, settings, world)
-        console.scores = models.task.scores
-        run = _run(settings, models, images, losses, sifter, Results(sink, console), world)
+        models = _models(teacher, student, given, seed, world)
+        run = _run(recipe, given, models, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
-        facts = parts.facts("backends", settings.backend.kind, settings.backend.options, "backend.kind")
+        facts = parts.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
         with Timeline(clock_of(facts, world.device), own, start, world.communication_ms) as timeline:
             state = engine_train(replace(run, span=timeline.span, window=timeline.window))
         for line in where_the_time_went("distill", timeline):
@@ -161,28 +154,53 @@ def distill(
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
-    """The arguments of `distill` that say what is learned from."""
+class Given:
+    """The arguments of `distill` that are objects, or may be."""
 
     train: Any
     val: Any
+    losses: Sequence[Mapping[str, Any]] | Criterion
+    sifter: str | Mapping[str, Any] | Sifter
     labels: str
     """"all", "some", "none" or "sets"."""
     workers: int
 
+    def recipe(
+        self, run: Mapping[str, Any], batch_size: int, optimizer: Mapping[str, Any], backend: Mapping[str, Any]
+    ) -> Recipe:
+        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
+        losses: Any = self.losses
+        if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
+            losses = [{"kind": "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"}]
+        sets, sifter = self.labels == "sets", self.sifter
+        sifter = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
+        data = {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", "batch_size": batch_size}
+        settings = config.load(
+            {
+                "run": {"name": "distill", **run},
+                "data": {**data, "labels": "all" if sets else self.labels},
+                "teacher": {"model": "given"},
+                "student": {"model": "given"},
+                "losses": [dict(term) for term in losses],
+                "sifter": sifter,
+                "optimizer": dict(optimizer),
+                "backend": dict(backend),
+            }
+        )
+        return resolve(settings)
+
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Teachers and student, wrapped, and what they answer."""
+    """Teachers and student, wrapped."""
 
     teachers: Sequence[LogitsModel]
     student: LogitsModel
     num_classes: int
-    task: Task
 
 
 @contextmanager
-def _sink(folder: str | Path | None, settings: Config, world: Backend) -> Iterator[Memory | RunDir]:
+def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator[Memory | RunDir]:
     """Yield where rows and checkpoints go; a folder is held against other processes meanwhile."""
     if folder is None:
         yield Memory()
@@ -190,77 +208,42 @@ def _sink(folder: str | Path | None, settings: Config, world: Backend) -> Iterat
     own = RunDir(Path(folder), world.rank)
     differences: list[str] = []
     if own.stored_config() is not None:
-        stored = config.load(own.config_file, here=False)
-        differences = different_keys(flatten(config.to_dict(stored)), flatten(config.to_dict(settings)))
-    own.open(config.dump(settings), differences)
+        stored = flatten(config.to_dict(config.load(own.config_file, here=False)))
+        differences = different_keys(stored, record.shown)
+    own.open(record.yaml, differences)
     try:
         yield own
     finally:
         own.close()
 
 
-def _loss_like(losses: Criterion) -> str:
-    """Return a loss of kd that reads logits as a Criterion does."""
-    return "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
-
-
-def _settings(
-    losses: Sequence[Mapping[str, Any]],
-    run: Mapping[str, Any],
-    data: Mapping[str, Any],
-    sifter: Any,
-    optimizer: Mapping[str, Any] | None,
-    backend: Mapping[str, Any] | None,
-    sets: bool,
-) -> Config:
-    """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
-    section = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
-    return config.load(
-        {
-            "run": {"name": "distill", **run},
-            "data": {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", **data},
-            "teacher": {"model": "given"},
-            "student": {"model": "given"},
-            "losses": list(losses),
-            "sifter": section,
-            "optimizer": dict(optimizer or {}),
-            "backend": dict(backend or {}),
-        }
-    )
-
-
-def _models(teacher: Any, student: nn.Module, images: Images, settings: Config, world: Backend) -> Models:
+def _models(teacher: Any, student: nn.Module, given: Given, seed: int, world: Backend) -> Models:
     modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     wheres = [f"teacher[{i}]" for i in range(len(modules))] if len(modules) > 1 else ["teacher"]
     teachers = [LogitsModel(one, where) for one, where in zip(modules, wheres, strict=True)]
     model = LogitsModel(student, "student")
-    num_classes = _num_classes([model, *teachers], images, settings.run.seed, world)
-    return Models(teachers, model, num_classes, build_task(settings.task))
+    return Models(teachers, model, _num_classes([model, *teachers], given, seed, world))
 
 
-def _run(
-    settings: Config, models: Models, images: Images, losses: Any, sifter: Any, results: Results, world: Backend
-) -> Run:
-    batch_size, recipe = fixed_batch(settings.data), resolve(settings)
-    seed, num_classes, labels = recipe.loop.seed, models.num_classes, images.labels
-    val_batch = getattr(images.val, "batch_size", None) or batch_size
-    train_loader, num_images = _loader("train", images, batch_size, seed, num_classes, world)
-    val_loader, num_val = _loader("val", images, val_batch, seed, num_classes, world)
-    split = split_batch(settings.data, world.world_size, num_images)
-    several = len(models.teachers) > 1
-    shares = [1.0] * len(models.teachers)
-    model: Any = Ensemble(models.teachers, shares, models.task.average) if several else models.teachers[0]
-    live = LiveTeacher(model, world.device)
-    criterion = losses
-    if not isinstance(losses, Criterion):
-        labelled = (_labels(images.train) >= 0).float().mean().item() if labels == "some" else 1.0
-        criterion = build_criterion(settings.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
-    distillation = Distillation(models.student, criterion, models.task).to(world.device)
+def _run(recipe: Recipe, given: Given, models: Models, results: Results, world: Backend) -> Run:
+    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, models.num_classes
+    batch_size, train, labels = fixed_batch(section), given.train, given.labels
+    val_batch = getattr(given.val, "batch_size", None) or batch_size
+    train_loader, num_images = _loader("train", given, batch_size, seed, num_classes, world)
+    val_loader, num_val = _loader("val", given, val_batch, seed, num_classes, world)
+    split = split_batch(section, world.world_size, num_images)
+    several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
+    model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
+    live, criterion, sifter = LiveTeacher(model, world.device), given.losses, given.sifter
+    if not isinstance(criterion, Criterion):
+        labelled = (_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
+        criterion = build_criterion(recipe.student.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
+    distillation = Distillation(models.student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
-        known = partial(_labels, images.train) if labels != "none" else partial(torch.full, (num_images,), -1)
+        known = partial(_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
-        section = settings.sifter
-        sifter = parts.build("sifters", section.kind, section.options, "sifter", context=context)
+        kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
+        sifter = parts.build("sifters", kind, options, "sifter", context=context)
     if isinstance(results.store, RunDir):
         shapes = {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()}
         facts = {"teacher": model.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
@@ -269,23 +252,23 @@ def _run(
         world.barrier()  # every rank has read the manifest before it is written
         results.store.record(**facts)
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
-    evaluator = models.task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
-    length = run_length(recipe.loop, split, settings.data.views)
-    return assemble(recipe.loop, length, world, Parts(distillation, live, train_loader, sifter, evaluator), results)
+    evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    made = Parts(distillation, live, train_loader, sifter, evaluator)
+    return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
 
 
 def _loader(
-    where: str, images: Images, batch_size: int, seed: int, num_classes: int, world: Backend
+    where: str, given: Given, batch_size: int, seed: int, num_classes: int, world: Backend
 ) -> tuple[Loader, int]:
-    items, labels = getattr(images, where), images.labels
+    items, labels = getattr(given, where), given.labels
     if isinstance(items, DataLoader):
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        whole = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
-        return BatchLoader(items, batch_size, where, labels, num_classes), whole
+        num_images = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
+        return BatchLoader(items, batch_size, where, labels, num_classes), num_images
     dataset = MapDataset(items, seed, where, labels, num_classes)
-    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, images.workers), len(dataset)
+    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, given.workers), len(dataset)
 
 
 def _labels(items: Any) -> torch.Tensor:
@@ -294,13 +277,13 @@ def _labels(items: Any) -> torch.Tensor:
     return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
 
 
-def _num_classes(models: Sequence[LogitsModel], images: Images, seed: int, world: Backend) -> int:
+def _num_classes(models: Sequence[LogitsModel], given: Given, seed: int, world: Backend) -> int:
     """Ask all models, the student first, about one image, and return the number of their classes.
 
     Raises:
         ConfigError: it is not the same for all.
     """
-    items, labels = images.train, images.labels
+    items, labels = given.train, given.labels
     if isinstance(items, DataLoader):
         size = items.batch_size or 1
         image = next(BatchLoader(items, size, "train", labels).epoch(evaluation_plan(size, size), 0)).image[:1]

@@ -51,10 +51,10 @@ def _train(argv: Sequence[str]) -> int:
         return _here(given)
 
     def command() -> None:
-        from kd import config
+        from kd.config.flat import flat
         from kd.sagemaker.launch import Job, training_request
 
-        keys = config.flat(given.config, given.overrides)
+        keys = flat(given.config, given.overrides)
         job = Job(
             name=_unique(keys["run.name"]),
             keys=keys,
@@ -85,7 +85,6 @@ def _here(given: argparse.Namespace) -> int:
     codes: list[int] = []
 
     def command() -> None:
-        from kd import config
         from kd.sagemaker.local import launch
 
         argv = [given.config, *given.overrides]

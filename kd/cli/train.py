@@ -29,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         from kd import config
-        from kd.jobs.check import check
+        from kd.jobs.forecast import forecast
         from kd.jobs.precompile import compile_only
         from kd.jobs.train import train
         from kd.setup.recipe import resolve
 
         settings = config.load(given.config, given.overrides)
         if given.check:
-            print(check(resolve(settings), given.config, timed=True))
+            print(forecast(resolve(settings), given.config))
             return
         if given.compile_only:
             print(compile_only(settings))

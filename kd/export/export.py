@@ -79,7 +79,7 @@ def export(
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target, task, section = target or path / "export", recipe.student.task, recipe.data.section
     refuse_other(target)  # before minutes of work, not after
-    student, provenance = best_student(folder, recipe, classes)
+    student, provenance = best_student(folder, recipe.student, section, classes)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
         extras, data_hash = Path(temporary), folder.manifest().get("data", "")
         made = graphs.write(extras, student, recipe, classes, data_hash, options)

@@ -23,8 +23,8 @@ from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
 from kd.setup.data import Data, open_data
 from kd.setup.loaders import loaders, split_batch
-from kd.setup.recipe import Recipe, Session, resolve
-from kd.setup.teacher import choose_teacher
+from kd.setup.recipe import Session, TeacherPlan, resolve
+from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Plan
 
 SAMPLE = 256
@@ -81,7 +81,8 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
     recipe, target = resolve(settings), require_path(export) if export else None
     with distributed(recipe.backend) as backend:
-        parts = _parts(recipe, backend)
+        teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend), backend)
+        parts = _parts(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
         if not verify:
             _require_writable(parts.cache.store)
         start, before = time.perf_counter(), parts.cache.images
@@ -104,9 +105,7 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     return done
 
 
-def _parts(recipe: Recipe, backend: Backend) -> _Parts:
-    plan = recipe.teacher
-    teachers = obtain_teachers(plan, open_data(recipe.data, backend), backend)
+def _parts(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Parts:
     model, data = teachers.model, teachers.data
     assert model is not None
     section = data.section
@@ -117,7 +116,7 @@ def _parts(recipe: Recipe, backend: Backend) -> _Parts:
     assert report.chosen is not None
     if report.chosen.summary and backend.rank == 0:
         log.info("teacher: %s", report.chosen.summary)
-    loader, val_loader = loaders(data.views(), section, session.split, backend, recipe.backend.timeout_seconds)
+    loader, val_loader = loaders(data.views(), section, session.split, backend, timeout_seconds)
     classes = data.classes if plan.logits else ()
     return _Parts(
         backend=backend,

@@ -1,50 +1,38 @@
-"""`kd-train CONFIG --check`: everything that can be known before training, in seconds and without weights."""
+"""Everything that can be known before training, in seconds and without weights."""
 
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kd import instances
-from kd.config.schema import OptimizerSection
-from kd.contracts import Source, TeacherModel
+from kd.config.schema import DataSection, OptimizerSection
+from kd.contracts import TeacherModel
 from kd.data.store import slot_bytes
-from kd.errors import CorruptImage, DataError
 from kd.models.classifier import feature_shapes
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
-from kd.setup.build import distributed
 from kd.setup.cache import cache_codec, price
-from kd.setup.data import Data, open_sources, train_transform
-from kd.setup.estimate import describe, estimate, measure
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.data import open_sources, train_transform
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
 from kd.setup.store import keep_rules
 from kd.setup.student import build_criterion, build_student, sizes
 from kd.setup.teacher import META, Teachers, load_teachers
-from kd.text import clock, money
-
-LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
-"""How long, and how many images at most, `--check` decodes to find damaged ones."""
 
 
-def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
+def check(recipe: Recipe, path: str = "given") -> str:
     """Check a recipe and describe the run.
 
-    Models are built on the meta device: no memory, no weights. Listing the data is real; images are decoded if `timed`.
+    Models are built on the meta device: no memory, no weights. Listing the data is real.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
     Args:
         recipe: of the run.
         path: of its configuration, to show.
-        timed: also time a few steps with random weights, say how long the run takes, and look for damaged images.
 
     Raises:
         KdError: what `kd-train` would stop at.
@@ -71,13 +59,11 @@ def check(recipe: Recipe, path: str = "given", timed: bool = False) -> str:
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
-        *_store(data),
+        *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
         f"memory    {_state_mib(recipe.loop.optimizer, student, num_ranks):.0f} MiB a rank for weights, gradients and "
         "optimizer; activations come on top",
-        *(_images((data.train, data.val), section.on_corrupt) if timed else []),
-        *(_time(recipe, data, split) if timed else []),
     ]
     return "\n".join(lines)
 
@@ -94,27 +80,6 @@ def _skew(labels: torch.Tensor) -> list[str]:
     return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, when to use it"]
 
 
-def _time(recipe: Recipe, data: Data, split: BatchSplit | None) -> list[str]:
-    """Say how long the run takes and what it costs, from a few steps made here."""
-    if split is None or split.world_size > 1:
-        why = "data.batch_size is auto" if split is None else "only one process measures; kd-plan knows several"
-        return [f"time      not measured: {why}"]
-    with distributed(recipe.backend) as backend:
-        found = measure(recipe.teacher, recipe.student, data, split, backend, fitting=True)
-        fits = sum(not is_fitted(fit_folder(fit, data.fingerprint)[1]) for fit in recipe.teacher.fits.values())
-        guess = estimate(recipe, data, split, backend, found, fits)
-    parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
-    measured = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
-    lines = [
-        f"time      about {clock(guess.total)}: {parts}",
-        f"speed     {guess.images_per_second:.0f} images/s; {measured}; another load of this machine changes it",
-    ]
-    hourly = recipe.price.per_hour or getattr(instances.find(recipe.price.instance), "per_hour", 0.0)
-    if hourly:
-        lines.append(f"cost      about USD {money(hourly * guess.total / 3600)} at USD {hourly:g} an hour")
-    return lines
-
-
 def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     """Name the classes that validation says nothing about."""
     seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
@@ -124,36 +89,6 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
     count = f"{len(missing)} of {len(classes)} classes"
     return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
-
-
-def _images(splits: tuple[Source, Source], on_corrupt: str) -> list[str]:
-    """Decode images in random order, all if the time suffices, and say how many are damaged.
-
-    Raises:
-        CorruptImage: an image is damaged, and kd-train would stop at it.
-    """
-    train, val = splits
-    first_val, total = len(train), len(train) + len(val)
-    damaged: list[CorruptImage] = []
-    looked, end = 0, time.monotonic() + LOOK_SECONDS
-    for id in random.Random(0).sample(range(total), min(total, MOST_LOOKED)):
-        try:
-            train.decode(id) if id < first_val else val.decode(id - first_val)
-        except CorruptImage as error:
-            damaged.append(error)
-        except DataError:
-            return []  # not rendered or unpacked yet
-        looked += 1
-        if time.monotonic() > end:
-            break
-    of = f"{looked} of {total}" if looked < total else f"all {looked}"
-    if not damaged:
-        return [f"images    decoded {of}: none is damaged"]
-    first = damaged[0]
-    if on_corrupt == "error":
-        more = f"; {len(damaged)} damaged images among {of}" if len(damaged) > 1 else ""
-        raise CorruptImage(first.where, first.wrong + more, first.allowed, first.remedy)
-    return [f"images    decoded {of}: {len(damaged)} damaged, to be skipped; {first.wrong}"]
 
 
 def _length(loop: LoopPlan, split: BatchSplit | None, num_images: int) -> list[str]:
@@ -168,14 +103,11 @@ def _length(loop: LoopPlan, split: BatchSplit | None, num_images: int) -> list[s
     ]
 
 
-def _store(data: Data) -> list[str]:
-    if data.section.store == "none":
+def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
+    if section.store == "none":
         return []
-    most = [
-        slot_bytes(rule.most) * len(source)
-        for rule, source in zip(keep_rules(data.section), (data.train, data.val), strict=True)
-    ]
-    return [f"store     {data.section.store}: at most {sum(most) / 2**30:.2f} GiB; estimated from images at the start"]
+    most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
+    return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]
 
 
 def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from kd.progress.console import Console
 from kd.progress.sifting import describe, describe_images, extremes, sheet
 from kd.progress.trackers import Trackers
 from kd.setup.build import Results, Setting, build_run
-from kd.setup.data import Data
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 
@@ -85,7 +84,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
-        sifting = sifting_report(run, data, folder)
+        sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")
         broken = unreadable((data.train, data.val), run, known)
@@ -234,18 +233,18 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
         )
 
 
-def sifting_report(run: Run, data: Data, folder: RunDir) -> str:
+def sifting_report(run: Run, source: Source, labels: Callable[[], Tensor], folder: RunDir) -> str:
     """Return the sifting section of report.md and write the contact sheet; all ranks must call it.
 
     Empty where nothing was sifted. The images are shown where the sifter knows how often each was visited.
     """
-    source, state = data.train, run.sifter.state_dict()
+    state = run.sifter.state_dict()
     epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
     if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
         return ""
     text = describe(epochs, len(source), run.length.batch_size)
     if "visits" in state:
-        text += "\n" + describe_images(state["visits"], state["mean"], data.labels(), source.classes, source.name)
+        text += "\n" + describe_images(state["visits"], state["mean"], labels(), source.classes, source.name)
         text += (
             f"\nBoth are pictured in `{write_sheet(folder.path / 'sifting.jpg', state, source)}`, the former first.\n"
         )

@@ -21,7 +21,7 @@ from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
 from kd.setup.finished import best_student
 from kd.setup.fit import fit_folder, is_fitted
-from kd.setup.recipe import Recipe, TeacherPlan, resolve
+from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
 POLL = 0.5
@@ -41,7 +41,7 @@ def teach(settings: Config) -> list[Path]:
     recipe = resolve(settings)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
-        return [fit_teacher(fit, data, backend) for fit in recipe.teacher.fits.values()]
+        return [fit_teacher(*fit_folder(fit, data.fingerprint), data, backend) for fit in recipe.teacher.fits.values()]
 
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
@@ -49,35 +49,34 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
     section = plan.section
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
-    weights: dict[str, str | Path] = {where: fit_teacher(fit, data, backend) for where, fit in plan.fits.items()}
+    weights: dict[str, str | Path] = {}
+    for where, fit in plan.fits.items():
+        weights[where] = fit_teacher(*fit_folder(fit, data.fingerprint), data, backend)
     if section.shard and backend.rank != 0:
         weights = dict.fromkeys(plan.members, META)
     return load_teachers(plan, data, weights)
 
 
-def fit_teacher(fit: Config, data: Data, backend: Backend) -> Path:
+def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> Path:
     """Fit a teacher on the labels and keep its best epoch; one fitted before from the same content is reused.
 
     While another process fits it, wait for it.
 
     Args:
-        fit: the teacher as a student of the labels.
+        recipe: the teacher as a student of the labels.
+        target: the export folder, named by a hash of everything that the weights depend on; it is returned.
         data: both splits.
         backend: set up.
-
-    Returns:
-        An export folder, named by a hash of everything that the weights depend on.
     """
-    recipe, target = fit_folder(fit, data.fingerprint)
     with ExitStack() as stack:
-        folder = open_fit(stack, recipe, target, backend)
+        folder = open_fit(stack, recipe.record, target, backend, recipe.backend.timeout_seconds)
         if folder is None:
             if backend.rank == 0:
                 log.info("teacher: reusing '%s'", target)
             return target
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
-            student, provenance = best_student(folder, recipe, data.classes)
+            student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type
             content, weights = export_files(student.network, data.classes, data.section.eval_crop, problem_type)
             write_folder(target, content, weights, provenance)
@@ -85,7 +84,7 @@ def fit_teacher(fit: Config, data: Data, backend: Backend) -> Path:
     return target
 
 
-def open_fit(stack: ExitStack, recipe: Recipe, target: Path, backend: Backend) -> RunDir | None:
+def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, timeout_seconds: float) -> RunDir | None:
     """Open the run folder of a fit until `stack` ends; None if the teacher is fitted. All ranks must call it.
 
     While another process holds the folder, wait for it. Ranks look together, so that no collective runs into its
@@ -99,7 +98,7 @@ def open_fit(stack: ExitStack, recipe: Recipe, target: Path, backend: Backend) -
         outcome, folder, holder = FITTED, None, ""
         if backend.rank == 0 and not is_fitted(target):
             try:
-                folder = stack.enter_context(open_run(recipe.record, 0))
+                folder = stack.enter_context(open_run(record, 0))
                 outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first look
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
@@ -108,13 +107,13 @@ def open_fit(stack: ExitStack, recipe: Recipe, target: Path, backend: Backend) -
         if outcome == FITTED:
             return None
         if outcome == MINE:
-            return folder or stack.enter_context(open_run(recipe.record, backend.rank))
+            return folder or stack.enter_context(open_run(record, backend.rank))
         if backend.rank == 0:
-            now = holder + _content(recipe.record.path)
+            now = holder + _content(record.path)
             if now != seen:
                 seen, since = now, time.monotonic()
-            if time.monotonic() - since > recipe.backend.timeout_seconds:
-                wrong = f"{holder}, and has written nothing for {recipe.backend.timeout_seconds:g} s"
+            if time.monotonic() - since > timeout_seconds:
+                wrong = f"{holder}, and has written nothing for {timeout_seconds:g} s"
                 raise RunError("teacher.fit", wrong, "", "End that process, or raise backend.timeout_seconds")
             if not waiting:
                 log.info("teacher: %s; waiting for the teacher that it fits", holder)

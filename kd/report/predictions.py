@@ -21,10 +21,10 @@ from kd.files.storage import write_json
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.seeds import evenly_spaced
-from kd.setup.data import Data, open_sources
+from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import best_student
 from kd.setup.fit import fit_folder, is_fitted
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
 from kd.types import Batch
 
@@ -35,21 +35,26 @@ MOST_PICTURES, SIDE = 24, 160
 """Pictures on which the models differ; their side, pixels."""
 
 
-def answers(folder: RunDir, recipe: Recipe, images: int) -> tuple[Answers | None, str]:
+def answers(
+    folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int
+) -> tuple[Answers | None, str]:
     """Return the predictions of the best student and its teacher, or None, and a note about what is missing.
 
     They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
     evenly spaced; 0: all. A teacher is loaded, never fitted.
     """
-    if recipe.student.task.logits != "softmax" or not recipe.teacher.logits:
+    if student.task.logits != "softmax" or not teacher.logits:
         return None, ""  # an embedding, or a set of labels, is no answer to count
     try:
-        data = open_sources(recipe.data)
+        data = open_sources(plan)
         data.val.prepare()
         belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
         stored = _stored(folder, belongs)
         if stored is None:
-            stored = {**_predict(folder, recipe, data, images), "belongs": belongs}
+            stored = {
+                **_predict(folder, student, _teacher(teacher, data), data, images),
+                "belongs": belongs,
+            }
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"
@@ -75,7 +80,9 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
     return content if isinstance(content, dict) and content.get("belongs") == belongs else None
 
 
-def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, Any]:
+def _predict(
+    folder: RunDir, plan: StudentPlan, teacher: TeacherModel | None, data: Data, images: int
+) -> dict[str, Any]:
     """Run both models over validation images as evaluation shows them, in float32.
 
     Raises:
@@ -83,10 +90,9 @@ def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[st
     """
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
-    student, _ = best_student(folder, recipe, data.classes)
+    student, _ = best_student(folder, plan, data.section, data.classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {"student": student.to(device).eval()}
-    teacher = _teacher(recipe.teacher, data)
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()  # type: ignore[assignment]
     dataset = data.views()[1]

@@ -103,7 +103,9 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
     folder, stored = opened_run(path)
     recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
-    counted, note = answers(folder, recipe, images) if images >= 0 and folder.best_row() else (None, "")
+    counted, note = None, ""
+    if images >= 0 and folder.best_row():
+        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images)
     sheet = path / "sifting.jpg"
     return RunRecord(
         name=recipe.record.name,

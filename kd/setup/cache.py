@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kd.config.schema import Cache
-from kd.contracts import Teacher, TeacherModel
+from kd.contracts import Dataset, Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.files.storage import hashed_folder, record_bytes
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
@@ -161,7 +161,7 @@ def check_records(cached: CachedTeacher, session: Session, tolerance: float) -> 
     ids = _records(cached.store) if backend.rank == 0 else []
     if cached.fixed_shape:
         ids = [ids[number % len(ids)] for number in range(session.split.micro_batch)] if ids else []
-    batch = _batch(ids, session.data)
+    batch = _batch(ids, session.data.views()[0])
     if batch is not None:
         found |= compare(cached.store, cached.live, batch.to(backend.device))
     shared = backend.reduce_sum(torch.tensor(list(found.values()), device=backend.device)).tolist()
@@ -214,9 +214,9 @@ def _records(store: Store) -> list[int]:
     return ids[evenly_spaced(len(ids), CHECKED)].tolist()
 
 
-def _batch(ids: list[int], data: Data) -> Batch | None:
+def _batch(ids: list[int], train: Dataset) -> Batch | None:
     """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
-    train, samples, kept = data.views()[0], [], []
+    samples, kept = [], []
     for id in ids:
         try:
             sample = train.load(id, 0)

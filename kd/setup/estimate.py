@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kd import parts
 from kd.config.reads import build_task
 from kd.config.schema import LossSection, TaskSection
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Dataset, Teacher
 from kd.engine.criterion import Distillation
 from kd.errors import DataError
 from kd.host import cores
@@ -112,7 +112,7 @@ def measure(
         score=table["score"] / count,
         teacher=table.get("teacher", 0.0) / count,
         fit=table.get("fit", 0.0) / count,
-        load=_load_ms(data),
+        load=_load_ms(data.views()[0]),
         gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
         gflop=gflop / few,
         teacher_gflop=teacher_gflop / few,
@@ -234,8 +234,8 @@ def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, float, int]:
     return (counter.get_total_flops() - teacher) / 1e9, teacher / 1e9, kernels.count
 
 
-def _load_ms(data: Data) -> float:
+def _load_ms(dataset: Dataset) -> float:
     try:
-        return loading_ms(data.views()[0])
+        return loading_ms(dataset)
     except DataError:  # not rendered or unpacked yet
         return 0.0

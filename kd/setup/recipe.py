@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kd import config as configuration
-from kd.config.reads import Reads, build_task, reads
+from kd.config.reads import build_task, reads
 from kd.config.schema import (
     BackendSection,
     Config,
@@ -147,32 +147,10 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         path: the run folder, where it is not `run.folder`/`run.name`.
     """
     run, read, task = config.run, reads(config.losses), build_task(config.task)
-    views = config.data.views or config.teacher.cache.views
-    return Recipe(
-        record=_record(config, path or Path(run.folder) / run.name),
-        backend=config.backend,
-        data=DataPlan(config.data, run.seed, views, run.folder),
-        teacher=_teacher_plan(config, read, task),
-        student=StudentPlan(config.student, config.losses, task, read.features, config.backend.precision, run.seed),
-        loop=LoopPlan(
-            epochs=run.epochs,
-            steps=run.steps,
-            every=run.every,
-            optimizer=config.optimizer,
-            sifter=config.sifter,
-            cached_views=config.teacher.cache.views,
-            profile=config.profile.steps,
-            seed=run.seed,
-        ),
-        price=config.price,
-        baseline=labels_only(config) if run.baseline else None,
-    )
-
-
-def _record(config: Config, path: Path) -> Record:
-    run, keys = config.run, flatten(configuration.to_dict(config, values=True))
-    hashed = "".join(f"# sha256 {each} {text}\n" for each, text in hashes(keys).items())
-    return Record(
+    path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
+    keys = flatten(configuration.to_dict(config, values=True))
+    hashed = "".join(f"# sha256 {key} {text}\n" for key, text in hashes(keys).items())
+    record = Record(
         name=run.name,
         path=path,
         keep=run.keep,
@@ -182,19 +160,34 @@ def _record(config: Config, path: Path) -> Record:
         keys=keys,
         shown=flatten(configuration.to_dict(config)),
     )
-
-
-def _teacher_plan(config: Config, read: Reads, task: Task) -> TeacherPlan:
-    members = split_teachers(config.teacher)
-    unfitted = [where for where, one in members.items() if one.fitted and not one.checkpoint]
-    return TeacherPlan(
+    teacher = TeacherPlan(
         section=config.teacher,
         members=members,
-        fits={where: teacher_fit(config, members[where]) for where in unfitted},
+        fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted and not one.checkpoint},
         task=task,
         needed=read.teacher,
         logits=read.teacher_logits,
         features=read.features,
+    )
+    loop = LoopPlan(
+        epochs=run.epochs,
+        steps=run.steps,
+        every=run.every,
+        optimizer=config.optimizer,
+        sifter=config.sifter,
+        cached_views=config.teacher.cache.views,
+        profile=config.profile.steps,
+        seed=run.seed,
+    )
+    return Recipe(
+        record=record,
+        backend=config.backend,
+        data=DataPlan(config.data, run.seed, config.data.views or config.teacher.cache.views, run.folder),
+        teacher=teacher,
+        student=StudentPlan(config.student, config.losses, task, read.features, config.backend.precision, run.seed),
+        loop=loop,
+        price=config.price,
+        baseline=labels_only(config) if run.baseline else None,
     )
 
 

@@ -20,7 +20,6 @@ from kd.contracts import Backend, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, compile_forward, set_attention
 from kd.models.load import Spec
-from kd.models.runtimes import Exported
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
@@ -231,6 +230,8 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if not mode.exported:
         return compile_forward(frozen)
+    from kd.models.runtimes import Exported  # only where a graph runs instead of torch
+
     if isinstance(frozen, Ensemble):
         graphs = [Exported(one, size, mode.kernel, mode.precision) for one in frozen.members]  # type: ignore[arg-type]
         return Ensemble(graphs, frozen.shares, frozen.average)
