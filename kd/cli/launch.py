@@ -51,6 +51,7 @@ def _train(argv: Sequence[str]) -> int:
         return _here(given)
 
     def command() -> None:
+        from kd import config
         from kd.config.flat import flat
         from kd.sagemaker.launch import Job, training_request
 
@@ -85,6 +86,7 @@ def _here(given: argparse.Namespace) -> int:
     codes: list[int] = []
 
     def command() -> None:
+        from kd import config
         from kd.sagemaker.local import launch
 
         argv = [given.config, *given.overrides]
