@@ -15,7 +15,6 @@ from typing import IO, Any
 from torch import Tensor
 
 from kd.artifacts import checkpoint
-from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
 from kd.files.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
 from kd.types import State
@@ -34,7 +33,11 @@ class RunDir:
             mirror: URL of its copy; empty: none.
         """
         self.path, self.rank, self.keep = path, rank, keep
-        self._mirror = Mirror(path, mirror) if mirror and rank == 0 else None
+        self._mirror = None
+        if mirror and rank == 0:
+            from kd.artifacts.mirror import Mirror  # object stores: only where a copy is kept
+
+            self._mirror = Mirror(path, mirror)
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 

@@ -15,7 +15,6 @@ from kd.data.store import slot_bytes
 from kd.models.classifier import feature_shapes
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
-from kd.setup.cache import cache_codec, price
 from kd.setup.data import open_sources, train_transform
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
@@ -121,6 +120,8 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     if not (plan.needed and plan.section.cache.views and teachers.model is not None):
         return []
+    from kd.setup.cache import cache_codec, price  # only where answers are stored
+
     data = teachers.data
     codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.section.image_size))
     return [f"cache     {price(plan.section.cache, codec, len(data.train))}"]

@@ -16,7 +16,7 @@ from kd.contracts import Backend, Source
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.engine.snapshot import agree
-from kd.errors import DataError, ModelError, RunError
+from kd.errors import ModelError, RunError
 from kd.host import environment
 from kd.jobs.folder import require_same
 from kd.jobs.observe import Observer
@@ -24,7 +24,6 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.sifting import describe, describe_images, extremes, sheet
 from kd.progress.trackers import Trackers
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.recipe import Recipe, TeacherPlan
@@ -242,25 +241,6 @@ def sifting_report(run: Run, source: Source, labels: Callable[[], Tensor], folde
     epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
     if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
         return ""
-    text = describe(epochs, len(source), run.length.batch_size)
-    if "visits" in state:
-        text += "\n" + describe_images(state["visits"], state["mean"], labels(), source.classes, source.name)
-        text += (
-            f"\nBoth are pictured in `{write_sheet(folder.path / 'sifting.jpg', state, source)}`, the former first.\n"
-        )
-    return text
+    from kd.progress.sifting import report  # draws pictures: only where something was sifted
 
-
-def write_sheet(path: Path, state: dict[str, Tensor], source: Source) -> Path:
-    """Write the contact sheet; pictures that cannot be decoded are left out."""
-    groups = []
-    for ids in extremes(state["visits"], state["mean"]):
-        pictures = []
-        for id in ids:
-            try:
-                pictures.append(source.decode(id).image)
-            except DataError:
-                continue
-        groups.append(pictures)
-    sheet([group for group in groups if group]).save(path, quality=85)
-    return path
+    return report(epochs, state, source, labels, run.length.batch_size, folder.path / "sifting.jpg")

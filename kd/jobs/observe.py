@@ -20,7 +20,6 @@ from kd.files.storage import LAST, log, read_rows, write_json
 from kd.host import cores
 from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
-from kd.monitor.profiler import Profiler
 from kd.monitor.rules import find
 from kd.monitor.timeline import APART, Timeline
 from kd.setup.build import Setting
@@ -58,7 +57,11 @@ class Observer:
         clock = clock_of(setting.facts, backend.device)
         self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step)
         wanted = loop.profile if backend.rank == 0 else ()
-        self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
+        self._profiler = None
+        if wanted:
+            from kd.monitor.profiler import Profiler  # torch.profiler: only where steps are named
+
+            self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
         self._facts: Callable[[], Facts] = Facts
@@ -66,7 +69,8 @@ class Observer:
         self._looked = time.monotonic()
 
     def _step(self, number: int) -> None:
-        self._profiler.step(number)
+        if self._profiler is not None:
+            self._profiler.step(number)
 
     def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
         """Return the run with its spans and log windows listened to."""
@@ -79,7 +83,8 @@ class Observer:
         self._stack.enter_context(self.timeline)
         if self.monitor is not None:
             self._stack.enter_context(self.monitor)
-        self._stack.callback(self._profiler.close)
+        if self._profiler is not None:
+            self._stack.callback(self._profiler.close)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -13,7 +13,6 @@ from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.contracts import Backend
 from kd.errors import ConfigError, FolderInUse, RunError
-from kd.export.folder import write_folder
 from kd.jobs.distill import distill
 from kd.jobs.folder import open_run
 from kd.models.timm_folder import export_files
@@ -76,6 +75,8 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             return target
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
+            from kd.export.folder import write_folder  # only where a teacher was fitted
+
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type
             content, weights = export_files(student.network, data.classes, data.section.eval_crop, problem_type)

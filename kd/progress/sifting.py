@@ -6,17 +6,49 @@ Legend: N images of the training split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from kd.contracts import Source
+from kd.errors import DataError
 from kd.text import percent, table
 
 SHOWN = 24
 """Number of images of each kind on the sheet."""
 MARGIN = 6
+
+
+def report(
+    epochs: Sequence[Mapping[str, float]],
+    state: Mapping[str, Tensor],
+    source: Source,
+    labels: Callable[[], Tensor],
+    batch_size: int,
+    file: Path,
+) -> str:
+    """Return the section of report.md on a sifted run, and write the contact sheet `file`.
+
+    The images are described where the sifter's state says how often each was visited.
+    """
+    text = describe(epochs, len(source), batch_size)
+    if "visits" not in state:
+        return text
+    text += "\n" + describe_images(state["visits"], state["mean"], labels(), source.classes, source.name)
+    groups = []
+    for ids in extremes(state["visits"], state["mean"]):
+        pictures = []
+        for id in ids:
+            try:
+                pictures.append(source.decode(id).image)
+            except DataError:  # what cannot be decoded is left out
+                continue
+        groups.append(pictures)
+    sheet([group for group in groups if group]).save(file, quality=85)
+    return text + f"\nBoth are pictured in `{file}`, the former first.\n"
 
 
 def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size: int) -> str:

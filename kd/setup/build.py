@@ -37,7 +37,6 @@ from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.batch import choose_batch, provisional_batch
-from kd.setup.cache import open_cache
 from kd.setup.gate import choose_sifter
 from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
@@ -242,7 +241,11 @@ def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel |
     """Return the step's teacher: live, cached, or NoTeacher if no loss needs one."""
     if model is None or not plan.needed:
         return NoTeacher()
-    return open_cache(plan, report, model, session) if plan.section.cache.views else report.live
+    if not plan.section.cache.views:
+        return report.live
+    from kd.setup.cache import open_cache  # only where answers are stored
+
+    return open_cache(plan, report, model, session)
 
 
 def evaluation_of(

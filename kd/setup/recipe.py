@@ -24,7 +24,6 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.contracts import Backend, Task
-from kd.files.object_store import join
 from kd.parts import default_options
 from kd.references import Referenced
 from kd.setup.data import Data, DataPlan
@@ -154,7 +153,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         name=run.name,
         path=path,
         keep=run.keep,
-        mirror=join(run.mirror, path.relative_to(run.folder).as_posix()) if run.mirror else "",
+        mirror=f"{run.mirror.rstrip('/')}/{path.relative_to(run.folder).as_posix()}" if run.mirror else "",
         trackers=run.trackers,
         yaml=configuration.dump(config) + hashed,
         keys=keys,
