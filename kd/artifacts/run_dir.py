@@ -1,4 +1,4 @@
-"""4. ARTIFACTS. The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
+"""The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
 
 Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
 """
@@ -17,7 +17,19 @@ from torch import Tensor
 from kd.artifacts import checkpoint
 from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
-from kd.files.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
+from kd.files.storage import (
+    append_rows,
+    disk_error,
+    flush,
+    keep_rows,
+    lock,
+    log,
+    read_rows,
+    recover,
+    remove_folder,
+    write_json,
+    write_text,
+)
 from kd.types import State
 
 
@@ -121,8 +133,7 @@ class RunDir:
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
         row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
         try:
-            with self._metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_rows(self._metrics_file, row)
         except OSError as error:
             raise disk_error(error, self._metrics_file, "run.folder") from error
 
@@ -132,7 +143,7 @@ class RunDir:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all kinds, oldest first."""
-        return read_rows(self._metrics_file, 2**62)
+        return read_rows(self._metrics_file, last=None)
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
@@ -231,10 +242,8 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     def _truncate_metrics(self, step: int) -> None:
-        file = self._metrics_file
-        if self.rank == 0 and file.is_file():
-            kept = [row for row in self.rows() if row["step"] <= step]
-            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.rank == 0:
+            keep_rows(self._metrics_file, lambda row: row["step"] <= step)
 
     def _take_lock(self) -> None:
         try:

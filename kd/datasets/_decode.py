@@ -9,64 +9,42 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.files.pixels import to_rgb
+from kd.files.retry import REMEDY, retried
 from kd.types import Decoded
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
-T = TypeVar("T")
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between the tries to read a file: a network storage that fails over is back within a second or two."""
 
 
-def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -> T:
-    """Return what `read` returns; try again after short pauses where the storage fails.
-
-    Args:
-        read: reads from the storage; an OSError is a failure.
-        subject: what a person would call the file, for messages.
-        where: config path for messages.
-        remedy: what to do, where it is not to bring the storage back.
+def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
+    """Read an image file, again where the storage fails, and decode it.
 
     Raises:
-        DataError: the last try failed too. It ends the run, whatever `data.on_corrupt` says.
+        CorruptImage: as `decode`.
+        DataError: it cannot be read; `remedy` says what to do. It ends the run, whatever `data.on_corrupt` says.
     """
-    for pause in PAUSES:
-        try:
-            return read()
-        except OSError:
-            time.sleep(pause)
-    try:
-        return read()
-    except OSError as error:
-        raise DataError(
-            where,
-            f"{subject}: it cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries: the storage is "
-            "away, or the file is",
-            "Every listed file can be read; data.on_corrupt=skip is for damaged images only",
-            remedy or "Bring the storage back and run the same command again: it resumes",
-        ) from error
+    allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
+    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
 
 
 def decode(data: bytes, subject: str, where: str) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
-    How each kind of pixel becomes RGB is said in `kd.files.pixels`. Not handled: damage that leaves a JPEG decodable.
+    `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
 
     Args:
         data: the whole file.
-        subject: what a person would call it, for messages: "file 'apple/1.jpg'".
+        subject: the file, as a message names it: "file 'apple/1.jpg'".
         where: config path for messages.
 
     Raises:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kd.datasets._decode import Names, decode, fingerprint, retried
+from kd.datasets._decode import Names, fingerprint, read_image
 from kd.errors import DataError, did_you_mean
+from kd.files import pixels
+from kd.files.retry import retried
 from kd.types import Decoded, Label
 
 WHERE = "data.root"
-ENDINGS = (b".jpg", b".jpeg", b".png", b".bmp", b".webp", b".gif", b".tif", b".tiff")
+ENDINGS = tuple(f".{ending}".encode() for ending in pixels.ENDINGS)
 
 
 class ImageFolder:
@@ -52,11 +54,8 @@ class ImageFolder:
             CorruptImage: the file is no whole image.
             DataError: it is gone or cannot be read.
         """
-        subject = f"file '{self.name(id)}'"
-        return decode(retried(lambda: _content(self._path(id)), subject, WHERE), subject, WHERE)
-
-    def _path(self, id: int) -> bytes:
-        return os.path.join(self._root, self._names[id])
+        path = os.path.join(self._root, self._names[id])
+        return read_image(lambda: _content(path), f"file '{self.name(id)}'", WHERE)
 
 
 def scan(root: str, folder: bytes) -> dict[bytes, int]:

@@ -21,7 +21,7 @@ from random import Random
 
 import numpy as np
 
-from kd.datasets._decode import decode, retried
+from kd.datasets._decode import read_image
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION, file_name
 from kd.errors import DataError
@@ -121,8 +121,8 @@ class FoodMini:
         if not self.folder.is_dir():  # no storage that comes back
             raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
-        subject, remedy = f"file '{file}'", f"Remove '{self.folder}'; the next run paints it anew"
-        return decode(retried(file.read_bytes, subject, "data.root", remedy), subject, "data.root")
+        remedy = f"Remove '{self.folder}'; the next run paints it anew"
+        return read_image(file.read_bytes, f"file '{file}'", "data.root", remedy)
 
 
 def folder_name(options: Options) -> str:

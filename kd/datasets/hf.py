@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, refuse, retried
+from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, read_image, refuse
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import Decoded
 
@@ -90,8 +90,7 @@ class HuggingFace:
         if data is None and path is None:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            subject = f"image '{self.name(id)}' ({os.path.basename(path)})"
-            data = retried(Path(path).read_bytes, subject, WHERE)
+            return read_image(Path(path).read_bytes, f"{subject} ({os.path.basename(path)})", WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:

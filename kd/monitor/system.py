@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import psutil
 
+from kd.files.storage import append_rows
 from kd.host import cores
 
 log = logging.getLogger("kd")
@@ -58,9 +59,7 @@ class Monitor:
         sampler = Sampler()
         try:
             while not self._over.wait(self.interval):
-                row = sampler.sample()
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_rows(self.path, sampler.sample())
         except Exception as error:
             log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
         finally:

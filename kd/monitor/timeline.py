@@ -7,7 +7,6 @@ to the wall-clock, and a span inside another is not counted twice. docs/design.m
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import statistics
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kd.files.storage import read_rows, write_text
+from kd.files.storage import append_rows, keep_rows
 from kd.monitor.region import active, marked
 from kd.types import UNKNOWN, Loading, State
 
@@ -272,19 +271,16 @@ class Timeline:
         if self.path is None or not rows:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            append_rows(self.path, *rows)
         except OSError as error:  # a run is dear, and its timeline is not
             log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
             self.path = None
 
     def _keep_rows(self) -> None:
         """Drop rows of steps that will be made again."""
-        if self.path is None or not self.path.is_file():
-            return
-        with suppress(OSError, ValueError):
-            kept = [row for row in read_rows(self.path) if row["step"] <= self.start] if self.start else []
-            write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.path is not None:
+            with suppress(OSError, ValueError):
+                keep_rows(self.path, lambda row: 0 < self.start >= row["step"])
 
     def close(self) -> None:
         """Write what is left. Time after the last complete step counts to the last row."""
