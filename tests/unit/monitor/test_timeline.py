@@ -139,13 +139,13 @@ def test_a_window_tells_the_median_step_and_leaves_evaluation_out(tmp_path):
     assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (1, 2, 2, "teacher")
 
 
-@pytest.mark.parametrize(("lengths", "expected"), [([10] * 9 + [40], [10]), ([10] * 9 + [29], []), ([10, 50], [])])
-def test_outliers_are_three_medians_long_and_name_what_took_the_time(lengths, expected):
-    steps = [{"forward": 8.0, "data": length - 8.0} for length in lengths]
-    found = describe(steps, first=1)
-    assert [one[0] for one in found.get("outliers", [])] == expected
-    assert all(one[2] == "data" for one in found.get("outliers", []))
-    assert found["slowest"][0] == lengths.index(max(lengths)) + 1
+@pytest.mark.parametrize(("lengths", "median"), [([10] * 9 + [40], 10.0), ([50, 10], 30.0), ([10, 40, 40], 40.0)])
+def test_the_slowest_step_names_what_took_the_time(lengths, median):
+    """The first of equal ones; by the span that exceeds its own median, not by the longest one."""
+    steps = [{"forward": 100.0, "data": float(length)} for length in lengths]
+    slowest = lengths.index(max(lengths))
+    expected = {"median_ms": 100 + median, "slowest": [7 + slowest, 100.0 + lengths[slowest], "data"]}
+    assert describe(steps, first=7) == expected
 
 
 def test_communication_is_taken_out_of_the_backward_pass(tmp_path):
