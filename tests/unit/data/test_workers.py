@@ -64,7 +64,7 @@ def told(made: LocalLoader, harm, after: int = 2) -> str:
     try:
         for number, _ in enumerate(made.epoch(PLAN, 0), 1):
             if number == after:
-                harm([worker.pid for worker in made._processes()])
+                harm([worker.pid for worker in made.processes()])
     except RunError as error:
         return str(error)
     return ""
@@ -93,7 +93,7 @@ def test_a_stopped_worker_ends_the_run_and_is_named(place, settled):
 def test_a_worker_stopped_between_two_epochs_is_named():
     made = loader()
     assert len(list(made.epoch(PLAN, 0))) == 50
-    os.kill(made._processes()[1].pid or 0, signal.SIGSTOP)
+    os.kill(made.processes()[1].pid or 0, signal.SIGSTOP)
     assert "worker 1 (process " in told(made, None, after=-1)
 
 
