@@ -15,7 +15,7 @@ from typing import Any
 
 from kd.references import redact
 
-_CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
+CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -77,7 +77,7 @@ def free_mib() -> float:
     The least of what the machine has free and what the container's and this process's own limits leave.
     """
     left = [_available()]
-    for limit, used, droppable in _CONTAINERS:
+    for limit, used, droppable in CONTAINERS:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
             left.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
