@@ -93,7 +93,7 @@ class Slots:
     """A file of one record an image, for this process and those that it forks."""
 
     def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
-        """Take over an open file for images of at most `pixels`; another process opens it by its `path`, if it has one."""
+        """Take over an open file for images of at most `pixels`. Other processes open it by its `path`, if any."""
         self.pixels, self.path = pixels, path
         stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
@@ -127,12 +127,12 @@ class Stored:
     """A source whose images are decoded once and stored as far as training needs them. See `kd.contracts.Source`.
 
     An image is the same whether it comes out of its slot or has just been decoded. Not stored are images that cannot be
-    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. A file that
-    was replaced by one of the same size is noticed by `refresh` only, in a sample.
+    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. A file
+    that was replaced by one of the same size is noticed by `refresh` only, in a sample.
     """
 
     def __init__(self, source: Source, keep: Callable[[Image.Image], Image.Image], slots: Slots | None = None) -> None:
-        """Store `keep(image)` of each image that `source` decodes; without slots nothing, but the pixels are the same."""
+        """Store `keep(image)` of each image of a source. Without slots nothing is stored; the pixels are the same."""
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint

@@ -192,7 +192,7 @@ def _jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Im
 
 
 def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.Image:
-    """Apply a timm policy. timm draws from Python's and NumPy's global generators: seed them from ours, then restore."""
+    """Apply a timm policy. timm draws from Python's and NumPy's global generators: they are seeded, then restored."""
     transform = build_policy(policy, image.width)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(rng.getrandbits(64))

@@ -1,7 +1,4 @@
-"""Image files below a folder: what the datasets of files share.
-
-Not a part (the name begins with an underscore).
-"""
+"""Image files below a folder: shared by the datasets of files."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def scan(root: str, folder: bytes) -> dict[bytes, int]:
     Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its size is one more
     request to the storage, which NFS answers from the same listing.
     """
-    found: dict[bytes, int] = {}
+    sizes: dict[bytes, int] = {}
     todo: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while todo:
         relative, above = todo.pop()
@@ -83,8 +80,8 @@ def scan(root: str, folder: bytes) -> dict[bytes, int]:
             if _is_folder(entry):
                 todo.append((prefix + entry.name, above | {here}))
             elif entry.name.lower().endswith(ENDINGS):
-                found[prefix + entry.name] = _size(entry)
-    return found
+                sizes[prefix + entry.name] = _size(entry)
+    return sizes
 
 
 def _size(entry: os.DirEntry[bytes]) -> int:

@@ -132,9 +132,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     shard_of: list[int] = []
     images: list[_Image] = []
     for number, shard in enumerate(shards):
-        found = _index(shard.path, options, where, labels)
-        images.extend(found)
-        shard_of.extend([number] * len(found))
+        indexed = _index(shard.path, options, where, labels)
+        images.extend(indexed)
+        shard_of.extend([number] * len(indexed))
     if not images:
         raise DataError(
             where,
@@ -143,8 +143,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
             "Set data.image_keys",
         )
     names = _class_names(options.class_names) if options.class_names else []
-    found_names, known = name_labels([image.label for image in images], names)
-    order, label = label_images(found_names, [name for name in known if name], classes, where, split, labels)
+    class_of, own = name_labels([image.label for image in images], names)
+    order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(shards, np.asarray(shard_of, np.int32), images, label, order, where)
 
 
