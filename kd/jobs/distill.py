@@ -70,7 +70,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             results = Results(folder, console, recorded)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
-            run = observer.watch(built.run, built.facts["choices"])
+            run = observer.watch(built.run)
             facts = built.facts | facts_of(run, setting)
             require_same("data", known, facts)
             require_same("teacher", known, facts)

@@ -72,9 +72,9 @@ class Observer:
         if self._profiler is not None:
             self._profiler.step(number)
 
-    def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
+    def watch(self, run: Run) -> Run:
         """Return the run with its spans and log windows listened to."""
-        self._facts = lambda: facts_of(self.setting, run, choices)
+        self._facts = lambda: facts_of(self.setting, run)
         self.timeline.loading = lambda: getattr(run.loader, "loading", Loading())
         return replace(run, span=self.timeline.span, window=self.window)
 
@@ -131,7 +131,7 @@ class Observer:
             log.warning(str(error))
 
 
-def facts_of(setting: Setting, run: Run, choices: Mapping[str, str]) -> Facts:
+def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
     threads = setting.facts.threads  # 0: the run compares them itself
@@ -144,7 +144,6 @@ def facts_of(setting: Setting, run: Run, choices: Mapping[str, str]) -> Facts:
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
-        choices=choices,
     )
 
 

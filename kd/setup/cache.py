@@ -14,7 +14,8 @@ import torch
 from kd.config.schema import Cache
 from kd.contracts import Dataset, Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
-from kd.files.storage import hashed_folder, record_bytes
+from kd.files.records import record_bytes
+from kd.files.storage import hashed_folder
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
 from kd.seeds import evenly_spaced

@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kd import config
-from kd.datasets import _decode
 from kd.errors import ConfigError
+from kd.files import retry
 from kd.setup.loaders import split_batch
 
 
@@ -210,7 +210,7 @@ def test_images_that_are_gone_end_the_run_though_damaged_ones_are_skipped(
     written, refused, copied, monkeypatch, workers
 ):
     """A link into a storage that is away is listed and cannot be read: skipping would train on nothing."""
-    monkeypatch.setattr(_decode, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0))
     file = copied / "train" / "fig" / "03.jpg"
     file.unlink()
     file.symlink_to(copied / "away" / "03.jpg")

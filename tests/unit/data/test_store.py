@@ -326,7 +326,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
     assert len(lines) == 1
     assert lines[0].startswith("data.store: '")
     assert "takes no more (" in lines[0]
-    assert lines[0].endswith("What it holds is used, the other images are decoded each time.")
+    assert lines[0].endswith("Its images are used, the others are decoded each time.")
 
 
 # ------------------------------------------------------------------------------------------------ corrupt images
