@@ -56,12 +56,7 @@ def load(
 
 
 def to_dict(config: Any, values: bool = False) -> Any:
-    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`.
-
-    Args:
-        config: or a part of one.
-        values: the values of texts that come from the environment, instead of their references.
-    """
+    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`."""
     if dataclasses.is_dataclass(config):
         found = {f.name: to_dict(getattr(config, f.name), values) for f in dataclasses.fields(config)}
         options = found.pop("options", None)

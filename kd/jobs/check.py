@@ -29,10 +29,6 @@ def check(recipe: Recipe, path: str = "given") -> str:
     Models are built on the meta device: no memory, no weights. Listing the data is real.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
-    Args:
-        recipe: of the run.
-        path: of its configuration, to show.
-
     Raises:
         KdError: what `kd-train` would stop at.
     """

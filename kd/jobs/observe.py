@@ -42,14 +42,7 @@ class Observer:
     """What is watched, from the opened run folder to the end of the loop. Used as a context."""
 
     def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
-        """Prepare. All ranks must make one.
-
-        Args:
-            setting: the backend, and the data's store.
-            loop: the steps that are profiled.
-            folder: of the run, opened; each rank writes files of its own into it.
-            logger: is told of what matters while the run goes.
-        """
+        """Prepare. All ranks must make one."""
         backend = setting.backend
         self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it

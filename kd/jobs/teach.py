@@ -60,12 +60,6 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
     """Fit a teacher on the labels and keep its best epoch; one fitted before from the same content is reused.
 
     While another process fits it, wait for it.
-
-    Args:
-        recipe: the teacher as a student of the labels.
-        target: the export folder, named by a hash of everything that the weights depend on; it is returned.
-        data: both splits.
-        backend: set up.
     """
     with ExitStack() as stack:
         folder = open_fit(stack, recipe.record, target, backend, recipe.backend.timeout_seconds)

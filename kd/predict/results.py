@@ -108,10 +108,6 @@ class Journal:
 def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
     """Open or begin the journal of a result, `<target>.part`.
 
-    Args:
-        target: the result.
-        identity: what its rows depend on (JSON values).
-
     Raises:
         RunError: the journal is of other images or another model, or the disk is not writable or has no locks.
         FolderInUse: another process is writing it.

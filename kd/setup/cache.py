@@ -114,12 +114,6 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
 
     One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
 
-    Args:
-        plan: of the teacher.
-        report: the live teacher and its mode.
-        model: the loaded teacher.
-        session: backend and data.
-
     Raises:
         ConfigError: it would be larger than allowed.
         ModelError: a record is not what the teacher answers.

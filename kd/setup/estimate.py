@@ -157,16 +157,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, found: Measured, fits: int) -> Estimate:
-    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations.
-
-    Args:
-        recipe: what is trained.
-        data: both splits.
-        split: of the batch.
-        backend: of the process.
-        found: what was measured.
-        fits: teachers that are still to be fitted.
-    """
+    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations."""
     loop, teacher, num_images = recipe.loop, recipe.teacher, len(data.train)
     workers = default_workers(backend) if data.section.workers == "auto" else int(data.section.workers)
     images = loop.images(num_images, split.batch_size)

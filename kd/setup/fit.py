@@ -38,12 +38,7 @@ FREE = (
 
 
 def fit_folder(fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
-    """Return the recipe of a fit with its run folder, and the export folder that it leaves.
-
-    Args:
-        fit: the teacher as a student of the labels.
-        fingerprint: of the data.
-    """
+    """Return the recipe of a fit with its run folder, and the export folder that it leaves."""
     # How often it is evaluated decides which weights are the best ones, and those are kept.
     keys = resolve(fit).record.keys
     counts = {key: value for key, value in keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}

@@ -131,14 +131,7 @@ class Workload:
 
 
 def choose_mode(wanted: Wanted, work: Callable[[ExecutionMode], Work], workload: Workload, backend: Backend) -> Chosen:
-    """Return the fastest mode; a mode that is asked for by name is not compared.
-
-    Args:
-        wanted: what is left open.
-        work: makes, and so may compile or export, what a mode stands for.
-        workload: what the run will ask; with no images no form is tried.
-        backend: with a fixed mode nothing is measured.
-    """
+    """Return the fastest mode; a mode that is asked for by name is not compared."""
     best, table = _plain(wanted, work, backend)
     if wanted.compile == "on":
         return Chosen(replace(best, compiled=True), table)
