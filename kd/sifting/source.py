@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-def count_of(thing: Any) -> int | None:
-    """Return `len(thing)`, or None where it has no length."""
+def length_of(sized: Any) -> int | None:
+    """Return `len(sized)`, or None where it has no length."""
     try:
-        return len(thing)
+        return len(sized)
     except (TypeError, NotImplementedError, AttributeError):
         return None
 
@@ -28,7 +28,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 def samples_of(loader: Any) -> int | None:
     """Return the number of samples of an epoch of this rank, or None where it is not known in advance."""
-    batches, size = count_of(loader), batch_size_of(loader)
+    batches, size = length_of(loader), batch_size_of(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batches is None or size is None:
         return None
@@ -36,7 +36,7 @@ def samples_of(loader: Any) -> int | None:
         return batches * size
     if type(batch_sampler) is not torch.utils.data.BatchSampler:
         return None
-    samples = count_of(batch_sampler.sampler)
+    samples = length_of(batch_sampler.sampler)
     return samples if samples is None or not batch_sampler.drop_last else batches * size
 
 
@@ -49,7 +49,7 @@ def random_state(loader: Any) -> dict[str, Tensor]:
     return state
 
 
-def take_up(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
+def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
     """Repeat the epoch of those random states, and skip its first `position` batches.
 
     The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that
