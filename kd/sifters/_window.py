@@ -122,7 +122,8 @@ def inclusion(probability_B: Tensor, size: int) -> Tensor:
 def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Draw exactly `size` images with these inclusion probabilities, by systematic sampling.
 
-    Returns int64 [K], ascending and distinct. Joint probabilities depend on the order of the batch, which should therefore be random.
+    Returns int64 [K], ascending and distinct. Joint probabilities depend on the order of the batch, which should
+    therefore be random.
     """
     start = torch.rand((), generator=generator, dtype=torch.float64).to(inclusion_B)
     steps = torch.arange(size, device=inclusion_B.device)

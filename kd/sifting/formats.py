@@ -24,14 +24,10 @@ class DefaultTransform(SiftingBatchTransform):
     samples, as torch's default collation makes it; `batch_format_index=1`). The batch size tells which. Where both
     dimensions match it, `batch_format_index` is required. A bare tensor is [B, ...] or [features, B, ...]. Inside a
     dict or a list of features everything is batch-first; numbers and strings there belong to all samples.
-
-    Args:
-        batch_size: of the loader, or None where it is not known.
-        index: `batch_format_index`.
-        alone: the first batch is the only one, and may be shorter than the batch size.
     """
 
     def __init__(self, batch_size: int | None, index: int | None, alone: bool) -> None:
+        """`alone`: the loader has one batch, which may be shorter than its batch size."""
         self.batch_size, self.index, self.alone = batch_size, index, alone
         self.form: Any = None
 

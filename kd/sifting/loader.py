@@ -74,7 +74,7 @@ class SiftingDataloader:
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0
-        """Samples of a full batch; 0 before the first batch."""
+        """Number of samples of a full batch; 0 before the first batch."""
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
         epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
@@ -201,8 +201,8 @@ class SiftingDataloader:
                 is over, because epochs differ then: see `epoch_lengths`.
         """
         base = self.sift_config.base
-        done = self.steps - self.steps_in_epoch
-        if not self.sized or (done < base.sift_delay and not base.repeat_delay_per_epoch):
+        steps_before = self.steps - self.steps_in_epoch
+        if not self.sized or (steps_before < base.sift_delay and not base.repeat_delay_per_epoch):
             raise TypeError("a SiftingDataloader has no length before sift_delay is over; see epoch_lengths(epochs)")
         return self.epoch_lengths(1)[0]
 
