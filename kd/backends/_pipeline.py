@@ -118,14 +118,14 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
         BackendError: the module has too few blocks.
     """
     names = {id(child): name for name, child in module.named_modules()}
-    begins = {f"{names[id(block)]}.": 0 for chain in _chains(module) for block in list(chain)[1:]}
-    before, total = dict.fromkeys(begins, -1), 0
+    blocks = [names[id(block)] for chain in _chains(module) for block in list(chain)[1:]]
+    starts: dict[str, int] = {}  # number of parameters before each block
+    total = 0
     for name, parameter in module.named_parameters():
-        for block in begins:
-            if name.startswith(block) and before[block] < 0:
-                before[block] = total
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                starts.setdefault(block, total)
         total += parameter.numel()
-    starts = {block.removesuffix("."): at for block, at in before.items() if at >= 0}
     chosen: list[str] = []
     for stage in range(1, stages):
         left = [name for name in starts if name not in chosen]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from kd.sifting import (
     ListBatch,
@@ -320,6 +321,17 @@ def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last
         assert given == promised[epoch]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lengths_are_exact_with_accelerates_sampler_of_a_rank(rank):
+    """It makes all batches full, so this rank reads more samples than its share of 61."""
+    batches = BatchSampler(SequentialSampler(range(61)), batch_size=4, drop_last=False)
+    shard = BatchSamplerShard(batches, num_processes=2, process_index=rank)
+    loader = sifting(DataLoader(data(61), batch_sampler=shard), beta=0.7)
+    promised = loader.epoch_lengths(3)
+    assert [len(ids_of(loader)) for _ in range(3)] == promised
+    assert loader.metrics["num_orig_samples_seen"] == 3 * 32
+
+
 def test_a_dataset_smaller_than_a_batch():
     loader = sifting(DataLoader(data(5), batch_size=8))
     promised = loader.epoch_lengths(4)
@@ -385,6 +397,19 @@ def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     resumed, _ = train(0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make())
     assert [ids for ids, _ in resumed] == [ids for ids, _ in whole[steps:]]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
+
+
+def test_a_loader_with_a_generator_of_its_own_resumes_in_its_order():
+    def shuffled():
+        return sifting(DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)))
+
+    loader = shuffled()
+    ids_of(loader)
+    batches = iter(loader)
+    next(batches)
+    resumed = shuffled()
+    resumed.load_state_dict(loader.state_dict())
+    assert ids_of(resumed) == [ids.tolist() for _, ids in batches]
 
 
 def test_a_state_between_two_epochs_starts_an_epoch():
@@ -455,7 +480,7 @@ def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, cap
             clock[0] += scoring
             return super().loss(model, transformed_batch, original_batch)
 
-    rows = data(8 * 4 * 24)  # 24 batches are timed (docs/sifting.md), of those trained: half of the batches
+    rows = data(8 * 4 * 24)  # scoring and training are timed for 24 batches each (docs/sifting.md); half are trained
     loader = sifting(DataLoader(rows, batch_size=8), loss=Slow())
     for _ in loader:
         clock[0] += training
