@@ -68,8 +68,9 @@ class SiftingDataloader:
         self.sift_config = from_dict(RelativeProbabilisticSiftConfig, sift_config, "sift_config")
         self.loss_method = method_of(loss_impl)
         _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
-        size, alone = source.batch_size_of(orig_dataloader), source.length_of(orig_dataloader) == 1
-        self.transform = batch_transforms or DefaultTransform(size, batch_format_index, alone)
+        sizes = source.sizes_of(orig_dataloader)
+        alone = sizes.batches == 1
+        self.transform = batch_transforms or DefaultTransform(sizes.batch_size, batch_format_index, alone)
         self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
@@ -185,8 +186,7 @@ class SiftingDataloader:
         """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
         if world.rank_and_size()[1] == 1:
             return True
-        loader = self.orig_dataloader
-        sizes = [source.length_of(loader), source.samples_of(loader), source.batch_size_of(loader)]
+        sizes = source.sizes_of(self.orig_dataloader)
         predictable = self.pick == "fixed" and None not in sizes
         counters = [getattr(self, name) for name in COUNTERS]
         # A collective: every rank calls it, whatever its own values are.
@@ -214,24 +214,22 @@ class SiftingDataloader:
         Raises:
             TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
         """
-        batches, samples = source.length_of(self.orig_dataloader), source.samples_of(self.orig_dataloader)
-        size = self.size or source.batch_size_of(self.orig_dataloader)
-        if self.pick != "fixed" or batches is None or samples is None or size is None:
+        batches, samples, batch_size = source.sizes_of(self.orig_dataloader)
+        if self.pick != "fixed" or batches is None or samples is None or batch_size is None:
             raise TypeError("the number of batches of this SiftingDataloader is not known in advance")
-        size = self.size or min(size, samples)
+        size = self.size or min(batch_size, samples)
         base, lengths = self.sift_config.base, []
         under_way = 0 < self.position <= batches
         position, yielded = (self.position, self.steps_in_epoch) if under_way else (0, 0)
         steps, seen, pending = self.steps, self.seen, len(self.pending)
         for _ in range(epochs):
             delay = base.sift_delay - (yielded if base.repeat_delay_per_epoch else steps)
-            flushed, pending = divmod(pending, size)
-            passed = min(batches - position, max(0, delay - flushed))
-            rest = max(0, samples - (position + passed) * size)
-            kept = quota(seen, rest, float(self.sift_config.beta_value))
-            full, pending = divmod(pending + kept, size)
+            flushed, pending = divmod(pending, size)  # batches that were put back
+            passed = min(batches - position, max(0, delay - flushed))  # batches of the delay
+            scored = max(0, samples - (position + passed) * size)  # samples
+            full, pending = divmod(pending + quota(seen, scored, float(self.sift_config.beta_value)), size)
             lengths.append(yielded + flushed + passed + full)
-            steps, seen = steps + flushed + passed + full, seen + rest
+            steps, seen = steps + flushed + passed + full, seen + scored
             position = yielded = 0
         return lengths
 
