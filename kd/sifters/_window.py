@@ -47,7 +47,7 @@ class LossWindow:
         filled = self.count.clamp(max=len(self.losses_L)) + len(losses_B)  # the others are infinite and sort last
         below_B = torch.searchsorted(ordered, losses_B)
         upto_B = torch.searchsorted(ordered, losses_B, right=True).clamp(max=filled)
-        return (below_B + tie_rank_B.to(_precision(losses_B.device)) * (upto_B - below_B)) / filled
+        return (below_B + tie_rank_B * (upto_B - below_B)) / filled
 
     def push(self, losses_B: Tensor) -> None:
         """Append the losses of a batch and drop the oldest ones."""
@@ -56,16 +56,21 @@ class LossWindow:
         self.losses_L = torch.cat([self.losses_L, losses_B])[len(losses_B) :]
         self.count = self.count + len(losses_B)
 
-    def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
-        """Draw the images of a candidate batch to keep, and push the losses.
-
-        With `size` exactly so many are kept, equally many on all ranks; with None each image is drawn independently.
-        Returns ascending positions in the batch, int64 [K], on the device of the losses.
-        """
+    def probability(self, losses_B: Tensor, beta: float, generator: torch.Generator) -> Tensor:
+        """Return the probability of each image to be kept, [B], and push the losses; ties are broken at random."""
         tie_rank_B = torch.rand(len(losses_B), generator=generator, dtype=torch.float64)
         tie_rank_B = tie_rank_B.to(_precision(losses_B.device)).to(losses_B.device, non_blocking=True)
         probability_B = self.percentile(losses_B, tie_rank_B) ** beta
         self.push(losses_B)
+        return probability_B
+
+    def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
+        """Draw the images of a candidate batch to keep, and push the losses. `generator` is on the CPU.
+
+        With `size` exactly so many are kept, equally many on all ranks; with None each image is drawn independently.
+        Returns ascending positions in the batch, int64 [K], on the device of the losses.
+        """
+        probability_B = self.probability(losses_B, beta, generator)
         if size is None:
             return bernoulli(probability_B, generator)
         return systematic(inclusion(probability_B, size), size, generator)

@@ -67,6 +67,7 @@ class Relative:
         return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
 
     def _counts(self, epoch: int) -> list[int]:
+        """Return how many images of each chunk are kept, by candidate step of an epoch."""
         candidates = self.context.num_images // self.context.batch_size
         micro, beta = self.context.micro_batch, self.options.beta_value
         delay, counts = self.options.sift_delay, []
@@ -131,9 +132,7 @@ class Relative:
         candidates = self.context.num_images // self.context.batch_size
         position = self.epoch * candidates + number
         draws = generator_at(self.context.seed, 0, position)
-        tie_rank_B = torch.rand(len(losses_B), generator=draws, dtype=torch.float64)
-        probability_B = self.window.percentile(losses_B, tie_rank_B) ** self.options.beta_value
-        self.window.push(losses_B)
+        probability_B = self.window.probability(losses_B, self.options.beta_value, draws)
         chunks = probability_B.view(-1, self.context.micro_batch)
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
 
