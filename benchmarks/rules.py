@@ -60,7 +60,7 @@ INTERVAL, SETUP_SECONDS = 0.1, 2.0
 RANK = f"""
 import sys
 
-from kd.cli.train import main
+from kd.cli.training import train as main
 from kd.monitor import rules, system
 
 system.INTERVAL, rules.SETUP_SECONDS = {INTERVAL}, {SETUP_SECONDS}

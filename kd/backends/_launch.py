@@ -55,7 +55,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
         rank, world_size = int(environ[names[0]]), int(environ[names[1]])
         local_rank, local_world_size = int(environ.get(names[2], rank)), int(environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
-        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli.train CONFIG`"
+        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
         raise BackendError(
             "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
         ) from error
