@@ -11,10 +11,14 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from kd.errors import Interrupted, KdError
 from kd.jobs.signals import signals
 from kd.references import redact
+
+if TYPE_CHECKING:
+    from kd.config.schema import Config
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -90,6 +94,13 @@ def new_parser(command: str, summary: str, example: str, with_config: bool = Tru
         parser.add_argument("config", metavar="CONFIG", help="a YAML file")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
     return parser
+
+
+def load_config(options: argparse.Namespace) -> Config:
+    """Load the configuration of a command whose parser has CONFIG and `key=value`."""
+    from kd import config
+
+    return config.load(options.config, options.overrides)
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import guarded, new_parser
+from kd.cli.command import guarded, load_config, new_parser
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -29,13 +29,12 @@ def train(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config
         from kd.jobs.check import check
         from kd.jobs.precompile import compile_only
         from kd.jobs.train import train
         from kd.setup.recipe import Recipe
 
-        settings = config.load(options.config, options.overrides)
+        settings = load_config(options)
         if options.check:
             print(check(Recipe(settings), options.config, timed=True))
             return
@@ -60,10 +59,9 @@ def teach(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config
         from kd.jobs.teach import teach
 
-        for folder in teach(config.load(options.config, options.overrides)):
+        for folder in teach(load_config(options)):
             print(folder)
 
     return guarded(command, resumable=True)
@@ -83,10 +81,9 @@ def cache(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
 
     def command() -> None:
-        from kd import config
         from kd.jobs.cache import cache
 
-        filled = cache(config.load(options.config, options.overrides), options.verify, options.export)
+        filled = cache(load_config(options), options.verify, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
@@ -149,11 +146,10 @@ def plan(argv: Sequence[str] | None = None) -> int:
         parser.error("give --on MACHINE xN; --instances lists the machines")
 
     def command() -> None:
-        from kd import config
         from kd.report.plan import plan
         from kd.setup.recipe import Recipe
 
-        print(plan(Recipe(config.load(options.config, options.overrides)), options.on, options.mfu, options.run))
+        print(plan(Recipe(load_config(options)), options.on, options.mfu, options.run))
 
     return guarded(command)
 

@@ -58,8 +58,11 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
     with _aws_errors("deploy"):
         sagemaker = _create(requests, export)
         print(f"endpoint {name} is created", flush=True)
-        with _after_ctrl_c(f"endpoint {name} goes on. {remove}"):
+        try:
             _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name)
+        except KeyboardInterrupt:
+            print(f"endpoint {name} goes on. {remove}", flush=True)
+            raise
         grey = io.BytesIO()
         Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
         question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
@@ -85,12 +88,15 @@ def transform(requests: Mapping[str, Request], export: Path) -> None:
         RunError: a step or the job failed.
     """
     name = requests["CreateTransformJob"]["TransformJobName"]
-    stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
     with _aws_errors("transform"):
         sagemaker = _create(requests, export)
         print(f"transform job {name} is created", flush=True)
-        with _after_ctrl_c(f"transform job {name} goes on. {stop}"):
+        try:
             _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name)
+        except KeyboardInterrupt:
+            stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            print(f"transform job {name} goes on. {stop}", flush=True)
+            raise
 
 
 def _create(requests: Mapping[str, Request], export: Path) -> Any:
@@ -154,16 +160,6 @@ def _client(service: str) -> Any:
     except ImportError as error:
         raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'kd[sagemaker]'") from error
     return boto3.client(service)
-
-
-@contextmanager
-def _after_ctrl_c(line: str) -> Iterator[None]:
-    """Print what AWS goes on with when the user ends the command."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(line, flush=True)
-        raise
 
 
 @contextmanager
