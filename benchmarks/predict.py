@@ -116,7 +116,8 @@ def processes(export: Path, paths: Sequence[Path], script: Path, folder: Path) -
     theirs = [sys.executable, str(script), str(images.parent), "--model", f"local-dir:{export}", "--pretrained"]
     theirs += ["--device", "cpu", "--batch-size", "64", "--workers", "1", "--no-console-results"]
     theirs += ["--results-dir", str(folder), "--results-file", "timm", "--label-type", "name"]
-    own = [sys.executable, "-m", "kd.cli.predict", str(export), str(images.parent), "--to", str(folder / "process.csv")]
+    own = [sys.executable, "-m", "kd.cli", "predict", str(export), str(images.parent)]
+    own += ["--to", str(folder / "process.csv")]
     return {
         "timm inference.py, process": lambda: subprocess.run(theirs, check=True, capture_output=True),
         "kd-predict, process": lambda: subprocess.run(own, check=True, capture_output=True),

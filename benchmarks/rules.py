@@ -60,7 +60,7 @@ INTERVAL = 0.1
 RANK = f"""
 import sys
 
-from kd.cli.train import main
+from kd.cli.training import train as main
 from kd.monitor import system
 
 system.INTERVAL = {INTERVAL}

@@ -130,7 +130,7 @@ def test_imports(path):
         ("kd/config/load.py", "from kd.setup.build import build_run"),
         ("kd/data/loader.py", "from kd.engine.run import Run"),
         ("kd/setup/build.py", "from omegaconf import OmegaConf"),
-        ("kd/jobs/train.py", "import kd.cli.train"),
+        ("kd/jobs/train.py", "import kd.cli.training"),
         ("kd/files/storage.py", "import pickle"),
         ("kd/sifting/loader.py", "from kd.sifters.none import Everything"),
         ("kd/sifting/loader.py", "from kd.engine import loop"),
@@ -184,5 +184,5 @@ def test_sifting_for_other_loops_is_light():
 
 def test_commands_explain_themselves_without_timm():
     """`kd-train --help` reads the parts' options, for which torch is needed, but no model library."""
-    loaded = loaded_by("import kd.cli.train")
+    loaded = loaded_by("import kd.cli.training")
     assert not {"torch", "timm", "accelerate"} & loaded

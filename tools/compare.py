@@ -113,7 +113,7 @@ def one(arm: str, seed: int, given: argparse.Namespace, settings: Row, classes: 
     else:
         file, folder = given.work / f"{name}.yaml", given.work / name
         file.write_text(yaml.safe_dump(settings))
-        argv = [sys.executable, "-m", "kd.cli.train", str(file), f"run.seed={seed}", f"run.folder={folder}"]
+        argv = [sys.executable, "-m", "kd.cli", "train", str(file), f"run.seed={seed}", f"run.folder={folder}"]
         done = finished([*argv, "run.name=run", *ARMS[arm]])
         rows = curve_of_kd(folder / "run")
     whole = {"job_seconds": done.seconds, "job_cpu_seconds": done.cpu_seconds, "peak_mib": done.peak_mib}

@@ -55,7 +55,7 @@ def read_launch() -> Launch:
         local_rank = int(os.environ.get(names[2], rank))
         local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
-        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli.train CONFIG`"
+        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
         raise BackendError(
             "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
         ) from error

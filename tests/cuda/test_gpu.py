@@ -99,7 +99,7 @@ def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
         file.write_text(yaml.safe_dump({**settings, "backend": {**backend, "precision": "fp32"}}))
         env = {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         argv = [file, f"run.name={name}", *overrides]
-        done = start("kd.cli.train:main", argv, 2, env, path=(HERE.parent / "distributed",))
+        done = start("kd.cli.training:train", argv, 2, env, path=(HERE.parent / "distributed",))
         return done, Trained(Path(settings["run"]["folder"]) / name)
 
     return run

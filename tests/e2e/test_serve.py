@@ -164,7 +164,7 @@ def test_metrics_count(server, photo):
 def test_no_torch_in_the_process(exported):
     script = """
 import pathlib, sys
-import kd.cli.serve, kd.serve.server
+import kd.cli.serving, kd.serve.server
 from kd.serve import app
 from kd.serve.connection import DrainingServer
 from kd.serve.limits import Limits
@@ -468,7 +468,7 @@ def test_a_graph_that_was_changed_ends_the_server(exported, tmp_path):
     shutil.copytree(exported, folder)
     content = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(content[:-1] + b"\0")
-    argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0"]
+    argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0"]
     run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.returncode == 2
     assert "sha256 differs" in run.stderr.splitlines()[-1]
