@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import functools
 import logging
 import socket
-import struct
-import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +16,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kd.serve.limits import Limits
-from kd.serve.loop_budget import LoopBudget
 from kd.serve.parser import Parser
 from kd.serve.problems import MEDIA_TYPE
 from kd.serve.service import Service
@@ -28,9 +24,8 @@ ACCEPTED_AT_ONCE, QUEUE = 64, 1024
 READ_SIZE = 65_536
 DISCARD_SECONDS = 1.0
 HEALTH_CHECKS, HEALTH_BYTES = (b"GET /ping ", b"GET /v2/health/"), 2048
-ACCEPT_SECONDS, SETTLE_SECONDS = 0.2, 1.0
+SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +37,25 @@ class Shared:
     """The application for connections beyond `Limits.max_connections`."""
     spare: dict[Connection, None] = field(default_factory=dict)
     """The open spare connections, oldest first."""
-    budget: LoopBudget = field(default_factory=LoopBudget)
+    _jobs: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def parse_later(self, job: Callable[[], None]) -> None:
+        """Run a parsing job when its turn comes: one job in an iteration of the event loop, first in, first out.
+
+        asyncio reads every ready connection in one iteration, and a health check takes about five iterations. h11 needs
+        85 ms for 64 KiB of trailer lines, so that 500 such connections would keep a health check waiting for seconds.
+        """
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            asyncio.get_running_loop().call_soon(self._parse_next)
+
+    def _parse_next(self) -> None:
+        try:
+            self._jobs[0]()
+        finally:
+            self._jobs.popleft()
+            if self._jobs:
+                asyncio.get_running_loop().call_soon(self._parse_next)
 
 
 class Connection(H11Protocol):
@@ -60,7 +73,7 @@ class Connection(H11Protocol):
         self.shared, self.limits = shared, shared.limits
         self.conn = Parser(self.limits)
         self._spare = False
-        self._held: bytearray | None = None
+        self._received = bytearray()
         self._discarding = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -84,27 +97,25 @@ class Connection(H11Protocol):
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes now, or in a later iteration of the event loop if this one is long. Health checks do not wait."""
+        """Keep bytes until it is this connection's turn to parse. Health checks do not wait."""
         if self._discarding:
             return
-        if self._held is not None:
-            self._held += data
-        elif self.shared.budget.free or (data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES):
-            self.shared.budget.run(functools.partial(self._parse, data))
+        waiting = bool(self._received)
+        self._received += data
+        if waiting:
+            return
+        if data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES:
+            self._parse_received()
         else:
-            self._held = bytearray(data)
             self.transport.pause_reading()
-            self.shared.budget.wait(self._parse_held)
+            self.shared.parse_later(self._parse_received)
 
-    def _parse_held(self) -> None:
-        data, self._held = bytes(self._held or b""), None
-        if not self.transport.is_closing():
-            self._parse(data)
-            if not self.flow.read_paused:
-                self.transport.resume_reading()
-
-    def _parse(self, data: bytes) -> None:
-        """Parse bytes. A request that has begun must send its headers before the deadline."""
+    def _parse_received(self) -> None:
+        """Parse the bytes. A request that has begun must send its headers before the deadline."""
+        data = bytes(self._received)
+        self._received.clear()
+        if self._discarding or self.transport.is_closing():
+            return
         before = self.cycle
         idle = before is None or before.response_complete
         if idle and self._read_timer is None:
@@ -112,6 +123,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not before and not self._discarding:
             self._stop_reading()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def handle_events(self) -> None:
         """Handle parsed events. A pipelining client gets one answer and must reconnect, which HTTP allows."""
@@ -198,28 +211,32 @@ class DrainingServer(uvicorn.Server):
             opened.listen(QUEUE)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Answer every connection in the accept queue, take no new ones, then stop."""
+        """Take no new connections, let those that were accepted send their request, answer all, then stop."""
         self.service.draining = True
         logging.getLogger("kd.serve").info("ending: %d requests are being answered", self.service.in_flight)
-        for opened in sockets or []:
-            _drop_new_connections(opened)
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < SETTLE_SECONDS:
-            connections: Any = self.server_state.connections
-            if waited > ACCEPT_SECONDS and all(connection.cycle is not None for connection in connections):
+        connections: Any = self.server_state.connections
+        queued = [connection for listener in sockets or [] for connection in _accept_queue(listener)]
+        for server in self.servers:
+            server.close()
+        for connection in queued:
+            await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
+        for _ in range(SETTLE_CHECKS):
+            await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)  # first: asyncio may not have announced a connection yet
+            if all(connection.cycle is not None for connection in connections):
                 break
-            await asyncio.sleep(ACCEPT_SECONDS / 10)
         await super().shutdown(sockets)
 
+    def _connection(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-def _drop_new_connections(listener: socket.socket) -> None:
-    """Let a listening socket drop every new connection attempt, and still accept those in its queue.
 
-    Closing the socket at once would reset the connections in the queue, which may have sent a request. A client whose
-    attempt is dropped tries again a second later and is then refused. Without socket filters (Linux has them) the queue
-    is only made as short as possible.
-    """
-    listener.listen(0)
-    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
-    with suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+def _accept_queue(listener: socket.socket) -> list[socket.socket]:
+    """Accept every connection in a listener's queue. Closing the listener would reset them: clients saw them open."""
+    accepted = []
+    with suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            accepted.append(connection)
+    return accepted
