@@ -1,31 +1,79 @@
-"""uvicorn's connections and server, with deadlines for slow clients, health checks under load, and a clean shutdown."""
+"""uvicorn's connections and server with limits on hostile clients, health checks under load, and a clean shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kd.serve.limits import Limits
-from kd.serve.parser import Parser
-from kd.serve.problems import MEDIA_TYPE
+from kd.serve.problems import MEDIA_TYPE, Problem
 from kd.serve.service import Service
 
-ACCEPTED_AT_ONCE, QUEUE = 64, 1024
 READ_SIZE = 65_536
 DISCARD_SECONDS = 1.0
 HEALTH_CHECKS, HEALTH_BYTES = (b"GET /ping ", b"GET /v2/health/"), 2048
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
+END_OF_HEADERS = re.compile(rb"\n\r?\n")
+FREE_CHUNKS = 64
+"""Chunks of a body that may be smaller than `Limits.min_chunk`."""
+
+
+class Parser(h11.Connection):
+    """h11's parser of one connection, with limits on CPU time per byte received.
+
+    h11 is written in Python. It needs time for every header line and every chunk, however small: 2 MB/s of one-byte
+    chunks keep a core busy. So header lines are counted before they are parsed, and chunks must have a mean size.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(h11.SERVER, limits.max_header_bytes)
+        self._limits = limits
+        self._chunks = self._bytes = 0
+        self.problem = Problem(400, "This is not an HTTP request.")
+        """The answer to the request for which `next_event` raises."""
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether bytes of a next request arrived before this one was answered."""
+        return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
+
+    def next_event(self) -> Any:
+        """Return h11's next event.
+
+        Raises:
+            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
+        """
+        if self.their_state is h11.IDLE:
+            headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
+            if headers.count(b"\n") > self._limits.max_header_lines:
+                self._reject(431, f"The request has more than {self._limits.max_header_lines} header lines.")
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // self._limits.min_chunk:
+                self._reject(400, f"The chunks of the body have less than {self._limits.min_chunk} bytes on average.")
+        elif isinstance(event, h11.EndOfMessage) and len(event.headers) > self._limits.max_header_lines:
+            self._reject(431, f"The request has more than {self._limits.max_header_lines} trailer lines.")
+        return event
+
+    def _reject(self, status: int, detail: str) -> NoReturn:
+        self.problem = Problem(status, detail)
+        raise h11.RemoteProtocolError(detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +129,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:  # type: ignore[override]
         """Start the deadline for headers."""
         super().connection_made(transport)
-        transport.max_size = READ_SIZE  # the default is 256 KiB; `_held` may keep this much
+        transport.max_size = READ_SIZE  # asyncio's default is 256 KiB, of which h11 parses trailers for 260 ms
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as bytes cannot be sent
         self._start_reading()
         if len(self.connections) - len(self.shared.spare) > self.limits.max_connections:
@@ -142,12 +190,14 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the deadline: everything is sent."""
         super().resume_writing()
-        self._stop_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers and forget the connection."""
         self._stop_reading()
-        self._stop_writing()
+        self.resume_writing()
         self.shared.spare.pop(self, None)
         super().connection_lost(exc)
 
@@ -159,12 +209,9 @@ class Connection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
+        response = h11.Response(status_code=problem.status, headers=headers)
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
-            for event in (
-                h11.Response(status_code=problem.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the handler stops waiting for the rest of the body
@@ -186,11 +233,6 @@ class Connection(H11Protocol):
             self._read_timer.cancel()
             self._read_timer = None
 
-    def _stop_writing(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
     def _header_timeout(self) -> None:
         self._read_timer = None
         if self.cycle is None or self.cycle.response_complete:
@@ -203,12 +245,6 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen. asyncio uses `backlog` as queue length and as the number of accepts per loop iteration."""
-        await super().startup(sockets)
-        for opened in sockets or []:
-            opened.listen(QUEUE)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         """Take no new connections, let those that were accepted send their request, answer all, then stop."""

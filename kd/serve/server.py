@@ -52,7 +52,7 @@ def serve(settings: Settings) -> None:
         import uvicorn
 
         from kd.serve import app
-        from kd.serve.connection import ACCEPTED_AT_ONCE, Connection, DrainingServer, Shared
+        from kd.serve.connection import Connection, DrainingServer, Shared
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
@@ -72,7 +72,6 @@ def serve(settings: Settings) -> None:
         application,
         http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
         loop="asyncio",
-        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -15,9 +15,8 @@ import h11
 import pytest
 import uvicorn
 
-from kd.serve.connection import Connection, Shared
+from kd.serve.connection import FREE_CHUNKS, Connection, Parser, Shared
 from kd.serve.limits import Limits
-from kd.serve.parser import FREE_CHUNKS, Parser
 
 SIZE = 30_000_000
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
