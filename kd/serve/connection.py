@@ -257,7 +257,9 @@ class DrainingServer(uvicorn.Server):
         for connection in queued:
             await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
         for _ in range(SETTLE_CHECKS):
-            await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)  # first: asyncio may not have announced a connection yet
+            await asyncio.sleep(
+                SETTLE_SECONDS / SETTLE_CHECKS
+            )  # first: asyncio may not have announced a connection yet
             if all(connection.cycle is not None for connection in connections):
                 break
         await super().shutdown(sockets)
