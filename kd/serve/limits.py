@@ -18,8 +18,6 @@ class Limits:
     """Bytes of a request. SageMaker's real-time endpoints have the same limit."""
     max_pixels: int = 25_000_000
     """Width x height of an image. Read from its header, before pixels are decoded."""
-    max_request_pixels: int = 0
-    """Width x height, summed over all images of a request. 0: twice `max_pixels`."""
     max_images: int = 16
     """Images in one request."""
     min_side: int = 4
@@ -51,8 +49,8 @@ class Limits:
 
     @property
     def max_pixels_in_request(self) -> int:
-        """The largest sum of pixels over all images of a request."""
-        return self.max_request_pixels or 2 * self.max_pixels
+        """Width x height, summed over all images of a request."""
+        return 2 * self.max_pixels
 
 
 def usable_cores(root: Path = Path("/")) -> int:

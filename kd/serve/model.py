@@ -135,7 +135,7 @@ def load(description: Description, threads: int, slots: int) -> Model:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
         raise _invalid_export(f"'{description.file}' cannot be loaded ({_first_line(error)})") from error
-    return Model(*(getattr(description, field.name) for field in fields(description)), engine)
+    return Model(**{field.name: getattr(description, field.name) for field in fields(description)}, engine=engine)
 
 
 def _onnx(content: bytes, threads: int) -> Engine:

@@ -18,7 +18,7 @@ from kd.serve.answers import sigmoid
 from kd.serve.bodies import SPARE_VALUES, parse_json
 from kd.serve.model import Model
 from kd.serve.problems import Problem, busy
-from kd.serve.request_body import RequestBody
+from kd.serve.request_body import request_body
 from kd.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -82,7 +82,7 @@ class Protocol:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Problem(415, "Tensors are sent as application/json.", {"accept": "application/json"})
-        async with RequestBody(request, self.service) as body:
+        async with request_body(request, self.service) as body:
             answer = await self.service.run(lambda model: _infer(self.service, model, body), request.receive)
         return Response(answer, media_type="application/json")
 
