@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kd.backends.cpu import CPU
+from kd.contracts import Evaluation, Evaluator, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.errors import DataError
-from kd.models.teacher import NoTeacher
-from kd.tasks.single_label import NUM_BINS, Evaluator
+from kd.tasks.single_label import NUM_BINS, Options, build
 from kd.types import Batch, Outputs, Sample
 
 
@@ -70,8 +70,8 @@ def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
 def evaluator(teacher, labels, batch, classes, broken=frozenset()) -> Evaluator:
     loader = LocalLoader(Ids(labels, broken), batch, 1, 0, 1, workers=0)
     plan = evaluation_plan(len(labels), batch)
-    live = Answers(teacher) if teacher is not None else NoTeacher()
-    return Evaluator(CPU("fp32", 60, 1), loader, plan, live, teacher is not None, classes)
+    live = Answers(teacher) if teacher is not None else None
+    return build(Options()).evaluator(Evaluation(CPU("fp32", 60, 1), Split(loader, plan), live, classes))
 
 
 def log_softmax(logits: Tensor) -> np.ndarray:
