@@ -174,6 +174,18 @@ def test_a_candidate_that_cannot_be_run_is_said_and_left(cpu):
     assert told in chosen.summary
 
 
+def test_where_measuring_would_compile_nothing_is_measured(cpu):
+    def work(mode: ExecutionMode):
+        def never() -> torch.Tensor:
+            raise AssertionError(f"{mode} was run")
+
+        return never
+
+    cpu.fixed_mode = "bf16+unfused"
+    left = Wanted("auto", "auto", "auto", torch.nn.Identity(), [EXPORTED])
+    assert choose_mode(left, work, Workload(10**9, 1), cpu) == Chosen(ExecutionMode("bf16", "unfused"))
+
+
 def test_compiled_by_name_is_not_compared(cpu):
     chosen = choose_mode(wanted(EXPORTED, compile="on"), lambda mode: sleeping(0.0), Workload(10**9, 1), cpu)
     assert chosen == Chosen(COMPILED)
