@@ -152,7 +152,7 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
         "    power: float = 2.0\n"
         '    """How sharp."""\n'
         "class Sharp:\n"
-        "    needs = Needs(teacher=True, logits='softmax')\n"
+        "    needs = Needs(labels=True, logits='softmax')\n"
         "    def __init__(self, power):\n"
         "        self.power = power\n"
         "def build(options, dims):\n"
