@@ -45,8 +45,11 @@ def load(
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
-        config = dataclasses.replace(config, task=resolved_task(config.task, config.losses, config.data))
-        errors.extend(validate(config, here, cluster))
+        try:
+            config = dataclasses.replace(config, task=resolved_task(config.task, config.losses, config.data))
+            errors.extend(validate(config, here, cluster))
+        except ConfigError as error:  # a part from outside that breaks its contract
+            errors.append(error)
     if errors:
         raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
     if not config.run.name:

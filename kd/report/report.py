@@ -134,7 +134,8 @@ def scores_of(row: Mapping[str, Any]) -> Scores:
         pair = [column.key in row for column in scores.pair]
         return scores.own[0].key in row, all(pair), sum(pair)
 
-    tasks = [parts.build("tasks", name, parts.default_options("tasks", name), "task") for name in parts.names("tasks")]
+    names = ("single_label", *parts.names("tasks"))  # the first of equals, for a run without rows
+    tasks = [parts.build("tasks", name, parts.default_options("tasks", name), "task") for name in names]
     return max((task.scores for task in tasks), key=fit)
 
 

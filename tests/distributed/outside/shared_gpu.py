@@ -9,8 +9,6 @@ import torch
 from kd.backends._ddp import DDPBackend
 from kd.types import BackendFacts
 
-FACTS = BackendFacts(gpu=True)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -25,6 +23,11 @@ class SharedGPU(DDPBackend):
 
     kind = "shared_gpu"
     init = "gloo"
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of this backend."""
+    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> SharedGPU:

@@ -20,6 +20,7 @@ from kd.errors import ConfigError, DataError, KdError, ModelError
 from kd.losses import ce, kl
 from kd.models.load import Spec, load
 from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
 from kd.tasks.single_label import compare, score
 from kd.types import Batch, Dims, Outputs
 
@@ -243,4 +244,4 @@ def test_an_evaluation_needs_a_labelled_image(settings, photos, tmp_path):
     (tmp_path / "photos/val/pear").rename(tmp_path / "photos/val/unlabelled")
     changed = merged(settings, {"data": {"labels": "some", "root": str(tmp_path / "photos")}})
     with pytest.raises(KdError, match=r"^data\.root: the split 'val' has no labelled image"):
-        open_sources(config.load(changed).data)
+        open_sources(resolve(config.load(changed)).data)

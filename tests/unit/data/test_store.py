@@ -28,7 +28,6 @@ from kd.datasets import imagefolder
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.storage import Records
 from kd.setup.build import build_backend
-from kd.setup.data import Data
 from kd.setup.store import open_store
 from kd.types import Decoded, Plan
 
@@ -385,8 +384,8 @@ def chosen(settings):
 def stored(chosen, kind: str, source, **keys):
     """Open a store before such a source; return its training source."""
     section = replace(chosen.data, store=kind, **keys)
-    data = Data(section, source, Pictures([(90, 50)] * 4))
-    return open_store(data, Path(chosen.run.folder), build_backend(chosen.backend))[0]
+    splits = source, Pictures([(90, 50)] * 4)
+    return open_store(section, splits, chosen.run.folder, build_backend(chosen.backend))[0]
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])

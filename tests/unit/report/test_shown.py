@@ -15,6 +15,7 @@ from kd.report.page import render
 from kd.report.record import RunRecord, price_rows
 from kd.report.text import summary as text
 from kd.scores import Column, Scores
+from kd.tasks import embedding, label_sets, single_label
 from kd.types import State
 
 DEPTH = Scores(
