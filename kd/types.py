@@ -348,8 +348,6 @@ class BackendFacts:
 
     cpu: bool = False
     """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
-    gpu: bool = False
-    """Runs on NVIDIA GPUs, where torch has int8 and, on newer GPUs, fp8."""
     compiles: bool = False
     """Compiles a graph for each shape: torch.compile is refused, and `auto` does not measure candidates."""
     threads: int = 0

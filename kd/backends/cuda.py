@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kd.backends._cuda import CUDA
-from kd.types import BackendFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,11 +13,6 @@ class Options:
 
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
-
-
-def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
-    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:

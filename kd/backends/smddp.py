@@ -16,7 +16,6 @@ import torch
 from kd.backends._cuda import select_gpu
 from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
-from kd.types import BackendFacts
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
@@ -61,11 +60,6 @@ class SMDDP(DDPBackend):
             )
         remedy = "Set backend.kind=cuda, or remove the key"
         raise BackendError(key, wrong, "Backends that divide it: cpu, cuda, neuron", remedy)
-
-
-def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
-    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

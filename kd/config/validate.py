@@ -311,7 +311,9 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
     if here and not installed(runtime):
         extra = "kd[openvino]" if runtime == "openvino" else runtime
         remedy = f"pip install '{extra}', or set {where}=auto"
-        yield MissingExtra(where, f"is {value}, and {runtime} is not installed", "", remedy)
+        needed = "which" if value == runtime else f"for which {runtime}"
+        wrong = f"is {value}, {needed} is not installed"
+        yield MissingExtra(where, wrong, "", remedy)
 
 
 def installed(package: str) -> bool:

@@ -32,15 +32,12 @@ class LogitsEvaluator:
         self._teacher_logits: list[Tensor] = []
 
     @torch.no_grad()
-    def __call__(
-        self, student: nn.Module, stop: Callable[[], bool] = lambda: False, limit: int = 0
-    ) -> dict[str, float]:
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Evaluate over all ranks.
 
         Args:
             student: maps uint8 images [B, 3, H, W] to Outputs.
             stop: asked before each batch, on all ranks alike; True gives the evaluation up.
-            limit: stop after so many batches a rank; 0: the whole split.
 
         Returns:
             The row; empty if the evaluation was given up.
@@ -50,11 +47,9 @@ class LogitsEvaluator:
         """
         was_training = student.training
         student.eval()
-        keep = self.teacher is not None and not self._teacher_logits and not limit
+        keep = self.teacher is not None and not self._teacher_logits
         rows: list[dict[str, Tensor]] = []
         for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
-            if limit and i >= limit:
-                break
             if stop():
                 student.train(was_training)
                 return {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from kd.backends._ddp import DDPBackend
-from kd.types import BackendFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +22,6 @@ class SharedGPU(DDPBackend):
 
     kind = "shared_gpu"
     init = "gloo"
-
-
-def facts(options: Options) -> BackendFacts:
-    """Return what others must know of this backend."""
-    return BackendFacts(gpu=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> SharedGPU:
