@@ -456,17 +456,17 @@ def test_what_cannot_be(overrides, features, message):
         (
             "openvino",
             ["teacher.runtime=openvino"],
-            "teacher.runtime: is openvino, and openvino is not installed. pip install 'kd[openvino]'",
+            "teacher.runtime: is openvino, which is not installed. pip install 'kd[openvino]'",
         ),
         (
             "onnxruntime",
             ["teacher.precision=int8", "teacher.runtime=onnxruntime"],
-            "and onnxruntime is not installed. pip install 'onnxruntime'",
+            "onnxruntime is not installed. pip install 'onnxruntime'",
         ),
         (
             "onnxruntime",
             ["teacher.precision=int8"],
-            "teacher.precision: is int8, and onnxruntime is not installed. pip install 'onnxruntime'",
+            "teacher.precision: is int8, for which onnxruntime is not installed. pip install 'onnxruntime'",
         ),
     ],
 )
