@@ -242,7 +242,7 @@ def folder(photos: Path, distilled: Path) -> None:
     Path("runs").mkdir()
     shutil.copytree(distilled, "runs/deployed")
     Path("export").symlink_to(Path("runs", "vit_food", "export"))
-    shutil.copy(ROOT / "kd" / "pixels.py", "pixels.py")
+    shutil.copy(ROOT / "kd" / "files" / "pixels.py", "pixels.py")
     for name in ("dish.jpg", "banana.jpg", "one.jpg", "two.png"):
         Image.new("RGB", (40, 30), "red").save(name)
 
