@@ -40,8 +40,8 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.export.folder import export
-    from kd.models import runtimes as onnx
+    from kd.export.folder import write_folder
+    from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
 
@@ -50,10 +50,10 @@ def random_export(folder: Path) -> Path:
     student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
     extras = folder / "extras"
     extras.mkdir()
-    onnx.write_onnx(onnx.export_program(student, SIZE), extras / "model.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0)
+    runtimes.write_onnx(runtimes.export_program(student, SIZE), extras / "model.onnx")
+    content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
     facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
-    export(folder / "export", content, weights, {}, extras, facts)
+    write_folder(folder / "export", content, weights, {}, extras, facts)
     return folder / "export"
 
 

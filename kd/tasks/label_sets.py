@@ -74,16 +74,20 @@ class LabelSets:
         return answer_BC.logit(1e-6)
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal largest logits; the mean average precision is over the images with labels."""
+        """Count equal largest logits; the mean average precision is over the images with labels.
+
+        Where none has labels, PyTorch is right.
+        """
         images, same = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum())
-        known = (label >= 0).all(1)
-        precision = score(outputs[known], label[known] > 0)["map"] if known.any() else 0.0
+        known = are_known(label)
+        answers, truth = (outputs[known], label[known]) if known.any() else (outputs, reference)
+        precision = score(answers, truth > 0)["map"]
         summary = f"same top-1 on {same} of {images} validation images"
         return GraphScores({"same_top1": same, "mAP": precision}, "mAP", "mAP", summary, images - same)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return for each class its threshold, whether it was chosen, and the images that show it."""
-        known = (label >= 0).all(1)
+        known = are_known(label)
         if not known.any():
             return {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
         truth = label[known] > 0
@@ -140,6 +144,11 @@ class Evaluator(LogitsEvaluator):
         rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
         whole = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
         return self.backend.reduce_sum(whole).cpu()
+
+
+def are_known(label: Tensor) -> Tensor:
+    """Return which images have labels, bool [N], of label sets [N, C], or of -1 [N] where there are none."""
+    return label >= 0 if label.ndim == 1 else (label >= 0).all(1)
 
 
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import onnx as onnx_package
+import onnx
 import onnxruntime
 import pytest
 import timm
@@ -22,7 +22,7 @@ from kd.errors import ModelError
 from kd.export import graphs as _graphs
 from kd.export.export import export
 from kd.jobs.train import train
-from kd.models import runtimes as onnx
+from kd.models import runtimes
 
 
 def files(folder: Path) -> set[str]:
@@ -142,18 +142,18 @@ def test_a_difference_above_the_tolerance_is_refused(distilled, refused, tmp_pat
 
 def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
     """A real file of which one weight in ten is wrong; only the comparison can notice."""
-    write = onnx.write_onnx
+    write = runtimes.write_onnx
 
     def broken(program, path, output):
         write(program, path, output)
-        graph = onnx_package.load(path)
+        graph = onnx.load(path)
         largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-        values = onnx_package.numpy_helper.to_array(largest).copy()
+        values = onnx.numpy_helper.to_array(largest).copy()
         values.ravel()[::10] += 1
-        largest.CopyFrom(onnx_package.numpy_helper.from_array(values, largest.name))
-        onnx_package.save(graph, path)
+        largest.CopyFrom(onnx.numpy_helper.from_array(values, largest.name))
+        onnx.save(graph, path)
 
-    monkeypatch.setattr(_graphs.onnx, "write_onnx", broken)
+    monkeypatch.setattr(_graphs.runtimes, "write_onnx", broken)
     with pytest.raises(ModelError, match=r"^export\.model\.onnx: its values differ from PyTorch's by up to"):
         export(distilled, tmp_path / "student")
     assert list(tmp_path.iterdir()) == []
