@@ -52,19 +52,11 @@ def build(stack: ExitStack) -> Run:
     pair = network(64), network(32)
     for one in pair:
         one(torch.rand(1, 3, 32, 32))
-    settings = api._settings(
-        losses=[{"kind": "kl"}],
-        run={"epochs": 1, "steps": 10**6, "seed": 0},
-        data={"batch_size": 32},
-        sifter="none",
-        optimizer=None,
-        backend={"kind": "cpu", "threads": 1},
-        sets=False,
-    )
-    world = stack.enter_context(distributed(settings.backend))
-    images = api.Images(data, data, "all", 0)
-    models, results = api._models(*pair, images, settings, world), Results(Memory(), Console("", quiet=True))
-    return api._run(settings, models, images, [{"kind": "kl"}], "none", results, world)
+    given = api.Given(data, data, [{"kind": "kl"}], "none", "all", 0)
+    recipe = given.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, 32, {}, {"kind": "cpu", "threads": 1})
+    world = stack.enter_context(distributed(recipe.backend))
+    models = api._models(*pair, given, 0, world)
+    return api._run(recipe, given, models, Results(Memory(), Console("", quiet=True)), world)
 
 
 def segment(run: Run, steps: int) -> float:
