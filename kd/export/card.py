@@ -168,7 +168,7 @@ def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     chosen = sum(bool(one["chosen"]) for one in thresholds.values())
     return (
-        "An image has each label whose sigmoid exceeds its threshold in manifest.json, or none. "
+        "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
         f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images, on which their F1 is "
         "therefore too good; the others are 0.5. "
     )

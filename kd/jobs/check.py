@@ -11,14 +11,12 @@ import torch
 
 from kd.config.schema import DataSection, OptimizerSection
 from kd.contracts import TeacherModel
-from kd.data.store import slot_bytes
 from kd.models.classifier import feature_shapes
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
-from kd.setup.store import keep_rules
 from kd.setup.student import build_criterion, build_student, sizes
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -101,6 +99,9 @@ def _length(loop: LoopPlan, split: BatchSplit | None, num_images: int) -> list[s
 def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     if section.store == "none":
         return []
+    from kd.data.store import slot_bytes  # only where pixels are stored
+    from kd.setup.store import keep_rules
+
     most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
     return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]
 

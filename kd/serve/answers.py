@@ -54,8 +54,8 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(1, keepdims=True)
 
 
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Return the sigmoid of logits [B, C], float64."""
+def independent_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the probability of each class alone, the sigmoid of logits [B, C], float64."""
     return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
 
 
@@ -68,7 +68,7 @@ def predictions(logits: np.ndarray, labels: Sequence[str], top: int, thresholds:
     if not thresholds:
         return [{**best[0], "top": best} for best in (_ranked(row, labels, top) for row in probabilities(logits))]
     answers = []
-    for row in sigmoid(logits):
+    for row in independent_probabilities(logits):
         above = row > np.asarray(thresholds)
         present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
         answers.append({"labels": present, "top": _ranked(row, labels, top)})

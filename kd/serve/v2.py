@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kd.serve.answers import sigmoid
+from kd.serve.answers import independent_probabilities
 from kd.serve.bodies import SPARE_VALUES, parse_json
 from kd.serve.model import Model
 from kd.serve.problems import Problem, busy
@@ -105,7 +105,9 @@ def _infer(service: Service, model: Model, body: bytes) -> bytes:
     if model.output.name in requested:
         outputs.append(_output(model.output.name, "FP32", values))
     if PRESENT in requested:
-        outputs.append(_output(PRESENT, "BOOL", sigmoid(values) > np.asarray(model.output.thresholds)))
+        outputs.append(
+            _output(PRESENT, "BOOL", independent_probabilities(values) > np.asarray(model.output.thresholds))
+        )
     answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version, "outputs": outputs}
     if identity is not None:
         answer["id"] = identity

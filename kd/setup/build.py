@@ -72,8 +72,8 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
 def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
-    context = {"precision": precision, "timeout_seconds": section.timeout_seconds}
-    return parts.build("backends", section.kind, section.options, "backend.kind", **context)
+    kind, options, seconds = section.kind, section.options, section.timeout_seconds
+    return parts.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
 
 
 def run_length(plan: LoopPlan, split: BatchSplit, views: int) -> RunLength:

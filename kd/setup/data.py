@@ -16,7 +16,6 @@ from kd.contracts import Backend, Source
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError
 from kd.models.load import Images
-from kd.setup.store import keep_rules, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,8 @@ class Data:
         """Return what a training image goes through, as JSON values."""
         found = {"image_size": self.section.image_size, **asdict(self.section.augment)}
         if self.section.store != "none":  # a store changes the pixels
+            from kd.setup.store import keep_rules
+
             found["store"] = list(asdict(keep_rules(self.section)[0]).values())
         return found
 
@@ -153,6 +154,8 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     backend.barrier()
     if plan.section.store == "none":
         return data
+    from kd.setup.store import open_store  # only where pixels are stored
+
     return replace(data, stored=open_store(plan.section, (data.train, data.val), plan.folder, backend, fill))
 
 

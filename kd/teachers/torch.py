@@ -109,20 +109,23 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     size = options.input_size or image_size
     network = Network(inner.eval(), to_logits(spec, options.outputs) if options.outputs == "probabilities" else None)
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
-    common: dict[str, Any] = {
-        "input_size": size,
-        "mean": options.mean,
-        "std": options.std,
-        "architecture": architecture,
-    }
     with torch.no_grad():
         noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         first = main_output(inner(noise), f"{spec.where}.model")
     if not spec.logits:
-        return Embedder(network, first.flatten(1).shape[1], **common)
+        width = first.flatten(1).shape[1]
+        return Embedder(network, width, input_size=size, mean=options.mean, std=options.std, architecture=architecture)
     require_logits(spec, first, options.outputs)
     names = named(spec, first.shape[1], (), options.classes)
-    return Classifier(network, num_classes=len(names), classes=names, **common)
+    return Classifier(
+        network,
+        num_classes=len(names),
+        input_size=size,
+        mean=options.mean,
+        std=options.std,
+        architecture=architecture,
+        classes=names,
+    )
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:

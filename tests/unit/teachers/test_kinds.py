@@ -97,7 +97,7 @@ def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_reads_the_teacher(kind, made, bare):
     chosen = config.load(merged(bare, {"teacher": made[kind]}))
-    assert f"teacher   {made[kind]['model']}" in check(resolve(chosen), timed=False)
+    assert f"teacher   {made[kind]['model']}" in check(resolve(chosen))
 
 
 def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
