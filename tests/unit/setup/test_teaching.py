@@ -461,7 +461,7 @@ def test_what_cannot_be(overrides, features, message):
         (
             "onnxruntime",
             ["teacher.precision=int8", "teacher.runtime=onnxruntime"],
-            "onnxruntime is not installed. pip install 'onnxruntime'",
+            "is onnxruntime, which is not installed. pip install 'onnxruntime'",
         ),
         (
             "onnxruntime",
