@@ -173,7 +173,6 @@ def keep(folder: Path, case: Case, target: Path) -> None:
         "workers": config.data.workers,
         "batch_size": int(choices.get("batch_size") or config.data.batch_size),
         "store": config.data.store,
-        "choices": choices,
     }
     names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "regions")
     timelines = {
