@@ -24,12 +24,12 @@ def damaged(url: str, picture: bytes) -> dict[str, bytes]:
     """Return requests that are well formed and whose pictures are not."""
     from _load import request
 
-    whole = request(url, picture, "image/jpeg")
+    message = request(url, picture, "image/jpeg")
     return {
         "cut picture": request(url, picture[: len(picture) // 2], "image/jpeg"),
         "noise": request(url, os.urandom(9999), "image/jpeg"),
         "no JSON": request(url, picture, "application/json"),
-        "hang-up": whole[: len(whole) // 2],
+        "hang-up": message[: len(message) // 2],
     }
 
 

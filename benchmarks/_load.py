@@ -158,7 +158,7 @@ class Server:
 
 def kd_serve(folder: Path, *options: str) -> Server:
     """Start kd-serve on a free port and wait until it answers."""
-    argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0", "--quiet", *options]
+    argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0", "--quiet", *options]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     base = process.stdout.readline().split(" at ")[1].split()[0]

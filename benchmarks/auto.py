@@ -124,7 +124,7 @@ class Run:
         file, self.rows, self.process = work / f"{name}.yaml", work / name / "metrics.jsonl", None
         file.write_text(yaml.safe_dump(config))
         own = [*overrides, f"run.folder={work}", f"run.name={name}"]
-        self.argv = [sys.executable, "-m", "kd.cli.train", str(file), *own]
+        self.argv = [sys.executable, "-m", "kd.cli", "train", str(file), *own]
         self.shown = work / f"{name}.out"
         self.turns: list[float] = []
         """Milliseconds of a step in each turn, the mean."""

@@ -21,6 +21,7 @@ from kd.models.cache import CachedTeacher, Codec, open_store
 from kd.models.classifier import set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import NoTeacher
+from kd.tasks.single_label import SingleLabel
 from kd.types import Batch, Outputs
 
 STUDENT = "vit_tiny_patch16_224"
@@ -38,7 +39,7 @@ def main() -> None:
     torch.manual_seed(0)
     student = load(Spec("student", STUDENT, {}, [str(i) for i in range(given.classes)]), given.size)
     set_attention(student, False)
-    module = Distillation(student, Criterion([("kl", 1.0, KL(temperature=2.0))]))
+    module = Distillation(student, Criterion([("kl", 1.0, KL(temperature=2.0))]), SingleLabel())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def main() -> None:
             batch = Batch.of(image, torch.zeros(given.batch, dtype=torch.int64), ids)
             logits = torch.randn(given.batch, given.classes)
             start = time.perf_counter()
-            store.write(0, ids.tolist(), [part.numpy() for part in store.codec.compress(logits)])
+            store.write(0, ids.tolist(), [part.numpy() for part in store.codec.compress(logits)], [0] * given.batch)
             wrote = time.perf_counter()
             found = next(teacher.lookup([batch]))
             answer = teacher(found)

@@ -15,32 +15,32 @@ import numpy as np
 import torch
 
 from _record import write
-from kd.engine.evaluate import calibration_error
 from kd.export import parity as _parity
 from kd.export.calibrate import temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.finished import best_student, opened_run
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
+from kd.tasks.single_label import calibration_error
 from kd.text import table
 
 
 def one(path: Path) -> dict[str, Any]:
     """Return temperature and errors of a run's best student."""
     folder, settings = opened_run(path)
-    recipe = Recipe(settings)
+    recipe = resolve(settings)
     student, _ = best_student(folder, recipe, folder.manifest()["classes"])
     answer = _parity.eager_runner(student)
     with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
+        data = open_data(recipe.data, backend, fill=False)
         seen = [(answer(pixels), labels) for pixels, labels in _parity.validation_images(data, 0)]
     logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
     found = temperature(logits_NC[::2], label_N[::2])
     rest_NC, rest_N = logits_NC[1::2], label_N[1::2]
     return {
-        "run": recipe.name,
-        "data": recipe.data.kind,
-        "losses": " ".join(section.kind for section in recipe.losses),
+        "run": recipe.record.name,
+        "data": recipe.data.section.kind,
+        "losses": " ".join(section.kind for section in recipe.student.losses),
         "images_fitted": len(logits_NC) - len(rest_N),
         "images": len(rest_N),
         "temperature": round(found, 4),

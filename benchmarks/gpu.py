@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "timm", "omegaconf", "safetensors", "accelerate", "rich", "PIL", "yaml")
 CLASSES = 8
-MODES = ("fp32+fused", "bf16+unfused", "bf16+fused", "bf16+fused+compiled", "int8+fused", "fp8+fused")
-"""Of the teacher; int8 and fp8 need torchao."""
+MODES = ("fp32+fused", "bf16+unfused", "bf16+fused", "bf16+fused+compiled")
+"""Of the teacher."""
 Row = dict[str, Any]
 
 
@@ -147,7 +147,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     from kd import parts
     from kd.config.schema import TeacherSection
     from kd.models.load import Spec, load
-    from kd.setup.teacher import TeacherFactory
+    from kd.setup.modes import ExecutionMode
+    from kd.setup.teacher import PLAIN, TeacherFactory
     from kd.setup.trial import attempt, milliseconds, noise
 
     module = parts.find("backends", scale.kind, "backend.kind")
@@ -155,9 +156,9 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     model = load(Spec("teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]), scale.size)
     factory = TeacherFactory(TeacherSection(), model, backend, scale.size)
     batch = noise(scale.batch, scale.size, backend)
-    exact = factory("fp32+unfused")(batch).logits
+    exact = factory(PLAIN)(batch).logits
     rows = []
-    for mode in MODES:
+    for mode in map(ExecutionMode.parse, MODES):
         reason = attempt(lambda mode=mode: factory(mode)(batch).logits, backend)
         if reason:
             rows.append(row(f"teacher, {mode}", 0.0, "not run", reason))

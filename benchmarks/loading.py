@@ -20,8 +20,10 @@ from typing import Any
 from _record import write
 from kd import config
 from kd.data.views import Views
+from kd.seeds import evenly_spaced
 from kd.setup.build import build_backend
-from kd.setup.data import Data, evenly_spaced, open_data, open_sources, views
+from kd.setup.data import open_data, open_sources
+from kd.setup.recipe import resolve
 
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:
@@ -41,9 +43,8 @@ def settings(given: argparse.Namespace, folder: str) -> config.Config:
 
 def with_store(plain: config.Config, store: str) -> Views:
     """Return the training views behind a store."""
-    section = replace(plain.data, store=store)
-    data: Data = open_data(section, plain.run.folder, build_backend(plain.backend))
-    return views(data, plain.run.seed)[0]
+    recipe = resolve(replace(plain, data=replace(plain.data, store=store)))
+    return open_data(recipe.data, build_backend(recipe.backend)).views()[0]
 
 
 def milliseconds(dataset: Views, ids: list[int], view: int) -> float:
@@ -66,7 +67,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         plain = settings(given, folder)
-        data = open_sources(plain.data)
+        data = open_sources(resolve(plain).data)
         data.train.prepare()
         ids = evenly_spaced(len(data.train), given.images)
         ways = {store: with_store(plain, store) for store in ("none", "disk", "ram")}

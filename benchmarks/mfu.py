@@ -26,6 +26,7 @@ from kd.losses.kl import KL
 from kd.models.classifier import compile_forward, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
+from kd.tasks.single_label import SingleLabel
 from kd.types import Batch, Outputs
 
 CLASSES = [str(i) for i in range(101)]
@@ -63,7 +64,9 @@ class Step:
         big = load(Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size)
         small = load(Spec("student", given.student, given.student_args, CLASSES), given.size)
         self.teacher = LiveTeacher(big, device, self.dtype)
-        self.module = Distillation(copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))])).to(device)
+        self.module = Distillation(
+            copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))]), SingleLabel()
+        ).to(device)
         for model in (self.teacher.model, self.module):
             set_attention(model, kernel.startswith("fused"))
             if kernel.endswith("compiled"):

@@ -33,7 +33,7 @@ from kd.engine.run import Run
 from kd.monitor.system import INTERVAL, Monitor, Sampler
 from kd.monitor.timeline import Timeline
 from kd.progress.console import Console
-from kd.setup.build import distributed
+from kd.setup.build import Results, distributed
 from kd.types import State
 
 SPANS = ("data", "teacher", "forward", "backward", "sifting", "optimizer")
@@ -52,10 +52,11 @@ def build(stack: ExitStack) -> Run:
     pair = network(64), network(32)
     for one in pair:
         one(torch.rand(1, 3, 32, 32))
-    settings = api._settings([{"kind": "kl"}], "none", 1, 10**6, 32, None, {"kind": "cpu", "threads": 1}, 0, "all")
-    world = stack.enter_context(distributed(settings.backend))
-    sink, console = Memory(), Console("", quiet=True)
-    return api._run(settings, *pair, data, data, [{"kind": "kl"}], "none", world, 0, sink, console)
+    given = api.Given(data, data, [{"kind": "kl"}], "none", "all", 0)
+    recipe = given.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, 32, {}, {"kind": "cpu", "threads": 1})
+    world = stack.enter_context(distributed(recipe.backend))
+    models = api._models(*pair, given, 0, world)
+    return api._run(recipe, given, models, Results(Memory(), Console("", quiet=True)), world)
 
 
 def segment(run: Run, steps: int) -> float:

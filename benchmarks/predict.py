@@ -40,8 +40,8 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.export.folder import export
-    from kd.models import runtimes as onnx
+    from kd.export.folder import write_folder
+    from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
 
@@ -50,10 +50,10 @@ def random_export(folder: Path) -> Path:
     student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
     extras = folder / "extras"
     extras.mkdir()
-    onnx.write_onnx(onnx.export_program(student, SIZE), extras / "model.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0)
+    runtimes.write_onnx(runtimes.export_program(student, SIZE), extras / "model.onnx")
+    content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
     facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
-    export(folder / "export", content, weights, {}, extras, facts)
+    write_folder(folder / "export", content, weights, {}, extras, facts)
     return folder / "export"
 
 
@@ -116,7 +116,8 @@ def processes(export: Path, paths: Sequence[Path], script: Path, folder: Path) -
     theirs = [sys.executable, str(script), str(images.parent), "--model", f"local-dir:{export}", "--pretrained"]
     theirs += ["--device", "cpu", "--batch-size", "64", "--workers", "1", "--no-console-results"]
     theirs += ["--results-dir", str(folder), "--results-file", "timm", "--label-type", "name"]
-    own = [sys.executable, "-m", "kd.cli.predict", str(export), str(images.parent), "--to", str(folder / "process.csv")]
+    own = [sys.executable, "-m", "kd.cli", "predict", str(export), str(images.parent)]
+    own += ["--to", str(folder / "process.csv")]
     return {
         "timm inference.py, process": lambda: subprocess.run(theirs, check=True, capture_output=True),
         "kd-predict, process": lambda: subprocess.run(own, check=True, capture_output=True),

@@ -31,9 +31,9 @@ from kd.export.export import Options, export
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
 from kd.jobs.train import train
-from kd.setup.data import open_sources, views
+from kd.setup.data import open_sources
 from kd.setup.finished import best_student
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 from kd.text import table
 
 REGIMES = {
@@ -130,7 +130,7 @@ def base_of(work: Path, regime: str) -> dict[str, Any]:
 
 def on_other_dishes(work: Path, base: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration for the last six dishes, whose student was trained on the first six."""
-    pictures = open_sources(config.load(base).data).train
+    pictures = open_sources(resolve(config.load(base)).data).train
     pictures.prepare()
     folder = Path(base["data"]["root"]) / Path(pictures.name(0)).parts[0]
     common = {k: v for k, v in base["data"].items() if k not in ("kind", "root", "train_images")}
@@ -164,10 +164,10 @@ def trained(epochs: int, arm: str) -> float:
 
 def per_class(folder: Path, loaded: config.Config) -> list[float]:
     """Return the accuracy of each class on the validation split, percent."""
-    recipe = Recipe(loaded)
+    recipe = resolve(loaded)
     data = open_sources(recipe.data)
     student = best_student(RunDir(folder), recipe, data.classes)[0].eval()
-    shown = views(data, recipe.seed)[1]
+    shown = data.views()[1]
     hits: dict[int, list[bool]] = {}
     for start in range(0, len(data.val), 100):
         samples = [shown.load(id, 0) for id in range(start, min(start + 100, len(data.val)))]
@@ -180,7 +180,7 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
 
 def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int) -> dict[str, Any]:
     """Train one arm with one seed and return its row; `share` of the images of so many epochs of everything."""
-    images = len(open_sources(config.load(base).data).train)
+    images = len(open_sources(resolve(config.load(base)).data).train)
     steps = round(share * epochs * PLATES.get(regime, 1) * (images // base["data"]["batch_size"]))
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
     length = [f"run.epochs={epochs_of(share, epochs, arm)}", "sifter.gate=off"] if ARMS[arm] else [f"run.steps={steps}"]

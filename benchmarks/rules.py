@@ -4,11 +4,11 @@ Run: python benchmarks/rules.py [--rounds 2] [--only NAME ...] [--record FOLDER]
 
 Each case is a tiny run with one fault. Its findings must hold the case's rule. What that finding advises, one key and
 one value, is then set, and both runs take turns. A row is one run. `measured` is what the fault is about:
-mean milliseconds of a step after the first epoch, or of an image, seconds of the start, or MiB of growth. Where the
+mean milliseconds of a step after the first epoch, or of an image, or MiB of growth. Where the
 advice is a profile, a run with it shows the fault, which is then removed by hand.
 
-The machine is sampled ten times a second, and `MaxInitializationTime` speaks from 2 seconds on instead of 30, so that
-runs of a few seconds are enough. Not here: a synchronizing loss and a starved GPU, which need a GPU.
+The machine is sampled ten times a second, so that runs of a few seconds are enough. Not here: a synchronizing loss and
+a starved GPU, which need a GPU.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Case:
     """Where the advice is to look closer: what is then done by hand."""
 
 
-INTERVAL, SETUP_SECONDS = 0.1, 2.0
+INTERVAL = 0.1
 RANK = f"""
 import sys
 
-from kd.cli.train import main
-from kd.monitor import rules, system
+from kd.cli.training import train as main
+from kd.monitor import system
 
-system.INTERVAL, rules.SETUP_SECONDS = {INTERVAL}, {SETUP_SECONDS}
+system.INTERVAL = {INTERVAL}
 sys.exit(main())
 """
 """The program of a process."""
@@ -81,17 +81,11 @@ CASES = {
     ),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
-    "stalls": Case("StepOutlier", (SLOW, "data.stall_ms=400", "data.workers=0")),
     "leak": Case(
         "GPUMemoryIncrease",
         ("losses=[{kind: sabotage.loss, leak_mib: 4}]", ONE),
         "growth_mib",
         cured=("losses=[{kind: sabotage.loss}]",),
-    ),
-    "slow_start": Case(
-        "MaxInitializationTime",
-        ("data.batch_size=auto", "student.args.embed_dim=192", "run.steps=6", ONE),
-        "setup_s",
     ),
     "one_thread": Case("OverallSystemUsage", ("backend.threads=1", ONE, "student.args.embed_dim=256")),
 }
@@ -157,8 +151,6 @@ def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
 def value(folder: Path, what: str) -> float:
     """Return what a case measures, from the files of a run; a step is one of those after the first epoch."""
     rows = read_rows(folder / "timeline_0.jsonl")
-    if what == "setup_s":
-        return rows[0]["wall_ms"] / 1000
     steady = [row for row in rows if row["kind"] == "steady" and row["steps"]]
     steady = steady[len(steady) // 3 :]
     if what == "growth_mib":
@@ -181,9 +173,8 @@ def keep(folder: Path, case: Case, target: Path) -> None:
         "workers": config.data.workers,
         "batch_size": int(choices.get("batch_size") or config.data.batch_size),
         "store": config.data.store,
-        "choices": choices,
     }
-    names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "outliers", "regions")
+    names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "regions")
     timelines = {
         rank: [
             {name: row[name] for name in names if name in row} for row in read_rows(folder / f"timeline_{rank}.jsonl")

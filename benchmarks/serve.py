@@ -84,8 +84,8 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights."""
     import torch
 
-    from kd.export.folder import export
-    from kd.models import runtimes as onnx
+    from kd.export.folder import write_folder
+    from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
 
@@ -93,11 +93,11 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     student = load(Spec("student", name, {}, LABELS), size).eval()
     extras = folder / "extras"
     extras.mkdir()
-    onnx.write_onnx(onnx.export_program(student, size), extras / "model.onnx")
-    onnx.write_int8(extras / "model.onnx", extras / "model.int8.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0)
+    runtimes.write_onnx(runtimes.export_program(student, size), extras / "model.onnx")
+    runtimes.write_int8(extras / "model.onnx", extras / "model.int8.onnx")
+    content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
     facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
-    export(folder / "export", content, weights, {}, extras, facts)
+    write_folder(folder / "export", content, weights, {}, extras, facts)
     return folder / "export"
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from _record import write
+from kd.artifacts.memory import Memory
 from kd.engine.criterion import Criterion
 from kd.engine.loop import update
 from kd.losses.ce import CE
@@ -26,7 +27,7 @@ from kd.models.classifier import Classifier, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
 from kd.progress.console import Console
-from kd.setup.build import distributed
+from kd.setup.build import Results, distributed
 from kd.types import Batch, State
 
 CLASSES = [str(i) for i in range(12)]
@@ -82,17 +83,18 @@ def bare(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Call
 def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Callable[[int], None]:
     """Return the engine's step, with its per-image terms, seeds, schedule and metrics."""
     from kd import api
-    from kd.engine.loop import Meter
+    from kd.engine.meter import Meter
     from kd.seeds import seed_from
 
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.3, CE(label_smoothing=0.0))])
     data = TensorDataset(batches[0].image, batches[0].label)
     size = len(data)
-    settings = api._settings(criterion, "none", 1, 10**6, size, {"lr": 1e-3}, {"kind": "cpu", "precision": "fp32"}, 0)
-    world = distributed(settings.backend).__enter__()
-    console = Console("", quiet=True)
-    pair = Logits(teacher), Logits(copy.deepcopy(student))
-    run, _ = api._run(settings, *pair, data, data, criterion, "none", world, 0, console)
+    given = api.Given(data, data, criterion, "none", "all", 0)
+    own = {"kind": "cpu", "precision": "fp32"}
+    recipe = given.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, size, {"lr": 1e-3}, own)
+    world = distributed(recipe.backend).__enter__()
+    models = api._models(Logits(teacher), Logits(copy.deepcopy(student)), given, 0, world)
+    run = api._run(recipe, given, models, Results(Memory(), Console("", quiet=True)), world)
     run.distillation.train()
     state, meter, plan = State(), Meter(run, State()), run.sifter.plan(0, 0.0)
 

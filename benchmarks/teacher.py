@@ -30,7 +30,6 @@ FORMS = [
     "fp32+onnxruntime",
     "fp32+openvino",
     "int8+onnxruntime",
-    "int8+fused",
 ]
 
 
@@ -42,16 +41,15 @@ def made(name: str, given: argparse.Namespace, device: torch.device) -> LiveTeac
     live = LiveTeacher(
         model, device, remake=(lambda frozen: rebuild(mode, given.size, frozen)) if mode.rebuilt else None
     )
-    set_attention(live.model, mode.backend == "fused")
+    set_attention(live.model, mode.kernel == "fused")
     return live
 
 
 def available(name: str) -> bool:
     """Return whether a form can be made here; say so where it cannot."""
-    needed = {"openvino": "openvino", "int8+fused": "torchao"}
-    missing = next((package for part, package in needed.items() if part in name and not installed(package)), "")
+    missing = "openvino" in name and not installed("openvino")
     if missing:
-        print(f"{name}: left out, {missing} is not installed")
+        print(f"{name}: left out, openvino is not installed")
     return not missing
 
 

@@ -160,7 +160,7 @@ def run_kd(given: argparse.Namespace, settings: dict[str, Any], name: str, work:
     """Train with kd in a process of its own; return the images/s of its log windows."""
     file = work / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
-    argv = [sys.executable, "-m", "kd.cli.train", str(file), f"run.name={name}", *overrides]
+    argv = [sys.executable, "-m", "kd.cli", "train", str(file), f"run.name={name}", *overrides]
     finished(argv)
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return [row["images_per_second"] for row in rows if row["kind"] == "train" and row["step"] > given.skip]
@@ -195,7 +195,7 @@ def main() -> None:
     for name in teachers:
         file = work / "cache.yaml"
         file.write_text(yaml.safe_dump(settings[name]))
-        subprocess.run([sys.executable, "-m", "kd.cli.cache", str(file), "run.name=fill", *cached], check=True)
+        subprocess.run([sys.executable, "-m", "kd.cli", "cache", str(file), "run.name=fill", *cached], check=True)
     for turn in range(given.rounds):
         for name in teachers:
             note(turn, name, "timm", run_timm(given, teachers[name], num_classes, data, work))

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from kd import config
+from kd import config, parts
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.config.validate import reads
-from kd.contracts import Backend, Loader, Sifter
+from kd.contracts import Backend, Evaluation, Loader, Sifter, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
-from kd.engine.evaluate import Evaluator
-from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
@@ -34,12 +31,11 @@ from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.monitor.timeline import Timeline
-from kd.parts import build as build_part
 from kd.progress.console import Console
-from kd.setup.build import assemble, distributed, run_length
-from kd.setup.data import fixed_batch, split_batch
+from kd.setup.build import Parts, Results, assemble, distributed, run_length
 from kd.setup.gate import sift_context
-from kd.setup.recipe import flatten
+from kd.setup.loaders import fixed_batch, split_batch
+from kd.setup.recipe import Recipe, Record, flatten, resolve
 from kd.setup.student import build_criterion
 from kd.types import Dims, State
 
@@ -123,25 +119,30 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    settings = _settings(losses, sifter, epochs, steps, batch_size, optimizer, backend, seed, labels)
-    if isinstance(train, DataLoader):
-        if folder is not None:
-            remedy = "Pass train.dataset instead of the DataLoader, or no folder"
-            raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
-        if settings.sifter.kind != "none" or not isinstance(sifter, (str, Mapping)):
-            remedy = "Pass train.dataset instead of the DataLoader"
-            raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
-        settings = replace(settings, data=replace(settings.data, batch_size=train.batch_size or batch_size))
+    given = Given(train, val, losses, sifter, labels, workers)
+    recipe = given.recipe(
+        run={"epochs": epochs, "steps": steps, "seed": seed},
+        batch_size=getattr(train, "batch_size", None) or batch_size if isinstance(train, DataLoader) else batch_size,
+        optimizer=optimizer or {},
+        backend=backend or {},
+    )
+    if isinstance(train, DataLoader) and folder is not None:
+        remedy = "Pass train.dataset instead of the DataLoader, or no folder"
+        raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
+    if isinstance(train, DataLoader) and (recipe.loop.sifter.kind != "none" or not isinstance(sifter, (str, Mapping))):
+        remedy = "Pass train.dataset instead of the DataLoader"
+        raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
     with (
-        distributed(settings.backend) as world,
-        Console("distill", quiet=not progress or world.rank != 0) as console,
-        _sink(folder, settings, world) as sink,
+        distributed(recipe.backend) as world,
+        Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
+        _sink(folder, recipe.record, world) as sink,
     ):
-        run = _run(settings, teacher, student, train, val, losses, sifter, world, workers, sink, console)
+        models = _models(teacher, student, given, seed, world)
+        run = _run(recipe, given, models, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
-        clock = clock_of(settings.backend.kind, world.device)
-        with Timeline(clock, own, start, world.communication_ms) as timeline:
+        facts = parts.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
+        with Timeline(clock_of(facts, world.device), own, start, world.communication_ms) as timeline:
             state = engine_train(replace(run, span=timeline.span, window=timeline.window))
         for line in where_the_time_went("distill", timeline):
             console.info(line)
@@ -152,117 +153,122 @@ def distill(
     return Distilled(student, [row for row in rows if row["kind"] == "val"][-1], rows, state)
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of `distill` that are objects, or may be."""
+
+    train: Any
+    val: Any
+    losses: Sequence[Mapping[str, Any]] | Criterion
+    sifter: str | Mapping[str, Any] | Sifter
+    labels: str
+    """"all", "some", "none" or "sets"."""
+    workers: int
+
+    def recipe(
+        self, run: Mapping[str, Any], batch_size: int, optimizer: Mapping[str, Any], backend: Mapping[str, Any]
+    ) -> Recipe:
+        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
+        losses: Any = self.losses
+        if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
+            losses = [{"kind": "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"}]
+        sets, sifter = self.labels == "sets", self.sifter
+        sifter = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
+        data = {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", "batch_size": batch_size}
+        settings = config.load(
+            {
+                "run": {"name": "distill", **run},
+                "data": {**data, "labels": "all" if sets else self.labels},
+                "teacher": {"model": "given"},
+                "student": {"model": "given"},
+                "losses": [dict(term) for term in losses],
+                "sifter": sifter,
+                "optimizer": dict(optimizer),
+                "backend": dict(backend),
+            }
+        )
+        return resolve(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Teachers and student, wrapped."""
+
+    teachers: Sequence[LogitsModel]
+    student: LogitsModel
+    num_classes: int
+
+
 @contextmanager
-def _sink(folder: str | Path | None, settings: Config, world: Backend) -> Iterator[Memory | RunDir]:
+def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator[Memory | RunDir]:
     """Yield where rows and checkpoints go; a folder is held against other processes meanwhile."""
     if folder is None:
         yield Memory()
         return
-    kept = RunDir(Path(folder), world.rank)
+    own = RunDir(Path(folder), world.rank)
     differences: list[str] = []
-    if kept.stored_config() is not None:
-        both = (config.load(kept.config_file, here=False), settings)
-        differences = different_keys(*(flatten(config.to_dict(one)) for one in both))
-    kept.open(config.dump(settings), differences)
+    if own.stored_config() is not None:
+        stored = flatten(config.to_dict(config.load(own.config_file, here=False)))
+        differences = different_keys(stored, record.shown)
+    own.open(record.yaml, differences)
     try:
-        yield kept
+        yield own
     finally:
-        kept.close()
+        own.close()
 
 
-def _settings(
-    losses: Any,
-    sifter: Any,
-    epochs: int,
-    steps: int,
-    batch_size: int,
-    optimizer: Mapping[str, Any] | None,
-    backend: Mapping[str, Any] | None,
-    seed: int,
-    labels: str,
-) -> Config:
-    """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
-    stand_in: dict[str, Any] = {"kind": "imagefolder", "labels": labels}
-    if labels == "sets":
-        stand_in = {"kind": "multilabel", "labels": "all", "train_labels": "given", "val_labels": "given"}
-    own = "binary_kl" if isinstance(losses, Criterion) and "sigmoid" in losses.needs else "kl"
-    section = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
-    return config.load(
-        {
-            "run": {"name": "distill", "epochs": epochs, "steps": steps, "seed": seed},
-            "data": {**stand_in, "root": ".", "batch_size": batch_size},
-            "teacher": {"model": "given"},
-            "student": {"model": "given"},
-            "losses": [{"kind": own}] if isinstance(losses, Criterion) else [dict(term) for term in losses],
-            "sifter": section,
-            "optimizer": dict(optimizer or {}),
-            "backend": dict(backend or {}),
-        }
-    )
-
-
-def _run(
-    settings: Config,
-    teacher: nn.Module | Sequence[nn.Module],
-    student: nn.Module,
-    train: Any,
-    val: Any,
-    losses: Any,
-    sifter: Any,
-    world: Backend,
-    workers: int,
-    sink: Memory | RunDir,
-    console: Console,
-) -> Run:
-    batch_size, seed, sets = fixed_batch(settings.data), settings.run.seed, settings.data.kind == "multilabel"
-    labels, sigmoid = "sets" if sets else settings.data.labels, reads(settings.losses).sigmoid
-    val_batch = getattr(val, "batch_size", None) or batch_size
+def _models(teacher: Any, student: nn.Module, given: Given, seed: int, world: Backend) -> Models:
     modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
-    given = [LogitsModel(one, f"teacher[{i}]" if len(modules) > 1 else "teacher") for i, one in enumerate(modules)]
+    wheres = [f"teacher[{i}]" for i in range(len(modules))] if len(modules) > 1 else ["teacher"]
+    teachers = [LogitsModel(one, where) for one, where in zip(modules, wheres, strict=True)]
     model = LogitsModel(student, "student")
-    num_classes = _num_classes(given, model, train, seed, world, labels)
-    train_loader, num_images = _loader("train", train, batch_size, world, workers, seed, labels, num_classes)
-    val_loader, num_val = _loader("val", val, val_batch, world, workers, seed, labels, num_classes)
-    split = split_batch(settings.data, world.world_size, num_images)
-    whole = given[0] if len(given) == 1 else Ensemble(given, [1.0] * len(given), sigmoid)
-    live = LiveTeacher(whole, world.device)
-    criterion = losses
-    if not isinstance(losses, Criterion):
+    return Models(teachers, model, _num_classes([model, *teachers], given, seed, world))
+
+
+def _run(recipe: Recipe, given: Given, models: Models, results: Results, world: Backend) -> Run:
+    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, models.num_classes
+    batch_size, train, labels = fixed_batch(section), given.train, given.labels
+    val_batch = getattr(given.val, "batch_size", None) or batch_size
+    train_loader, num_images = _loader("train", given, batch_size, seed, num_classes, world)
+    val_loader, num_val = _loader("val", given, val_batch, seed, num_classes, world)
+    split = split_batch(section, world.world_size, num_images)
+    several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
+    model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
+    live, criterion, sifter = LiveTeacher(model, world.device), given.losses, given.sifter
+    if not isinstance(criterion, Criterion):
         labelled = (_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
-        dims = [Dims(num_classes, 0, 0)]
-        criterion = build_criterion(settings.losses, dims, seed, labelled=labelled)
-    distillation = Distillation(model, criterion).to(world.device)
+        criterion = build_criterion(recipe.student.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
+    distillation = Distillation(models.student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = partial(_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
-        section = settings.sifter
-        sifter = build_part("sifters", section.kind, section.options, "sifter", context=context)
-    if isinstance(sink, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in student.state_dict().items()}
-        facts = {"teacher": whole.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
+        kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
+        sifter = parts.build("sifters", kind, options, "sifter", context=context)
+    if isinstance(results.store, RunDir):
+        shapes = {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()}
+        facts = {"teacher": model.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
         for key in facts:
-            require_same(key, sink.manifest(), facts)
+            require_same(key, results.store.manifest(), facts)
         world.barrier()  # every rank has read the manifest before it is written
-        sink.record(**facts)
-    length = run_length(settings.run, split, settings.data.views)
-    plan = evaluation_plan(num_val, val_batch)
-    kind = LabelSetEvaluator if sigmoid else Evaluator
-    evaluator = kind(world, val_loader, plan, live, True, num_classes, labels != "none")
-    parts = (distillation, live, train_loader, sifter, evaluator, sink, console)
-    return assemble(settings.optimizer, seed, length, world, *parts)
+        results.store.record(**facts)
+    val = Split(val_loader, evaluation_plan(num_val, val_batch))
+    evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    made = Parts(distillation, live, train_loader, sifter, evaluator)
+    return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
 
 
 def _loader(
-    where: str, items: Any, batch_size: int, world: Backend, workers: int, seed: int, labels: str, num_classes: int
+    where: str, given: Given, batch_size: int, seed: int, num_classes: int, world: Backend
 ) -> tuple[Loader, int]:
+    items, labels = getattr(given, where), given.labels
     if isinstance(items, DataLoader):
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        whole = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
-        return BatchLoader(items, batch_size, where, labels, num_classes), whole
+        num_images = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
+        return BatchLoader(items, batch_size, where, labels, num_classes), num_images
     dataset = MapDataset(items, seed, where, labels, num_classes)
-    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, workers), len(dataset)
+    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, given.workers), len(dataset)
 
 
 def _labels(items: Any) -> torch.Tensor:
@@ -271,21 +277,20 @@ def _labels(items: Any) -> torch.Tensor:
     return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
 
 
-def _num_classes(
-    teachers: Sequence[LogitsModel], student: LogitsModel, items: Any, seed: int, world: Backend, labels: str
-) -> int:
-    """Ask all models about one image, and return the number of their classes.
+def _num_classes(models: Sequence[LogitsModel], given: Given, seed: int, world: Backend) -> int:
+    """Ask all models, the student first, about one image, and return the number of their classes.
 
     Raises:
         ConfigError: it is not the same for all.
     """
+    items, labels = given.train, given.labels
     if isinstance(items, DataLoader):
         size = items.batch_size or 1
         image = next(BatchLoader(items, size, "train", labels).epoch(evaluation_plan(size, size), 0)).image[:1]
     else:
         image = MapDataset(items, seed, "train", labels).load(0, 0).pixels[None]
     image, found = image.to(world.device), {}
-    for one in (student, *teachers):
+    for one in models:
         training = one.training
         with torch.no_grad():
             shape = one.to(world.device).eval()(image).logits.shape

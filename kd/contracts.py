@@ -1,32 +1,35 @@
 """The protocols between the parts of kd. Read this first.
 
-The engine depends on these protocols only. A part is one file in the folder of its contract (`losses/`, `sifters/`,
-`datasets/`, `teachers/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields are its YAML
-keys, with a docstring under each, and `build(options, ...)`.
+The engine depends on these protocols only. A part is one file in the folder of its contract (`tasks/`, `losses/`,
+`sifters/`, `datasets/`, `teachers/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields
+are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others must know something of the
+options, `facts(options)` returns it as a value of `kd.types`.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kd.errors import KdError
-from kd.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, State
+from kd.scores import GraphScores, Scores
+from kd.types import Batch, Costs, Decoded, Label, Needs, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
 class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
-    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `Options.label_sets` is true
-    where an image has a set of labels. `split` is "train" or "val". `classes` is None for the training split, which
-    defines the class order. The validation split gets these and must use them, even where it lacks some.
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val".
+    `classes` is None for the training split, which defines the class order. The validation split gets these and must
+    use them, even where it lacks some.
     """
 
     classes: Sequence[str]
@@ -154,8 +157,9 @@ class TeacherModel(Protocol):
     `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
     """
 
-    runs_in: str
-    """"": torch, where precision, kernel and compiler may be chosen. Else what runs it as it is: "onnxruntime", ..."""
+    runtime: str
+    """"torch" if precision, kernel and compiler can be chosen, else the runtime that executes it as it is, such as
+    "onnxruntime"."""
     reads_ids: bool
     """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation()` is that for
     ids of the validation split."""
@@ -203,6 +207,114 @@ class Teacher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The images of one split, as evaluation shows them."""
+
+    loader: Loader
+    plan: Plan
+    """Of ascending ids, padded with weight 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluator is made from."""
+
+    backend: Backend
+    val: Split
+    teacher: Teacher | None
+    """Answers for validation images; None where no loss needs a teacher."""
+    num_classes: int
+    labelled: bool = True
+    """Whether validation images have labels, all or some."""
+    bank: Callable[[], Split] | None = None
+    """Makes the split of training images in which the neighbours of a vector are searched."""
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = None
+    """(student, teacher) -> cosine [B], through what the losses on features have learned."""
+    members: int = 1
+    """Number of teachers."""
+
+
+class Evaluator(Protocol):
+    """Scores student and teacher on the validation split; a task builds it."""
+
+    loader: Loader
+    decides: str
+    """The key of the value that the best checkpoint has the most of."""
+    labelled: bool
+    """Whether models are scored against labels."""
+    chance: float
+    """The value that decides, of a model that guesses; 0: unknown."""
+
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
+        """Return a validation row (see `kd.scores`), empty where `stop`, asked before each batch, gave it up.
+
+        Raises:
+            DataError: there is no image to score.
+        """
+        ...
+
+    def of(self, teacher: Teacher) -> Evaluator:
+        """Return the same for another teacher."""
+        ...
+
+    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return scores [B] of a training batch beside the loss terms."""
+        ...
+
+
+class Task(Protocol):
+    """What a model answers, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
+
+    Whether images have labels, all, some or none, is a property of the data, not of the task.
+    """
+
+    name: str
+    logits: str
+    """The function that makes a logit an answer, as `Needs.logits` names it; "": an embedding model has none."""
+    label: str
+    """What an image's label is: "class" or "set"."""
+    problem_type: str
+    """What the logits answer, in the words of transformers; "": there are none."""
+    label_loss: str
+    """The loss that learns labels alone: a part of `losses/`."""
+    scores: Scores
+    keeps_topk: bool
+    """Whether the largest logits and the mass of the others are enough for its losses."""
+
+    def evaluator(self, setting: Evaluation) -> Evaluator: ...
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return the logits [B, C] of the averaged probabilities of K teachers."""
+        ...
+
+    def entropy(self, logits_BC: Tensor) -> Tensor:
+        """Return the entropy of each answer [B], nats."""
+        ...
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        """Return labels for images of noise: class 0, or the empty set."""
+        ...
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        """Return what is wrong with a teacher's first answers, or ""."""
+        ...
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool: ...
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        """Return logits, float32 [B, C]."""
+        ...
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Compare what a graph returns for N images with what PyTorch returns; `label` is -1 where nobody knows it."""
+        ...
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return for each class from which probability it is answered; {}: the class with the largest logit is."""
+        ...
+
+
 class Loss(Protocol):
     """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module.
 
@@ -211,10 +323,7 @@ class Loss(Protocol):
     the mean over B is the paper's value. Only the student gets gradients.
     """
 
-    needs: frozenset[str]
-    """Its inputs: "teacher", "hard_labels" (which excludes mixup), and features by name: "pooled", "tokens". One that
-    names no features reads logits; one that reads both names "logits" too. "sigmoid": it reads a logit as the answer to
-    its class alone, for images of several labels; else the logits are those of a softmax."""
+    needs: Needs
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 
@@ -224,7 +333,7 @@ class Loss(Protocol):
 
 
 class Backend(Protocol):
-    """One process and its device: `backends/NAME.py: build(options, precision, timeout_seconds) -> Backend`, and FACTS.
+    """One process and its device: `backends/NAME.py: build(options, precision, timeout_seconds) -> Backend`.
 
     All differences between machines are here; the engine imports neither torch.distributed nor torch_xla.
     """
@@ -267,6 +376,7 @@ class Backend(Protocol):
 
     def check_divided(self, stages: int) -> None:
         """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
+        ...
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Shard a frozen module on the meta device, and load rank 0's `source`. All ranks must call it."""

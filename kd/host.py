@@ -1,4 +1,4 @@
-"""What this machine has: cores and how busy a thread is on them, free memory, versions of packages."""
+"""Of this machine: cores and how busy a thread is on them, free memory, versions of packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from kd.references import redact
 
-_CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
+CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -31,7 +31,7 @@ def cores() -> int:
 
 
 class BusyClock:
-    """Seconds in which the thread that made it has computed, or waited for a core. What is left is waiting for bytes.
+    """Seconds in which a thread has computed, or waited for a core. The rest of its time is waiting for bytes.
 
     On a machine with neighbours a thread that decodes may get a core for a fraction of its time. Its CPU time alone
     would then look as if it waited for the disk. Linux counts the time in the queue of a core; other systems do not.
@@ -41,7 +41,7 @@ class BusyClock:
         self._begin = self._now()
 
     def __call__(self) -> float:
-        """Return the seconds since it was made; about 10 microseconds. Only for the thread that made it."""
+        """Return the seconds since it was made, in about 10 microseconds. Only the thread that made it may ask."""
         return self._now() - self._begin
 
     @staticmethod
@@ -55,7 +55,7 @@ class BusyClock:
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Let this process keep the memory that it frees, or return it from now on; return whether that could be set.
+    """Keep the memory that this process frees, or from now on return it to the system; return whether that was set.
 
     glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
     is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's
@@ -65,26 +65,26 @@ def keep_freed_memory(keep: bool = True) -> bool:
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    done = [libc.mallopt(_M_MMAP_MAX, 0 if keep else 2**16), libc.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2**17)]
+    results = [libc.mallopt(_M_MMAP_MAX, 0 if keep else 2**16), libc.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2**17)]
     if not keep:
         libc.malloc_trim(0)
-    return all(done)
+    return all(results)
 
 
 def free_mib() -> float:
-    """Return how much more the processes of this machine may take, MiB; 0.0 where the system does not say.
+    """Return the MiB that processes may still allocate; 0.0 where the system does not report it.
 
-    The least of what the machine has free and what the container's and this process's own limits leave.
+    The least of the machine's free memory and the rest below the container's and this process's own limit.
     """
-    left = [_available()]
-    for limit, used, droppable in _CONTAINERS:
+    free = [_available()]
+    for limit, used, droppable in CONTAINERS:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
-            left.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
+            free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
     address, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address != resource.RLIM_INFINITY:
-        left.append(address - _address_space())
-    return max(0.0, min(left) / 2**20)
+        free.append(address - _address_space())
+    return max(0.0, min(free) / 2**20)
 
 
 def _available() -> float:
@@ -103,7 +103,7 @@ def _address_space() -> float:
 
 
 def _line(path: str | Path, name: str) -> float:
-    """Return the number behind a name in a file of such lines; 0.0 where there is none."""
+    """Return the number after a name in a file of `NAME NUMBER` lines; 0.0 where there is none."""
     try:
         lines = Path(path).read_text(encoding="ascii").splitlines()
         return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
@@ -123,10 +123,10 @@ def _number(path: str | Path) -> float | None:
 def shared_memory_mib(folder: str = "/dev/shm") -> float:
     """Return the MiB that are free in the shared memory; infinity where the system has no folder for it."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return math.inf
-    return found.f_bavail * found.f_frsize / 2**20
+    return status.f_bavail * status.f_frsize / 2**20
 
 
 def environment() -> dict[str, Any]:
@@ -141,17 +141,17 @@ def environment() -> dict[str, Any]:
 
 def versions(*names: str) -> dict[str, str]:
     """Return the versions of installed packages."""
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def processor() -> str:
-    """Return the processor's name as the system tells it."""
+    """Return the processor's name as the system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

@@ -13,8 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from kd.errors import PartNotFound, did_you_mean
+from kd.types import BackendFacts, DatasetFacts, SifterFacts
 
-FOLDERS = ("losses", "sifters", "datasets", "teachers", "backends")
+FOLDERS = ("tasks", "losses", "sifters", "datasets", "teachers", "backends")
+FACTS = {"datasets": DatasetFacts, "sifters": SifterFacts, "backends": BackendFacts}
+"""What a part without a function `facts` is taken for."""
 
 
 def names(folder: str) -> list[str]:
@@ -76,6 +79,12 @@ def default_options(folder: str, kind: str, **changes: Any) -> Any:
 def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
     """Build a part from checked options and the arguments of its contract."""
     return find(folder, kind, where).build(options, **context)
+
+
+def facts(folder: str, kind: str, options: Any, where: str) -> Any:
+    """Return what others must know of a part's options: what its function `facts(options)` says, or the defaults."""
+    stated = getattr(find(folder, kind, where), "facts", None)
+    return stated(options) if stated is not None else FACTS[folder]()
 
 
 def describe(folder: str) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ with `_2` behind), and scores of the student against its teacher. Whatever shows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kd.text import percent
@@ -22,12 +22,16 @@ class Column:
     title: str
     unit: str = "%"
     """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
-    meaning: str = ""
+    meaning: str = field(default="", compare=False)
     """A noun phrase behind the value, for report and model card; empty: the title says it."""
 
     def text(self, value: float) -> str:
         """Return the value with its unit."""
         return percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
+
+    def with_title(self, value: float) -> str:
+        """Return the title and the value: `accuracy 71.6 %`."""
+        return f"{self.title} {self.text(value)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +51,59 @@ class Scores:
 
     def deciding(self, row: Mapping[str, Any]) -> Column:
         """Return the column that decides, as a validation row shows it."""
-        return self.decides(self.own[0].key in row)
+        return self.decides(self.own[0].key in row or not self.pair)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of tables and charts: the own scores, and the first of the student against its teacher."""
+        return (*self.own, *self.pair[:1])
+
+    def cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return the values of `columns` that a row has as texts, by title."""
+        return {column.title: column.text(row[column.key]) for column in self.columns if column.key in row}
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""
+        first = self.own[0]
+        pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
+        if first.key not in row:
+            return ", ".join(pair)
+        teachers = [f"{name} {first.text(values[first.key])}" for name, values in self.of_teachers(row).items()]
+        text = first.with_title(row[first.key]) + (f" ({', '.join(teachers)})" if teachers else "")
+        return ", ".join([text, *pair[:1]])
+
+    def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
+        """Return the columns of the student against its teacher that a row has."""
+        return [column for column in self.pair if column.key in row]
+
+    def against_teacher(self, row: Mapping[str, Any]) -> str:
+        """Return all scores of the student against its teacher as a sentence; empty where a row has none."""
+        parts = [
+            column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
+            for column in self.pair_in(row)
+        ]
+        return f"Student against its teacher: {', '.join(parts)}." if parts else ""
+
+    def table(self, models: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """Return the own scores of models, by name, as rows of a table; a score that no model has is left out."""
+        columns = [column for column in self.own if any(column.key in values for values in models.values())]
+        rows = []
+        for name, values in models.items():
+            cells = {one.title: one.text(values[one.key]) if one.key in values else "-" for one in columns}
+            rows.append({"model": name, **cells})
+        return rows
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
-        found, number = {}, 1
+        teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
             values = {key: row[name] for key, name in keys.items() if name in row}
-            if values:
-                found[f"teacher {number}" if end else "teacher"] = values
+            if self.own[0].key in values:
+                teachers[f"teacher {number}" if end else "teacher"] = values
             number += 1
-        return found
+        return teachers
 
     def record(self) -> dict[str, Any]:
         """Return the columns as JSON values, for manifest.json of a run."""
@@ -70,3 +114,19 @@ class Scores:
         """Read what `record` returned."""
         own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
         return cls(own, pair, recorded.get("note", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphScores:
+    """How an exported graph answers beside PyTorch, on the same images."""
+
+    facts: dict[str, float]
+    """For manifest.json of an export, by name."""
+    decides: str
+    """The name in `facts` of the score that a quantized graph may lose a little of."""
+    title: str
+    """Of that score."""
+    summary: str
+    """For a person: `same top-1 on 200 of 200 validation images`."""
+    others: int = 0
+    """Images that get another answer."""

@@ -14,8 +14,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-NOT_FEATURES = frozenset({"teacher", "hard_labels", "logits", "sigmoid"})
-"""What a loss may need beside features by name. A loss that names features reads no logits, unless it says "logits"."""
 Label = int | np.ndarray
 """A class, -1 for none; of an image with several int8 [C]: 1 for each class that it shows, all -1 if nobody knows."""
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
@@ -207,6 +205,21 @@ class TeacherOutputs:
         return cls(Outputs.cat([part.outputs for part in parts]), tuple(missing))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a loss reads."""
+
+    teacher: bool = False
+    labels: bool = False
+    unmixed: bool = False
+    """Each image alone: mixup and cutmix are refused."""
+    logits: str = ""
+    """The function under which it reads both models' logits: "softmax" (one label an image) or "sigmoid" (each class
+    alone). "": it reads none."""
+    features: frozenset[str] = frozenset()
+    """By the names of `Outputs.features`: "pooled", "tokens"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """Sizes from which a loss builds learned projectors."""
@@ -309,13 +322,33 @@ class State:
     """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What others must know of a dataset's options: `facts(options)` of its module."""
+
+    label: str = "class"
+    """What the label of an image is: "class", or "set" where it may have several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SifterFacts:
+    """What others must know of a sifter's options: `facts(options)` of its module."""
+
+    by_class: bool = False
+    """It reads the class of every image."""
+    by_entropy: bool = False
+    """It scores by the entropy of the student's answer."""
+    delay: int = 0
+    """Steps at the start of a run in which it visits everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """Properties of a kind of backend, known before it is built: the constant `FACTS` of its module."""
+    """What others must know of a backend before it is built: `facts(options)` of its module."""
 
     cpu: bool = False
     """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
-    gpu: bool = False
-    """Runs on NVIDIA GPUs, where torch has int8 and, on newer GPUs, fp8."""
     compiles: bool = False
     """Compiles a graph for each shape: torch.compile is refused, and `auto` does not measure candidates."""
+    threads: int = 0
+    """Of torch on each rank, where the options name them; 0: all cores divided by the ranks of the machine."""

@@ -126,12 +126,12 @@ def written(settings, tmp_path) -> Callable[..., str]:
 @pytest.fixture
 def command(capfd) -> Callable[..., Answer]:
     """Run a command's `main` in this process: `command("train", path, "run.epochs=1")`."""
-    from importlib import import_module
+    from kd.cli.__main__ import COMMANDS
 
     def run(name: str, *argv: object) -> Answer:
         capfd.readouterr()
         try:
-            code = import_module(f"kd.cli.{name}").main([str(arg) for arg in argv])
+            code = COMMANDS[name]([str(arg) for arg in argv])
         except SystemExit as stop:  # argparse
             code = int(stop.code or 0)
         captured = capfd.readouterr()

@@ -25,7 +25,7 @@ def test_config_loads_and_survives_a_round_trip(path, tmp_path):
 def test_header_gives_the_command_and_the_expectation(path):
     header = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
     name = path.relative_to(ROOT).as_posix()
-    assert f"kd-train {name}" in header or f"kd.cli.train {name}" in header
+    assert f"kd-train {name}" in header or f"kd.cli train {name}" in header
     assert "Expect:" in header
     measured = all(word in header for word in ("%", "commit"))
     assert measured or "NOT MEASURED" in header, "a number without command, commit, hardware and date does not exist"

@@ -26,9 +26,9 @@ MAY_IMPORT = {
     "references": set(),
     "host": {"references"},
     "files": {"errors"},
-    "contracts": {"errors", "types"},
-    "parts": {"errors"},
-    "config": {"errors", "instances", "parts", "references", "types"},
+    "contracts": {"errors", "scores", "types"},
+    "parts": {"errors", "types"},
+    "config": {"contracts", "errors", "instances", "parts", "references", "types"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
     "teachers": VALUES | {"models"},
     **dict.fromkeys(FLOOR, VALUES),
@@ -58,14 +58,13 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
     "openvino": ("models/runtimes.py", "serve/model.py"),
-    "torchao": ("models/teacher.py",),
     "ray": ("data/decoders.py",),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),
     "transformers": ("teachers/_towers.py",),
     "pickle": (),
 }
-LIMITS = {"kd/contracts.py": 363}
+LIMITS = {"kd/contracts.py": 480}  # every protocol on one page
 
 
 def name_of(path: Path) -> str:
@@ -131,7 +130,7 @@ def test_imports(path):
         ("kd/config/load.py", "from kd.setup.build import build_run"),
         ("kd/data/loader.py", "from kd.engine.run import Run"),
         ("kd/setup/build.py", "from omegaconf import OmegaConf"),
-        ("kd/jobs/train.py", "import kd.cli.train"),
+        ("kd/jobs/train.py", "import kd.cli.training"),
         ("kd/files/storage.py", "import pickle"),
         ("kd/sifting/loader.py", "from kd.sifters.none import Everything"),
         ("kd/sifting/loader.py", "from kd.engine import loop"),
@@ -185,5 +184,5 @@ def test_sifting_for_other_loops_is_light():
 
 def test_commands_explain_themselves_without_timm():
     """`kd-train --help` reads the parts' options, for which torch is needed, but no model library."""
-    loaded = loaded_by("import kd.cli.train")
+    loaded = loaded_by("import kd.cli.training")
     assert not {"torch", "timm", "accelerate"} & loaded

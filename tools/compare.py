@@ -35,6 +35,7 @@ from kd import config  # noqa: E402
 from kd.jobs.teach import teach  # noqa: E402
 from kd.report import svg  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
+from kd.setup.recipe import resolve  # noqa: E402
 from kd.text import table  # noqa: E402
 
 Row = dict[str, Any]
@@ -113,7 +114,7 @@ def one(arm: str, seed: int, given: argparse.Namespace, settings: Row, classes: 
     else:
         file, folder = given.work / f"{name}.yaml", given.work / name
         file.write_text(yaml.safe_dump(settings))
-        argv = [sys.executable, "-m", "kd.cli.train", str(file), f"run.seed={seed}", f"run.folder={folder}"]
+        argv = [sys.executable, "-m", "kd.cli", "train", str(file), f"run.seed={seed}", f"run.folder={folder}"]
         done = finished([*argv, "run.name=run", *ARMS[arm]])
         rows = curve_of_kd(folder / "run")
     whole = {"job_seconds": done.seconds, "job_cpu_seconds": done.cpu_seconds, "peak_mib": done.peak_mib}
@@ -125,7 +126,7 @@ def prepare(given: argparse.Namespace) -> tuple[Row, int]:
     pins = ["run.baseline=false", f"run.folder={given.work / 'teacher'}", f"teacher.fit.folder={given.work / 'fitted'}"]
     pins += ["run.every.evaluate=0", "data.micro_batch=0", "data.workers=1", "backend.kind=cpu"]
     loaded = config.load(str(given.config), [*pins, *given.overrides])
-    train = open_sources(loaded.data).train
+    train = open_sources(resolve(loaded).data).train
     train.prepare()
     root = Path(loaded.data.options.root) / Path(train.name(0)).parts[0] if loaded.data.kind == "food_mini" else None
     settings = config.to_dict(loaded)

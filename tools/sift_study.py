@@ -134,6 +134,7 @@ def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     from kd.jobs.cache import cache
     from kd.jobs.teach import teach
     from kd.setup.data import open_sources
+    from kd.setup.recipe import resolve
 
     first = config.load(settings)
     folder = teach(first)[0]
@@ -141,7 +142,7 @@ def prepare(settings: dict[str, Any], seeds: Sequence[int]) -> int:
     settings["teacher"]["fit"] = {}
     for seed in seeds:
         cache(config.load(settings, [f"run.seed={seed}"]))
-    return len(open_sources(first.data).train) // first.data.batch_size
+    return len(open_sources(resolve(first).data).train) // first.data.batch_size
 
 
 def earlier(path: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.losses.ce import CE
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Options:
 class Leaking(nn.Module):
     """Cross-entropy with a list that grows."""
 
-    needs = frozenset[str]()
+    needs = Needs(labels=True, logits="softmax")
 
     def __init__(self, leak_mib: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A folder of images whose reading waits, stalls, or takes more work on one rank."""
+"""A folder of images whose reading waits, or takes more work on one rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ class Options(imagefolder.Options):
 
     sleep_ms: float = 0.0
     """Wait of each image, as for a storage far away."""
-    stall_ms: float = 0.0
-    """Wait of every 400th image, as of a network storage that hesitates now and then."""
     again: int = 0
     """How often an image is decoded beside the first time, as if it were larger."""
     rank: int = -1
@@ -30,7 +28,7 @@ class Sabotaged:
     """A source that takes its time with training images."""
 
     def __init__(self, source: Source, options: Options, split: str) -> None:
-        self.source, self.options, self.decoded = source, options, 0
+        self.source, self.options = source, options
         mine = options.rank in (-1, int(os.environ.get("RANK", "0")))
         self.active = mine and split == "train"
         self.classes, self.fingerprint = source.classes, source.fingerprint
@@ -43,10 +41,8 @@ class Sabotaged:
 
     def decode(self, id: int) -> Decoded:
         """Decode an image, late."""
-        self.decoded += 1
         if self.active:
-            stall = self.options.stall_ms if self.decoded % 400 == 0 else 0.0
-            time.sleep((self.options.sleep_ms + stall) / 1000)
+            time.sleep(self.options.sleep_ms / 1000)
             for _ in range(self.options.again):
                 self.source.decode(id)
         return self.source.decode(id)

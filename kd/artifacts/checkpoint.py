@@ -23,24 +23,17 @@ TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
 def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
-    """Write a checkpoint folder atomically, tensors as CPU copies.
-
-    Args:
-        folder: becomes the checkpoint.
-        state: how far the run has come.
-        tensors: all that must be restored, by name.
-        info: JSON values that must be restored.
-        best: its validation accuracy is the highest so far.
+    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded.
 
     Raises:
         RunError: the disk is full or not writable.
     """
-    whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     content = {"format": FORMAT, "best": best, "state": asdict(state), "info": info}
     with atomic_folder(folder) as draft:
-        save_tensors(draft / TENSORS, whole)
+        save_tensors(draft / TENSORS, on_cpu)
         content["bytes"] = (draft / TENSORS).stat().st_size
-        content["crc32"] = {name: _crc32(tensor) for name, tensor in whole.items()}
+        content["crc32"] = {name: _crc32(tensor) for name, tensor in on_cpu.items()}
         write_json(draft / STATE, {**content, "checksum": _checksum(content)})
 
 
@@ -83,7 +76,7 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
 
 
 def _crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's type, shape and bytes: damage to the file's header leaves the bytes alone."""
+    """Return the CRC-32 of a tensor's type, shape and bytes: damage to the file's header does not change the bytes."""
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 

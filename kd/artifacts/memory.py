@@ -1,4 +1,4 @@
-"""A sink for runs that leave no folder: rows are kept, checkpoints are not."""
+"""The RunStore of runs without a folder: rows stay in memory, checkpoints are not written."""
 
 from __future__ import annotations
 

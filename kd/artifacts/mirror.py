@@ -34,7 +34,7 @@ class Mirror:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
         self._remote: dict[str, Mark | None] = {}
-        """Files of the copy; the mark is that of the local file when it was uploaded."""
+        """Files of the copy, with the mark that the local file had when it was uploaded."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kd-mirror")
         self._lock = threading.Lock()
         self._waiting: dict[str, BinaryIO] = {}
@@ -49,17 +49,17 @@ class Mirror:
             MissingExtra: no package for the URL's protocol is installed.
         """
         prefix = f"{self.url}/"
-        found = [url.removeprefix(prefix) for url in object_store.listing(self.url, WHERE) if url.startswith(prefix)]
-        self._remote = dict.fromkeys(found)
-        if found and CONFIG not in found:
+        names = [url.removeprefix(prefix) for url in object_store.listing(self.url, WHERE) if url.startswith(prefix)]
+        self._remote = dict.fromkeys(names)
+        if names and CONFIG not in names:
             allowed = "The copy of a run, or nothing"
             raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
-        if outside := next((name for name in found if ".." in name.split("/") or name.startswith("/")), ""):
+        if outside := next((name for name in names if ".." in name.split("/") or name.startswith("/")), ""):
             raise RunError(WHERE, f"'{self.url}' has a file '{outside}'", "Files below the copy", "Remove it there")
         if not (self.folder / CONFIG).exists():
-            self._restore(found)
+            self._restore(names)
             return
-        newest, here = max(_checkpoints(found), default=""), max(_checkpoints(_files(self.folder)), default="")
+        newest, here = max(_checkpoints(names), default=""), max(_checkpoints(_files(self.folder)), default="")
         if newest > here:
             wrong = f"'{self.url}' has {newest}, which is newer than what '{self.folder}' has ({here or 'none'})"
             raise RunError(WHERE, wrong, "", "Remove the folder to go on from the copy, or choose another run.name")
@@ -89,19 +89,19 @@ class Mirror:
             raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
 
     def close(self) -> None:
-        """Wait for what is being uploaded."""
+        """Wait for uploads that have begun."""
         self._pool.shutdown(wait=True)
 
     def _restore(self, names: list[str]) -> None:
-        whole = _checkpoints(names)
-        kept = [name for name in names if not (match := CHECKPOINT.fullmatch(name)) or match[1] in whole]
+        complete = _checkpoints(names)
+        wanted = [name for name in names if not (match := CHECKPOINT.fullmatch(name)) or match[1] in complete]
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of a restoration that was interrupted
-        for name in sorted(kept, key=lambda name: name == CONFIG):  # last: with it, the folder holds a run
+        for name in sorted(wanted, key=lambda name: name == CONFIG):  # last: with it, the folder holds a run
             path = self.folder / name
             object_store.copy_here(object_store.join(self.url, name), path, WHERE)
             self._remote[name] = _mark(os.stat(path))
-        if whole:
-            log.info(f"{WHERE}: restored {max(whole)} from '{self.url}'")
+        if complete:
+            log.info(f"{WHERE}: restored {max(complete)} from '{self.url}'")
 
     def _upload(self) -> None:
         with self._lock:
@@ -136,16 +136,13 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
-    """Return the names of the checkpoints that are whole."""
-    found = (CHECKPOINT.fullmatch(name) for name in names)
-    return {match[1] for match in found if match and match[2] == "state.json"}
+    """Return the names of the checkpoints that are complete."""
+    matches = map(CHECKPOINT.fullmatch, names)
+    return {match[1] for match in matches if match and match[2] == "state.json"}
 
 
 def _rank(name: str) -> tuple[bool, bool, str]:
-    """Order uploads: config.yaml first, which makes the copy a run, and last what makes checkpoints whole.
-
-    Removals go the other way.
-    """
+    """Order uploads: config.yaml first, which makes the copy a run, and state.json last. Removals go the other way."""
     return name.endswith("/state.json"), name != CONFIG, name
 
 

@@ -1,4 +1,4 @@
-"""4. ARTIFACTS. The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
+"""The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
 
 Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
 """
@@ -15,9 +15,20 @@ from typing import IO, Any
 from torch import Tensor
 
 from kd.artifacts import checkpoint
-from kd.artifacts.mirror import Mirror
 from kd.errors import FolderInUse, RunError
-from kd.files.storage import disk_error, flush, lock, log, read_rows, recover, remove_folder, write_json, write_text
+from kd.files.storage import (
+    append_rows,
+    disk_error,
+    flush,
+    keep_rows,
+    lock,
+    log,
+    read_rows,
+    recover,
+    remove_folder,
+    write_json,
+    write_text,
+)
 from kd.types import State
 
 
@@ -25,16 +36,16 @@ class RunDir:
     """The folder of one run. See `kd.contracts.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "") -> None:
-        """Name a run folder. Nothing is read or written yet.
+        """Name a run folder; nothing is read or written yet.
 
-        Args:
-            path: the folder.
-            rank: of this process.
-            keep: how many of the newest checkpoints to keep.
-            mirror: URL of its copy; empty: none.
+        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none.
         """
         self.path, self.rank, self.keep = path, rank, keep
-        self._mirror = Mirror(path, mirror) if mirror and rank == 0 else None
+        self._mirror = None
+        if mirror and rank == 0:
+            from kd.artifacts.mirror import Mirror  # object stores: only where a copy is kept
+
+            self._mirror = Mirror(path, mirror)
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
@@ -44,13 +55,13 @@ class RunDir:
             self._mirror.open()
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
-        """Make the folder or enter it again; rank 0 then holds it against other processes.
+        """Make the folder or enter it again; rank 0 then locks it.
 
-        A start that stopped before its first checkpoint has nothing to go on with: the folder is then taken anew, so
-        that a mistake (a wrong teacher, a corrupt image) can be repaired and the command repeated.
+        A folder without a checkpoint begins anew, so that a mistake (a wrong teacher, a corrupt image) can be repaired
+        and the command repeated.
 
         Args:
-            config: the resolved configuration, written before step 1.
+            config: the resolved configuration, which is written.
             differences: keys in which a stored configuration differs from this one (see `stored_config`).
 
         Raises:
@@ -58,12 +69,8 @@ class RunDir:
         """
         keys = list(differences)
         if keys and self._folders():
-            raise RunError(
-                "run.name",
-                f"'{self.path}' holds another run; it differs in {', '.join(keys)}",
-                "One folder, one run",
-                "Choose another run.name, or remove the folder",
-            )
+            wrong = f"'{self.path}' holds another run; it differs in {', '.join(keys)}"
+            raise RunError("run.name", wrong, "One folder, one run", "Choose another run.name, or remove the folder")
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
         new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
@@ -79,8 +86,8 @@ class RunDir:
             raise disk_error(error, self.path, "run.folder") from error
         if not self._folders():
             write_text(self.config_file, config)
-            chosen = ("choices", "measured_ms", "teacher_error")
-            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in chosen}
+            measured = ("choices", "measured_ms", "teacher_error")
+            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in measured}
             write_json(self.path / "manifest.json", choices)
 
     @property
@@ -121,8 +128,7 @@ class RunDir:
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
         row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
         try:
-            with self._metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_rows(self._metrics_file, row)
         except OSError as error:
             raise disk_error(error, self._metrics_file, "run.folder") from error
 
@@ -132,7 +138,7 @@ class RunDir:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all kinds, oldest first."""
-        return read_rows(self._metrics_file, 2**62)
+        return read_rows(self._metrics_file, last=None)
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
@@ -143,12 +149,12 @@ class RunDir:
             raise disk_error(error, self._metrics_file, "run.folder") from error
         checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
         try:
-            keep = self._best()
-        except RunError as error:  # which one is the best is not known, so none is removed
+            best_folder = self._best()
+        except RunError as error:  # the best one is unknown, so none is removed
             log.warning(str(error))
         else:
             for folder in self._folders()[: -self.keep]:
-                if folder != keep:
+                if folder != best_folder:
                     remove_folder(folder)
         if self._mirror is not None:
             self._mirror.push()
@@ -165,8 +171,8 @@ class RunDir:
         state, tensors, info = checkpoint.read(folders[-1])
         best = self._best()
         if best is not None:
-            kept, content = checkpoint.head(best)
-            state = replace(state, best=kept.best if content["best"] else State().best)
+            best_state, content = checkpoint.head(best)
+            state = replace(state, best=best_state.best if content["best"] else State().best)
         self._truncate_metrics(state.step)
         return state, tensors, info
 
@@ -205,7 +211,7 @@ class RunDir:
             self._mirror.finish()
 
     def close(self) -> None:
-        """Wait for what is being copied, and let other processes enter."""
+        """Wait for uploads that have begun, and release the lock."""
         if self._mirror is not None:
             self._mirror.close()
         if self._lock is not None:
@@ -231,10 +237,8 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     def _truncate_metrics(self, step: int) -> None:
-        file = self._metrics_file
-        if self.rank == 0 and file.is_file():
-            kept = [row for row in self.rows() if row["step"] <= step]
-            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.rank == 0:
+            keep_rows(self._metrics_file, lambda row: row["step"] <= step)
 
     def _take_lock(self) -> None:
         try:

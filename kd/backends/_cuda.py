@@ -16,10 +16,10 @@ class CUDA(DDPBackend):
 
     def __init__(self, precision: str, timeout_seconds: float, tf32: bool) -> None:
         super().__init__(torch.device("cuda", 0), precision, timeout_seconds)
-        self.device = claim(self.kind, self.local_rank, tf32)
+        self.device = select_gpu(self.kind, self.local_rank, tf32)
 
 
-def claim(kind: str, local_rank: int, tf32: bool) -> torch.device:
+def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
     """Make this rank's GPU the current one and return it.
 
     Raises:

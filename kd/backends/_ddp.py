@@ -6,13 +6,12 @@ all-reduce checks the world size before training starts.
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.backends import _shards
-from kd.backends._guard import guard_fused, hold
-from kd.backends._launch import announce, place
+from kd.backends._launch import read_launch, set_rendezvous, store_prefix
+from kd.backends._optimizers import copy_before_step, mib, parameters, skip_fused_unless_finite, state_tensors
 from kd.backends._watch import Stragglers
 from kd.errors import BackendError, KdError
 from kd.host import free_mib
@@ -40,11 +39,10 @@ class DDPBackend:
     """Empty: these devices run eagerly, so `auto` measures."""
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
-        where = place()
-        self.place = where
+        self.launch = read_launch()
         self.device = device
-        self.rank, self.local_rank, self.world_size = where.rank, where.local_rank, where.world_size
-        self.local_world_size = where.local_world_size
+        self.rank, self.world_size = self.launch.rank, self.launch.world_size
+        self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
@@ -59,20 +57,19 @@ class DDPBackend:
         """Join the world and check that it has the size that the launcher set."""
         if self.world_size == 1:
             return
-        announce(self.place)
-        seconds, first = self.timeout.total_seconds(), self.local_rank == 0
+        set_rendezvous(self.launch)
         try:
             self._join()
             self._joined = True
-            self._stragglers = Stragglers(self.rank, self.world_size, first, seconds, _attempt(), _collectives_begun)
+            self._stragglers = Stragglers(self.launch, self.timeout.total_seconds())
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise _join_error(self.place.launcher, self.timeout, error) from error
+            raise _join_error(self.launch.launcher, self.timeout, error) from error
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
             raise BackendError(
                 "backend.kind",
-                f"{int(present.item())} processes joined, but {self.place.launcher} set world size {self.world_size}",
+                f"{int(present.item())} processes joined, but {self.launch.launcher} set world size {self.world_size}",
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
@@ -85,8 +82,8 @@ class DDPBackend:
         the address of a dead rank and wait for it.
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        named = dist.PrefixStore(_attempt(), store)
-        dist.init_process_group(self.init, store=named, rank=rank, world_size=world_size, timeout=self.timeout)
+        store = dist.PrefixStore(store_prefix(), store)
+        dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, the device's too."""
@@ -104,9 +101,9 @@ class DDPBackend:
         # torch warns of the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
-        wrapped = DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
+        wrapped = _DDP(module, device_ids=devices, gradient_as_bucket_view=True)
         if self.device.type == "cpu":  # on a device DDP's timers wait for it, so they stay at a step in a hundred
-            wrapped._set_ddp_runtime_logging_sample_rate(1)
+            wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
         self._module = wrapped
         return wrapped
 
@@ -116,13 +113,18 @@ class DDPBackend:
 
     def check_divided(self, stages: int) -> None:
         """Require one rank per stage; to shard (0 stages), at least two ranks."""
-        key, value, least = ("teacher.pipeline", stages, _PIPELINE) if stages else ("teacher.shard", "true", _FSDP2)
-        if torch.__version__ < least:  # compared as versions
-            allowed, remedy = f"torch {least} or newer", f"Set {key}={0 if stages else 'false'}"
-            raise BackendError(key, f"is {value}, but this is torch {torch.__version__}", allowed, remedy)
         if stages:
-            _check_pipeline(stages, self.world_size)
-        elif self.world_size == 1:
+            _require_torch(_PIPELINE, "teacher.pipeline", str(stages), off="0")
+            if stages != self.world_size or stages < 2:
+                raise BackendError(
+                    "teacher.pipeline",
+                    f"is {stages}, but the number of processes is {self.world_size}",
+                    "One stage per process, two or more",
+                    "Start as many processes as stages, or set teacher.pipeline=0",
+                )
+            return
+        _require_torch(_FSDP2, "teacher.shard", "true", off="false")
+        if self.world_size == 1:
             raise BackendError(
                 "teacher.shard",
                 "is true, but there is one process",
@@ -135,7 +137,7 @@ class DDPBackend:
         from kd.backends._fsdp import shard  # older torch lacks what it imports
 
         self.check_divided(0)
-        self._teacher = shard(module, source, self.device, self.rank, self.world_size, self._broadcast)
+        self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
@@ -144,7 +146,7 @@ class DDPBackend:
 
         if self._stragglers is not None:
             self._stragglers.counts_agree = False
-        self._teacher = Pipelined(module, self.device, self.rank, self.world_size, self._broadcast)
+        self._teacher = Pipelined(module, self.device)
         return self._teacher
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -171,23 +173,23 @@ class DDPBackend:
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+        with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
+        norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
         inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         if inner.defaults.get("fused"):
-            guard_fused(inner, norm)
+            skip_fused_unless_finite(inner, norm)
             optimizer.step()
         else:
-            settle = hold(inner)
+            restore_unless_finite = copy_before_step(inner)
             optimizer.step()
-            settle(norm)
+            restore_unless_finite(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state on rank 0, as an unsharded optimizer's, and an empty one on other ranks."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return _shards.gather(optimizer, self.rank, self.world_size, self.device, self._broadcast)
+            return _shards.gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -199,14 +201,12 @@ class DDPBackend:
 
     def counters(self) -> dict[str, float]:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
-        entries = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
-        held = {"optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20}
+        memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
         if self._teacher is not None:
-            from kd.backends._fsdp import mib
+            from kd.backends._fsdp import local_tensors
 
-            held["teacher_mib"] = mib(self._teacher)
-        return held
+            memory["teacher_mib"] = mib(local_tensors(self._teacher))
+        return memory
 
     def communication_ms(self) -> float:
         """Return the mean wait of the backward pass for gradients, of the steps that DDP has timed since the last call.
@@ -220,6 +220,7 @@ class DDPBackend:
     def end_step(self) -> None:
         """Read DDP's timers; about 20 microseconds, and nothing is waited for."""
         if isinstance(self._module, DistributedDataParallel):
+            # torch has no public way to them (looked for in 2.15); this one has run with 2.4.1, 2.9.1 and 2.15
             times = self._module._get_ddp_logging_data()
             end = times.get("backward_comm_time_end", 0)
             if end != self._last_wait and "backward_comm_time" in times:  # absent before the first timed step
@@ -242,10 +243,7 @@ class DDPBackend:
         """Overwrite the tensors with those of rank 0."""
         if self._joined:
             for tensor in tensors:
-                self._broadcast(tensor, 0)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, src=source)
+                dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
         """Wait for all ranks, by an all-reduce: the barriers of the backends take different arguments."""
@@ -258,7 +256,7 @@ class DDPBackend:
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
-        straggler = self._stragglers.named() if self._stragglers is not None else ""
+        straggler = self._stragglers.describe() if self._stragglers is not None else ""
         if straggler:
             return BackendError(
                 "backend",
@@ -290,9 +288,12 @@ it waits for its thread, which waits for the interpreter's lock to free a tensor
 _FSDP2, _PIPELINE = "2.9", "2.13"
 """Oldest torch of each. Older ones were not tried with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
 
-# Buffers are constants, or statistics of a rank's own images. torch renamed the argument.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+# Buffers are constants, or statistics of a rank's own images. torch 2.13 renamed the argument.
+_DDP = (
+    partial(DistributedDataParallel, broadcast_buffers=False)
+    if torch.__version__ < "2.13"
+    else partial(DistributedDataParallel, forward_sync_buffers=False)
+)
 
 # gloo's messages for a peer that has ended or does not respond; nccl raises a DistError.
 _PEER_ENDED = (
@@ -304,25 +305,10 @@ _PEER_ENDED = (
 )
 
 
-def _attempt() -> str:
-    """Return a prefix of keys in the launcher's store that no earlier attempt has used."""
-    return f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _collectives_begun() -> int:
-    """Return the number of collectives that this rank has begun, DDP's included; 0 where torch does not count them."""
-    try:
-        return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-    except RuntimeError:
-        return 0
-
-
-def _check_pipeline(stages: int, world_size: int) -> None:
-    """Require one rank per stage."""
-    if stages != world_size or stages < 2:
-        wrong = f"is {stages}, but the number of processes is {world_size}"
-        remedy = "Start as many processes as stages, or set teacher.pipeline=0"
-        raise BackendError("teacher.pipeline", wrong, "One stage per process, two or more", remedy)
+def _require_torch(oldest: str, key: str, value: str, off: str) -> None:
+    if torch.__version__ < oldest:  # compared as versions
+        wrong = f"is {value}, but this is torch {torch.__version__}"
+        raise BackendError(key, wrong, f"torch {oldest} or newer", f"Set {key}={off}")
 
 
 def _join_error(launcher: str, timeout: timedelta, error: Exception) -> BackendError:

@@ -5,9 +5,10 @@ Nothing is pickled and no process group is created: rank 0 broadcasts one tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,52 +18,34 @@ SMALLEST_SHARE = 0.005
 """Share of all parameters; smaller blocks are gathered with their parent, since each collective has a fixed cost."""
 
 
-def shard(
-    module: nn.Module,
-    source: Mapping[str, Tensor],
-    device: torch.device,
-    rank: int,
-    world_size: int,
-    broadcast: Callable[[Tensor, int], None],
-) -> nn.Module:
-    """Shard a module's parameters over the ranks and load rank 0's tensors.
+def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors.
 
-    Args:
-        module: frozen, on the meta device on all ranks; changed in place.
-        source: parameters and buffers by name; only rank 0's are read.
-        device: device of the shards.
-        rank: rank of this process.
-        world_size: number of processes.
-        broadcast: (tensor, source rank), in place.
-
-    Returns:
-        The module. Only its forward gathers, so no other method may be called.
-
-    Not handled: a parameter shared by two blocks.
+    The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
+    other method may be called. Not handled: a parameter shared by two blocks.
     """
-    mesh = init_device_mesh(device.type, (world_size,))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for unit in [*_units(module), module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     module.to_empty(device=device)
     with torch.no_grad():
         for name, target in _tensors(module):
-            if rank == 0:
-                whole = source[name].to(device, target.dtype).contiguous()
+            if dist.get_rank() == 0:
+                full = source[name].to(device, target.dtype).contiguous()
             else:
-                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-            broadcast(whole, 0)
+                full = torch.empty(target.shape, dtype=target.dtype, device=device)
+            dist.broadcast(full, src=0)
             if isinstance(target, DTensor):  # sharded locally, without a second collective
-                part = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
+                part = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
                 target.to_local().copy_(part.to_local())
             else:
-                target.copy_(whole)
+                target.copy_(full)
     return module
 
 
-def mib(module: nn.Module) -> float:
-    """Return the memory of this rank's part of a module, in MiB."""
-    held = (t.to_local() if isinstance(t, DTensor) else t for _, t in _tensors(module))
-    return sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+def local_tensors(module: nn.Module) -> list[Tensor]:
+    """Return this rank's part of a module's parameters and buffers."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in _tensors(module)]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +59,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
     A block is an element of a ModuleList or Sequential that holds another element of its class, as in transformers
     and convolutional networks. Blocks below SMALLEST_SHARE are not listed.
     """
-    least = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
+    smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
     units = []
     for container in module.modules():
         if not isinstance(container, (nn.Sequential, nn.ModuleList)):
@@ -84,6 +67,6 @@ def _units(module: nn.Module) -> list[nn.Module]:
         kinds = [type(child) for child in container]
         for child in container:
             size = sum(parameter.numel() for parameter in child.parameters())
-            if kinds.count(type(child)) > 1 and size and size >= least:
+            if kinds.count(type(child)) > 1 and size and size >= smallest:
                 units.append(child)
     return units[::-1]  # modules() lists outer modules first

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from kd.errors import BackendError
@@ -17,8 +16,8 @@ PORT = "29500"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Rank and world size of this process, global and on this machine."""
+class Launch:
+    """What a launcher says of this process: its rank and the world size, global and on this machine."""
 
     launcher: str
     rank: int
@@ -39,38 +38,39 @@ _LAUNCHERS = {
 }
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read rank and world size from the launcher's environment; (0, 1) without a launcher.
+def read_launch() -> Launch:
+    """Read rank and world size from the launcher's environment; rank 0 of 1 without a launcher.
 
     Raises:
         BackendError: a launcher sets a world size but no rank, or values out of range.
     """
-    present = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in environ]
-    several = [launcher for launcher, names in _LAUNCHERS.items() if environ.get(names[1], "1") != "1"]
-    if not present and not several:
-        return _sagemaker(environ)
-    launcher = (present or several)[0]
+    with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
+    with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
+    if not with_rank and not with_world:
+        return _sagemaker()
+    launcher = (with_rank or with_world)[0]
     names = _LAUNCHERS[launcher]
     try:
-        rank, world_size = int(environ[names[0]]), int(environ[names[1]])
-        local_rank, local_world_size = int(environ.get(names[2], rank)), int(environ.get(names[3], world_size))
+        rank, world_size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        local_rank = int(os.environ.get(names[2], rank))
+        local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
-        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli.train CONFIG`"
+        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
         raise BackendError(
             "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
         ) from error
     if not 0 <= rank < world_size:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
         raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
-    return Place(launcher, rank, world_size, local_rank, local_world_size)
+    return Launch(launcher, rank, world_size, local_rank, local_world_size)
 
 
-def _sagemaker(environ: Mapping[str, str]) -> Place:
+def _sagemaker() -> Launch:
     """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
-    hosts = _hosts(environ)
+    hosts = _hosts()
     if len(hosts) < 2:
-        return Place("none", 0, 1, 0, 1)
-    current = environ.get("SM_CURRENT_HOST", "")
+        return Launch("none", 0, 1, 0, 1)
+    current = os.environ.get("SM_CURRENT_HOST", "")
     if current not in hosts:
         raise BackendError(
             "backend",
@@ -78,33 +78,38 @@ def _sagemaker(environ: Mapping[str, str]) -> Place:
             f"One of: {', '.join(hosts)}",
             "Start with torchrun",
         )
-    return Place("sagemaker", hosts.index(current), len(hosts), 0, 1)
+    return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
 
 
-def _hosts(environ: Mapping[str, str]) -> list[str]:
+def _hosts() -> list[str]:
     try:
-        return sorted(str(host) for host in json.loads(environ.get("SM_HOSTS", "[]")))
+        return sorted(str(host) for host in json.loads(os.environ.get("SM_HOSTS", "[]")))
     except (ValueError, TypeError):
         return []
 
 
-def announce(where: Place, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_rendezvous(launch: Launch) -> None:
     """Set the environment variables of torch's rendezvous where the launcher has not set them.
 
     Raises:
         BackendError: MASTER_ADDR or MASTER_PORT is not known.
     """
-    environ.setdefault("RANK", str(where.rank))
-    environ.setdefault("WORLD_SIZE", str(where.world_size))
-    hosts = _hosts(environ)
+    os.environ.setdefault("RANK", str(launch.rank))
+    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    hosts = _hosts()
     if hosts:
-        environ.setdefault("MASTER_ADDR", hosts[0])
-        environ.setdefault("MASTER_PORT", PORT)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        os.environ.setdefault("MASTER_ADDR", hosts[0])
+        os.environ.setdefault("MASTER_PORT", PORT)
+    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ)
     if missing:
         raise BackendError(
             "backend",
-            f"{where.launcher} set a world size of {where.world_size}, but {' and '.join(missing)} is not set",
+            f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set",
             "All ranks need the address of rank 0",
-            f"Export {' and '.join(missing)}, or start with torchrun",
+            f"Export {missing}, or start with torchrun",
         )
+
+
+def store_prefix() -> str:
+    """Return a prefix of keys in torchrun's store that no earlier attempt has used: it outlives a restart."""
+    return f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -6,40 +6,30 @@ stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 from kd.errors import BackendError
 from kd.types import Outputs
 
-Broadcast = Callable[[Tensor, int], None]
-"""(tensor, source rank): overwrite the tensor in place with that of the source rank."""
-
 
 class Pipelined(nn.Module):
-    """One stage of a module, with the outputs of the whole. Traced at the first batch, whose size is then fixed."""
+    """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
 
-    def __init__(self, module: nn.Module, device: torch.device, rank: int, world_size: int, send: Broadcast) -> None:
-        """Split a module.
-
-        Args:
-            module: maps images to Outputs; frozen, on the CPU of every rank. It is split between repeated blocks.
-            device: device of the stage.
-            rank: number of this process and of its stage.
-            world_size: number of stages.
-            send: broadcasts to all ranks.
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks.
 
         Raises:
             BackendError: the module has too few blocks.
         """
         super().__init__()
         self.stage: nn.Module = _Flat(module)
-        self.device, self.rank, self.world_size, self.send = device, rank, world_size, send
-        self.cuts = {name: SplitPoint.BEGINNING for name in cut_points(self.stage, world_size)}
+        self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
+        self.cuts = {name: SplitPoint.BEGINNING for name in cut_points(self.stage, self.world_size)}
         self.size = 0
         self._schedule: Any = None
         self._widths: list[int] = []
@@ -70,21 +60,25 @@ class Pipelined(nn.Module):
         gathered = []
         for source in range(self.world_size):
             images = image.contiguous() if source == self.rank else torch.empty_like(image)
-            self.send(images, source)
+            dist.broadcast(images, source)
             gathered.append(images)
-        outputs = self._schedule.eval(*([torch.cat(gathered)] if self.rank == 0 else []))
-        last, found = self.world_size - 1, []
-        mine = [] if self.rank != last else list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        outputs = self._schedule.eval(torch.cat(gathered)) if self.rank == 0 else self._schedule.eval()
+        last = self.world_size - 1
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if not self._widths:
-            widths = torch.tensor([output.shape[1] for output in mine] + [0] * (2 - len(mine)), device=self.device)
-            self.send(widths, last)
+            own = [output.shape[1] for output in outputs] if self.rank == last else []
+            widths = torch.tensor(own + [0] * (2 - len(own)), device=self.device)
+            dist.broadcast(widths, last)
             self._widths = [int(width) for width in widths.tolist() if width]
+        parts = []
         for number, width in enumerate(self._widths):
-            shape = (self.world_size * self.size, width)
-            output = mine[number].contiguous() if mine else torch.empty(shape, device=self.device)
-            self.send(output, last)
-            found.append(output[self.rank * self.size : (self.rank + 1) * self.size])
-        return found
+            if self.rank == last:
+                output = outputs[number].contiguous()
+            else:
+                output = torch.empty((self.world_size * self.size, width), device=self.device)
+            dist.broadcast(output, last)
+            parts.append(output[self.rank * self.size : (self.rank + 1) * self.size])
+        return parts
 
 
 class _Flat(nn.Module):
@@ -108,13 +102,13 @@ def _contiguous(block: nn.Module, inputs: Any, output: Any) -> Any:
 
 def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
     """Return the outermost lists of modules of one class: a network's blocks, or its stages of blocks."""
-    found: list[nn.Sequential | nn.ModuleList] = []
+    chains: list[nn.Sequential | nn.ModuleList] = []
     for child in module.children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len({type(c) for c in child}) == 1:
-            found.append(child)
+            chains.append(child)
         else:
-            found.extend(_chains(child))
-    return found
+            chains.extend(_chains(child))
+    return chains
 
 
 def cut_points(module: nn.Module, stages: int) -> list[str]:
@@ -124,20 +118,20 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
         BackendError: the module has too few blocks.
     """
     names = {id(child): name for name, child in module.named_modules()}
-    begins = {f"{names[id(block)]}.": 0 for chain in _chains(module) for block in list(chain)[1:]}
-    before, total = dict.fromkeys(begins, -1), 0
+    blocks = [names[id(block)] for chain in _chains(module) for block in list(chain)[1:]]
+    starts: dict[str, int] = {}  # number of parameters before each block
+    total = 0
     for name, parameter in module.named_parameters():
-        for block in begins:
-            if name.startswith(block) and before[block] < 0:
-                before[block] = total
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                starts.setdefault(block, total)
         total += parameter.numel()
-    known = {block.removesuffix("."): at for block, at in before.items() if at >= 0}
     chosen: list[str] = []
     for stage in range(1, stages):
-        left = [name for name in known if name not in chosen]
+        left = [name for name in starts if name not in chosen]
         if not left:
-            wrong = f"is {stages}, but the teacher can be cut at {len(known)} places only"
+            wrong = f"is {stages}, but the teacher can be cut at {len(starts)} places only"
             remedy = "Set teacher.pipeline=0; teacher.shard works for any model"
             raise BackendError("teacher.pipeline", wrong, "Stages begin between blocks of one class in a list", remedy)
-        chosen.append(min(left, key=lambda name: abs(known[name] - total * stage / stages)))
+        chosen.append(min(left, key=lambda name: abs(starts[name] - total * stage / stages)))
     return chosen

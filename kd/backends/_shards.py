@@ -8,46 +8,47 @@ the CPU, where the fused CUDA kernel cannot use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from kd.backends._optimizers import parameters, set_group_options
+
 State = dict[int, dict[str, Tensor]]
-Broadcast = Callable[[Tensor, int], None]
-"""(tensor, source rank): overwrite the tensor in place with that of the source rank."""
 _BASE = 2**20
 
 
-def gather(
-    optimizer: ZeroRedundancyOptimizer, rank: int, world_size: int, device: torch.device, broadcast: Broadcast
-) -> dict[str, Any]:
+def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, Any]:
     """Return the complete state on rank 0, as the `state_dict` of an unsharded optimizer; elsewhere an empty dict.
 
     All ranks must call it. Costs one shard of extra memory on the device.
     """
+    rank = dist.get_rank()
     state = _owned(optimizer)
-    for owner in range(1, world_size):
-        header, payload = _pack(_owned(optimizer), device) if rank == owner else (_empty(device), _empty(device))
+    for owner in range(1, dist.get_world_size()):
+        header, payload = _pack(_owned(optimizer), device) if rank == owner else (_empty(0, device), _empty(0, device))
         # float32 is exact for integers up to 2**24 only: a length is sent as two digits of base 2**20
-        lengths = [digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)]
-        sizes = torch.tensor(lengths, dtype=torch.float32, device=device)
-        broadcast(sizes, owner)
-        digits = [int(digit) for digit in sizes.tolist()]
-        lengths = [digits[0] * _BASE + digits[1], digits[2] * _BASE + digits[3]]
+        digits = [digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)]
+        lengths = torch.tensor(digits, dtype=torch.float32, device=device)
+        dist.broadcast(lengths, owner)
+        header_high, header_low, payload_high, payload_low = (int(digit) for digit in lengths.tolist())
+        num_payload = payload_high * _BASE + payload_low
+        if not num_payload:
+            continue
         if rank != owner:
-            header, payload = torch.empty(lengths[0], device=device), torch.empty(lengths[1], device=device)
-        if lengths[1]:
-            broadcast(header, owner)
-            broadcast(payload, owner)
-        if rank == 0 and lengths[1]:
+            header, payload = _empty(header_high * _BASE + header_low, device), _empty(num_payload, device)
+        dist.broadcast(header, owner)
+        dist.broadcast(payload, owner)
+        if rank == 0:
             state |= _unpack(header, payload)
     if rank != 0:
         return {}
-    whole = torch.optim.Optimizer.state_dict(optimizer)
-    return {"state": dict(sorted(state.items())), "param_groups": whole["param_groups"]}
+    # the base class's: ZeroRedundancyOptimizer's own requires its consolidation
+    groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
@@ -65,13 +66,11 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
             number += 1
         local["param_groups"].append({**saved, "params": indices})
     optimizer.optim.load_state_dict(local)
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+    set_group_options(optimizer, state["param_groups"])
 
 
 def _positions(optimizer: ZeroRedundancyOptimizer) -> dict[int, int]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): position for position, parameter in enumerate(parameters)}
+    return {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
 
 
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
@@ -92,7 +91,7 @@ def _pack(state: State, device: torch.device) -> tuple[Tensor, Tensor]:
             raw = value.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
             parts.append(torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.float32))
     header = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.float32, device=device)
-    return header, torch.cat(parts) if parts else _empty(device)
+    return header, torch.cat(parts) if parts else _empty(0, device)
 
 
 def _unpack(header: Tensor, payload: Tensor) -> State:
@@ -108,5 +107,5 @@ def _unpack(header: Tensor, payload: Tensor) -> State:
     return state
 
 
-def _empty(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.float32, device=device)
+def _empty(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=device)

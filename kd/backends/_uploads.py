@@ -25,7 +25,7 @@ class Uploads:
         except Exception as error:
             self.error = error
 
-    def whole(self, tensors: list[Tensor], number: int) -> Batch:
+    def on_device(self, tensors: list[Tensor], number: int) -> Batch:
         """Return batch `number` with its tensors on the device."""
         arrived = iter(tensors)
         return self.heads.pop(number).map(lambda _: next(arrived))
@@ -33,11 +33,11 @@ class Uploads:
 
 def _tensors(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in the order of `map`."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    batch.map(note)
-    return found
+    batch.map(collect)
+    return tensors

@@ -10,8 +10,6 @@ from kd.backends._ddp import DDPBackend
 from kd.host import cores, keep_freed_memory
 from kd.types import BackendFacts
 
-FACTS = BackendFacts(cpu=True)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -37,6 +35,11 @@ class CPU(DDPBackend):
         keep_freed_memory()
         # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
         torch.set_num_threads(threads or max(1, cores() // self.local_world_size))
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(cpu=True, threads=options.threads)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CPU:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kd.backends._cuda import CUDA
-from kd.types import BackendFacts
-
-FACTS = BackendFacts(gpu=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,6 @@ from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
 from kd.types import BackendFacts
 
-FACTS = BackendFacts(compiles=True)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -45,6 +43,11 @@ class Neuron(DDPBackend):
                 "Set optimizer.zero=false",
             )
         return super().optimizer(list(groups), cls, False, **options)
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(compiles=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:

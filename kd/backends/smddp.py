@@ -13,12 +13,10 @@ from typing import Literal
 
 import torch
 
-from kd.backends._cuda import claim
+from kd.backends._cuda import select_gpu
 from kd.backends._ddp import DDPBackend
 from kd.errors import BackendError, MissingExtra
-from kd.types import BackendFacts
 
-FACTS = BackendFacts(gpu=True)
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
 
@@ -47,18 +45,21 @@ class SMDDP(DDPBackend):
         self.init = init
         self.kind = "smddp" if init == "smddp" else f"{init}, in place of smddp"  # the manifest records it
         if options.device == "cuda":
-            self.device = claim(self.kind, self.local_rank, options.tf32)
+            self.device = select_gpu(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
         """Refuse on smddp: FSDP2 needs all_gather_into_tensor, and point-to-point sends are not documented."""
         if self.init != "smddp":
             return super().check_divided(stages)
-        key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
-        why = "has no documented point-to-point sends"
-        if not stages:
-            why = "does not support the all-gather of a sharded teacher (_allgather_base)"
-        remedy = "Set backend.kind=cuda, or keep the teacher whole"
-        raise BackendError(key, f"is {value}, but smddp {why}", "Backends that divide it: cpu, cuda, neuron", remedy)
+        if stages:
+            key, wrong = "teacher.pipeline", f"is {stages}, but smddp has no documented point-to-point sends"
+        else:
+            key, wrong = (
+                "teacher.shard",
+                "is true, but smddp lacks the all-gather that sharding needs (_allgather_base)",
+            )
+        remedy = "Set backend.kind=cuda, or remove the key"
+        raise BackendError(key, wrong, "Backends that divide it: cpu, cuda, neuron", remedy)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.backends._guard import hold
-from kd.backends._launch import Place, announce, place
+from kd.backends._launch import Launch, read_launch, set_rendezvous
+from kd.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
 from kd.backends._uploads import Uploads
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
@@ -43,7 +43,6 @@ except ImportError as error:
 else:
     _import_error = None
 
-FACTS = BackendFacts(compiles=True)
 NEVER = 2**31
 """Batches between the device loader's own graph cuts; practically none."""
 
@@ -62,9 +61,9 @@ class XLA:
     kind = "xla"
 
     def __init__(self, precision: str, timeout_seconds: float, spmd: bool) -> None:
-        self.place = place()
-        self.rank, self.local_rank, self.world_size = self.place.rank, self.place.local_rank, self.place.world_size
-        self.local_world_size = self.place.local_world_size
+        self.launch = read_launch()
+        self.rank, self.world_size = self.launch.rank, self.launch.world_size
+        self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout_seconds = timeout_seconds
         self.device = torch.device("cpu")
@@ -84,9 +83,9 @@ class XLA:
         # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
         if self.spmd:
-            self._mesh = _all_devices(self.place)
+            self._mesh = _all_devices(self.launch)
         elif self.world_size > 1:
-            announce(self.place)
+            set_rendezvous(self.launch)
             importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
             dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
             self._joined = True
@@ -98,7 +97,7 @@ class XLA:
             self.close()
             raise BackendError(
                 "backend.kind",
-                f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.place.launcher} "
+                f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
                 f"started take part in an all-reduce on device {xr.device_type()}",
                 "All ranks must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
                 "Start one process, or set backend.kind=cpu",
@@ -118,7 +117,7 @@ class XLA:
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
-                yield source.whole([self._divided(tensor) for tensor in tensors], number)
+                yield source.on_device([self._divided(tensor) for tensor in tensors], number)
         finally:
             loader.close()
         if source.error is not None:
@@ -195,11 +194,11 @@ class XLA:
             optimizer.step()
             norm = optimizer.grad_norm
         else:
-            settle = hold(optimizer)
+            restore_unless_finite = copy_before_step(optimizer)
             # torch calls a closure before the update, so here after the reduction, and returns its value
-            clip = partial(nn.utils.clip_grad_norm_, _parameters(optimizer), max_norm or math.inf, foreach=False)
+            clip = partial(nn.utils.clip_grad_norm_, parameters(optimizer), max_norm or math.inf, foreach=False)
             norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
-            settle(norm)
+            restore_unless_finite(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
@@ -208,20 +207,20 @@ class XLA:
         torch_xla.sync()
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
-        shards = _parameters(optimizer.base_optimizer)
+        shards = parameters(optimizer.base_optimizer)
         state: dict[int, dict[str, Tensor]] = {}
-        for index, (whole, shard) in enumerate(zip(_parameters(optimizer), shards, strict=True)):
+        for index, (parameter, shard) in enumerate(zip(parameters(optimizer), shards, strict=True)):
             entries = optimizer.base_optimizer.state.get(shard, {})
-            state[index] = {name: self._whole(value, shard, whole) for name, value in entries.items()}
+            state[index] = {name: self._gathered(value, shard, parameter) for name, value in entries.items()}
         groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         torch_xla.sync()
         return _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
 
-    def _whole(self, value: Any, shard: Tensor, whole: Tensor) -> Tensor:
+    def _gathered(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
         if not isinstance(value, Tensor) or value.shape != shard.shape or not value.dim():
             return torch.as_tensor(value)
         gathered = xm.all_gather(value, dim=0, pin_layout=False) if self.world_size > 1 else value
-        return gathered[: whole.shape[0]]
+        return gathered[: parameter.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load the complete state of an unsharded optimizer; a sharded one takes its share, of the weights too."""
@@ -230,29 +229,26 @@ class XLA:
             return
         optimizer.init_zero()  # its shards are still copies of the weights before the restore
         self._optimizer = optimizer.base_optimizer
-        parameters = _parameters(optimizer)
+        unsharded = parameters(optimizer)
         shared = {
-            index: {name: self._share(optimizer, value, parameters[index]) for name, value in entries.items()}
+            index: {name: self._share(value, unsharded[index]) for name, value in entries.items()}
             for index, entries in state["state"].items()
         }
         optimizer.base_optimizer.load_state_dict({"state": shared, "param_groups": state["param_groups"]})
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        set_group_options(optimizer, state["param_groups"])
 
-    def _share(self, optimizer: Any, value: Tensor, whole: Tensor) -> Tensor:
-        if value.shape != whole.shape or not value.dim():
+    def _share(self, value: Tensor, parameter: Tensor) -> Tensor:
+        if value.shape != parameter.shape or not value.dim():
             return value
         padded = nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [0, -value.shape[0] % self.world_size])
         return padded.chunk(self.world_size)[self.rank].clone()
 
     def counters(self) -> dict[str, float]:
         """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
-        entries = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = [value for named in entries for value in named.values() if isinstance(value, Tensor)]
         return {
             "compiles": float(_samples("CompileTime")),
             "executions": float(_samples("ExecuteReplicatedTime" if self.spmd else "ExecuteTime")),
-            "optimizer_mib": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20,
+            "optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0,
         }
 
     def communication_ms(self) -> float:
@@ -296,10 +292,10 @@ class XLA:
             dist.destroy_process_group()
 
 
-def _all_devices(where: Place) -> Any:
+def _all_devices(launch: Launch) -> Any:
     """Switch torch_xla to SPMD and return the mesh of all devices of this machine."""
-    if where.world_size > 1:
-        wrong = f"is true, but {where.launcher} started {where.world_size} processes"
+    if launch.world_size > 1:
+        wrong = f"is true, but {launch.launcher} started {launch.world_size} processes"
         remedy = "Start without a launcher, or set backend.spmd=false"
         raise BackendError("backend.spmd", wrong, "One process, which drives all devices of one machine", remedy)
     xr.use_spmd()
@@ -337,10 +333,6 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _samples(metric: str) -> int:
     data = met.metric_data(metric)
     return data[0] if data else 0
@@ -352,6 +344,11 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
         for index, named in state["state"].items()
     }
     return {**state, "state": entries}
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(compiles=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli._common import guarded, parser
+from kd.cli.command import guarded, new_parser
 
 LIVE_SECONDS = 5.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def report(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    given = _parser().parse_intermixed_args(argv)
-    paths = [Path(text) for text in given.runs if "=" not in text]
-    overrides = [text for text in given.runs if "=" in text]
+    options = _parser().parse_intermixed_args(argv)
+    paths = [Path(text) for text in options.runs if "=" not in text]
+    overrides = [text for text in options.runs if "=" in text]
 
     def command() -> None:
         from kd.report import report as job
         from kd.text import table
 
-        if given.price:
+        if options.price:
             print(table(job.prices(paths, overrides)))
-        elif given.live:
-            _serve(paths, given.port, overrides)
+        elif options.live:
+            _serve(paths, options.port, overrides)
         else:
-            made = job.report(paths, given.to, given.images, overrides)
-            print(made.summary)
-            print(f"wrote {made.file} ({made.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
+            page = job.report(paths, options.to, options.images, overrides)
+            print(page.summary)
+            print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
 
     return guarded(command)
 
@@ -39,7 +38,7 @@ def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str]) -> None:
     from kd.report.live import LOOPBACK, server
     from kd.report.report import live_page
 
-    live_page(paths, LIVE_SECONDS, overrides)  # a wrong folder is told before anything is served
+    live_page(paths, LIVE_SECONDS, overrides)  # refuses a wrong folder before anything is served
     try:
         running = server(lambda: live_page(paths, LIVE_SECONDS, overrides), port)
     except OSError as error:
@@ -50,27 +49,27 @@ def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    parser = new_parser(
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
         "the machine did, what was sifted, which classes and photographs the student loses against its teacher.",
         "kd-report runs/vit_food runs/zscore --to compared.html",
         with_config=False,
     )
-    made.add_argument("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
-    made.add_argument("--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)")
-    made.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
-    made.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
-    made.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
-    made.add_argument(
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME"
+    )
+    parser.add_argument(
+        "--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)"
+    )
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
+    parser.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
+    parser.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
+    parser.add_argument(
         "--images",
         metavar="N",
         type=int,
         default=2000,
         help="validation images to ask both models; 0: all (default 2000)",
     )
-    return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return parser

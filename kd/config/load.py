@@ -19,7 +19,8 @@ from yaml import YAMLError
 
 from kd import parts
 from kd.config.interpolate import resolve
-from kd.config.schema import Config
+from kd.config.reads import resolved_task
+from kd.config.schema import BackendSection, Config
 from kd.config.validate import validate
 from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
 from kd.references import Referenced, written
@@ -44,7 +45,11 @@ def load(
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
-        errors.extend(validate(config, here, cluster))
+        try:
+            config = dataclasses.replace(config, task=resolved_task(config.task, config.losses, config.data))
+            errors.extend(validate(config, here, cluster))
+        except ConfigError as error:  # a part from outside that breaks its contract
+            errors.append(error)
     if errors:
         raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
     if not config.run.name:
@@ -54,12 +59,7 @@ def load(
 
 
 def to_dict(config: Any, values: bool = False) -> Any:
-    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`.
-
-    Args:
-        config: or a part of one.
-        values: the values of texts that come from the environment, instead of their references.
-    """
+    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`."""
     if dataclasses.is_dataclass(config):
         found = {f.name: to_dict(getattr(config, f.name), values) for f in dataclasses.fields(config)}
         options = found.pop("options", None)
@@ -160,7 +160,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)
-    if part_type is not None and raw.get("kind", _default_kind(cls)) == "auto":  # only backends
+    if cls is BackendSection and raw.get("kind", _default_kind(cls)) == "auto":
         values["kind"] = _auto_backend()
     return _construct(cls, values, where, errors)
 
@@ -276,8 +276,8 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
     if field is None:
         return None
     kind, folder = raw.get("kind", field.default), field.metadata["parts"]
-    if kind == "auto" and folder == "backends":
-        kind = _auto_backend()
+    if kind == "auto" and folder in ("backends", "tasks"):  # the losses name the task later: no own one has options
+        kind = _auto_backend() if folder == "backends" else parts.names(folder)[0]
     try:
         if not isinstance(kind, str) or not kind:
             allowed = f"Allowed: {', '.join(parts.names(folder))}"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
-QUANTIZED = ("int8", "fp8")
+QUANTIZED = ("int8",)
 """Precisions that change a model's answers by more than a floating point format does."""
 
 
@@ -64,10 +64,6 @@ class RunSection:
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
-
-    def images(self, num_images: int, batch_size: int) -> int:
-        """Return how many images the run trains on, all ranks together, where nothing is sifted."""
-        return self.steps * batch_size if self.steps else self.epochs * num_images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +135,15 @@ class DataSection:
     the images that it has asked for."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSection:
+    """What the models answer, and how that is scored."""
+
+    kind: str = chosen("tasks", "auto")
+    """The task. auto: the one of kd's own that fits labels and losses; the resolved config says which."""
     options: Any = None
 
 
@@ -217,9 +222,9 @@ class TeacherSection:
     """Start `fit` from timm's pretrained weights."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel of torch. auto: measured at start, recorded in the manifest."""
-    precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = "auto"
-    """Precision of the frozen forward. auto: fp32 or bf16, measured at start, recorded in the manifest. int8, and fp8
-    on GPUs that have it, change the teacher's outputs: only when asked for, and the logit error is printed."""
+    precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    """Precision of the frozen forward. auto: fp32 or bf16, measured at start, recorded in the manifest. int8 runs in
+    onnxruntime on a CPU and changes the teacher's outputs: only when asked for, and the logit error is printed."""
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
     """What runs the frozen forward; all but torch on a CPU only. auto: torch; in a run so long that trying can pay,
     what was measured to be the fastest; for int8 on a CPU, onnxruntime. Recorded in the manifest."""
@@ -369,6 +374,7 @@ class Config:
 
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
+    task: TaskSection = field(default_factory=TaskSection)
     teacher: TeacherSection = field(default_factory=TeacherSection)
     student: StudentSection = field(default_factory=StudentSection)
     losses: tuple[LossSection, ...] = ()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kd import instances, parts
+from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
@@ -21,10 +21,9 @@ from kd.config.schema import (
     StudentSection,
     TeacherSection,
 )
+from kd.contracts import Task
 from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
-from kd.types import NOT_FEATURES, BackendFacts, Dims
-
-ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
+from kd.types import BackendFacts, Needs, SifterFacts
 
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
@@ -36,16 +35,25 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
         cluster: also require the address of the cluster, where the run decodes on one.
     """
     needed = needs(config.losses)
-    read = reads(config.losses)
+    read, task = reads_of(needed), build_task(config.task)
     features = bool(read.features)
     if config.run.mirror and "://" not in config.run.mirror:
         yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
-    yield from _embedding(config, read)
+    if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
+        wrong = "passes logits and pooled features on, but the losses ask for other outputs"
+        remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
+        yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
     yield from _data(config.data, config.teacher)
     yield from _remote(config.data, here, here and cluster)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
-    yield from _labels(config, needed)
-    yield from _label_sets(config, needed, read)
+    sifting = parts.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
+    yield from _task(config.losses, needed, task, label_of(config.data))
+    yield from _of_one_task(task, sifting, config.run.baseline, config.teacher.cache.topk)
+    if sifting.by_class and config.data.labels != "all":
+        wrong = f"is {config.data.labels}, but sifter.balance keeps a share of each class"
+        yield ConfigError("data.labels", wrong, "All images have labels", "Set sifter.balance=false")
+    if config.data.labels == "none":
+        yield from _unlabelled(config.losses, needed, config.teacher, config.run.baseline)
     yield from _student(config.student)
     yield from _optimizer(config.optimizer)
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
@@ -58,39 +66,8 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
     yield from _profile(config.profile)
-    yield from _execution(config.teacher, config.student, config.backend.kind, features, here)
-
-
-def needs(losses: Sequence[LossSection]) -> list[frozenset[str]]:
-    """Return what each loss needs: "teacher", "hard_labels", and names of features such as "pooled"."""
-    built = [parts.build("losses", term.kind, term.options, "losses", dims=ANY_DIMS) for term in losses]
-    return [getattr(term, "needs", frozenset()) for term in built]
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """The outputs that the losses of a run read."""
-
-    student_logits: bool
-    """False: the student is an embedding model, without a classifier."""
-    teacher_logits: bool
-    """False: the teacher needs no classes; its features are all that is asked of it."""
-    features: tuple[str, ...]
-    """Names of features, of both models."""
-    sigmoid: bool = False
-    """Whether a logit answers for its class alone, because an image has several labels; else a softmax is meant."""
-
-
-def reads(losses: Sequence[LossSection]) -> Reads:
-    """Return which outputs the losses read."""
-    needed = needs(losses)
-    on_logits = [one for one in needed if "logits" in one or not one - NOT_FEATURES]
-    features = frozenset().union(*needed) - NOT_FEATURES
-    if not on_logits:
-        features |= {"pooled"}  # what is exported, and evaluated
-    of_teacher = any("teacher" in one for one in on_logits) or not features
-    sigmoid = any("sigmoid" in one for one in on_logits)
-    return Reads(bool(on_logits), of_teacher, tuple(sorted(features)), sigmoid)
+    facts = parts.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
+    yield from _execution(config.teacher, config.student, config.backend.kind, facts, features, here)
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
@@ -134,7 +111,7 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
 
 
 def _losses(
-    losses: Sequence[LossSection], needed: Sequence[frozenset[str]], augment: Augment, teacher: TeacherSection
+    losses: Sequence[LossSection], needed: Sequence[Needs], augment: Augment, teacher: TeacherSection
 ) -> Iterator[KdError]:
     if not losses:
         remedy = "Start with `losses: [{kind: kl}]`"
@@ -142,10 +119,10 @@ def _losses(
     elif not any(term.weight > 0 for term in losses):
         yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
-        if "teacher" in wanted and not teacher.model:
+        if wanted.teacher and not teacher.model:
             remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
             yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
-        if "hard_labels" in wanted and augment.mixes:
+        if wanted.unmixed and augment.mixes:
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
@@ -154,70 +131,75 @@ def _losses(
             )
 
 
-def _embedding(config: Config, read: Reads) -> Iterator[KdError]:
-    """Yield what does not go with models without a classifier."""
-    if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
-        wrong = "passes logits and pooled features on, but the losses ask for other outputs"
-        remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
-        yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
-    if read.student_logits:
-        return
-    if config.run.baseline:
+def _task(losses: Sequence[LossSection], needed: Sequence[Needs], task: Task, label: str) -> Iterator[KdError]:
+    """Yield where labels and losses do not fit the task; `label` is "class", "set", or "" where images have none."""
+    have = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}[
+        label
+    ]
+    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
+        if wanted.logits and wanted.logits != task.logits:
+            wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
+            allowed = (
+                f"Losses on logits by a {task.logits}: {_losses_by(task.logits)}"
+                if task.logits
+                else "Losses on features"
+            )
+            yield ConfigError(f"losses[{i}].kind", wrong, allowed, "Take one of these")
+    if label not in ("", task.label):
+        scored = {"class": "one label", "set": "a set of labels"}[task.label]
+        wrong = f"{have}, but the task {task.name} is scored by {scored}"
+        yield ConfigError(
+            "data.labels", wrong, "none: the student is compared with its teacher", "Set data.labels=none"
+        )
+    if task.logits and not any(wanted.logits for wanted in needed):
+        wrong = f"is {task.name}, but no loss reads logits"
+        yield ConfigError("task.kind", wrong, "auto, or a loss on logits", "Leave task.kind out, or add a loss")
+
+
+def _losses_by(function: str) -> str:
+    """Name the losses of kd that read logits by a function."""
+    found = []
+    for name in parts.names("losses"):
+        section = LossSection(kind=name, options=parts.default_options("losses", name))
+        found += [name] if needs([section])[0].logits == function else []
+    return ", ".join(found)
+
+
+def _of_one_task(task: Task, sifting: SifterFacts, baseline: bool, topk: int) -> Iterator[KdError]:
+    """Yield keys that do not go with the task."""
+    if baseline and not task.logits:
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
-    if getattr(config.sifter.options, "score", "") == "entropy":
+    if sifting.by_entropy and not task.logits:
         wrong = "is entropy, but the losses train an embedding model, which gives no probabilities"
         yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
+    if sifting.by_class and task.label != "class":
+        wrong = "keeps a share of each class, but images have several labels"
+        yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")
+    if topk > 0 and not task.keeps_topk:
+        wrong = f"is {topk}, and keeps what a softmax needs, but the losses read each logit alone"
+        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
-def _labels(config: Config, needed: Sequence[frozenset[str]]) -> Iterator[KdError]:
-    """Yield what needs labels that the images do not have."""
-    labels, where = config.data.labels, "data.labels"
-    if labels != "all" and getattr(config.sifter.options, "balance", False):
-        wrong = f"is {labels}, but sifter.balance keeps a share of each class"
-        yield ConfigError(where, wrong, "All images have labels", "Set sifter.balance=false")
-    if labels != "none":
-        return
-    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
-        if "teacher" not in wanted or "hard_labels" in wanted:
+def _unlabelled(
+    losses: Sequence[LossSection], needed: Sequence[Needs], teacher: TeacherSection, baseline: bool
+) -> Iterator[KdError]:
+    """Yield what needs labels where images have none."""
+    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
+        if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels is none"
             yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, hard, ...", "Drop it")
-    asked = {
-        "run.baseline": config.run.baseline,
-        "teacher.fit.epochs": config.teacher.fit.epochs > 0,
-        "teacher.min_accuracy": config.teacher.min_accuracy > 0,
+    labelled = {
+        "run.baseline": baseline,
+        "teacher.fit.epochs": teacher.fit.epochs > 0,
+        "teacher.min_accuracy": teacher.min_accuracy > 0,
     }
-    for key, on in asked.items():
+    for key, on in labelled.items():
         if on:
             wrong = "needs labels, but data.labels is none"
             yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
-    if not config.teacher.model:
+    if not teacher.model:
         yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
-
-
-def _label_sets(config: Config, needed: Sequence[frozenset[str]], read: Reads) -> Iterator[KdError]:
-    """Yield where data, losses and cache do not mean the same by a logit: one of several answers, or the only one."""
-    labelled = config.data.labels != "none"  # else the losses alone say what is meant
-    sets = bool(getattr(config.data.options, "label_sets", False)) if labelled else read.sigmoid
-    have = "images have several labels" if sets else "an image has one label"
-    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
-        on_logits = "logits" in wanted or not wanted - NOT_FEATURES
-        if on_logits and ("sigmoid" in wanted) != sets:
-            kinds = "bce, binary_kl" if sets else "ce, kl, hard, ..."
-            wrong = f"'{term.kind}' is for {'one label' if sets else 'several labels'} an image, but {have}"
-            wrong = wrong if labelled else f"'{term.kind}' reads the logits by a softmax, another term by sigmoids"
-            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on logits: {kinds}", "Take one of these")
-    if not sets:
-        return
-    if labelled and not read.student_logits:
-        wrong = "has several labels an image, but the losses train an embedding model, which is scored by one label"
-        yield ConfigError("data.labels", wrong, "none, which compares it with its teacher", "Set data.labels=none")
-    if getattr(config.sifter.options, "balance", False):
-        wrong = "keeps a share of each class, but images have several labels"
-        yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")
-    if config.teacher.cache.topk > 0:
-        wrong = f"is {config.teacher.cache.topk}, and keeps what a softmax needs, but the losses read each logit alone"
-        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
 def _student(student: StudentSection) -> Iterator[KdError]:
@@ -293,33 +275,34 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
 
 
 def _execution(
-    teacher: TeacherSection, student: StudentSection, kind: str, features: bool, here: bool
+    teacher: TeacherSection, student: StudentSection, kind: str, facts: BackendFacts, features: bool, here: bool
 ) -> Iterator[KdError]:
     """Yield what a configuration asks of a compiler, a runtime or a quantizer and cannot have on its backend."""
-    facts = getattr(parts.find("backends", kind, "backend.kind"), "FACTS", BackendFacts())
     for section, where in ((teacher, "teacher"), (student, "student")):
         if section.compile == "on" and facts.compiles:
             wrong = f"is on, but backend '{kind}' compiles by itself"
             yield ConfigError(f"{where}.compile", wrong, "auto or off", f"Set {where}.compile=auto")
-    if not teacher.model:
-        return
-    if teacher.runtime in RUNTIMES:
+    if teacher.model and (teacher.runtime in RUNTIMES or teacher.precision in QUANTIZED):
         yield from _exported(teacher, kind, facts, features, here)
-    elif teacher.precision in QUANTIZED:
-        yield from _quantized(teacher, kind, facts, features, here)
 
 
 def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool) -> Iterator[KdError]:
-    runtime, where = teacher.runtime, "teacher.runtime"
+    key = "runtime" if teacher.runtime in RUNTIMES else "precision"
+    where, value = f"teacher.{key}", getattr(teacher, key)
+    runtime = teacher.exported(cpu=True)
     if not facts.cpu:
-        allowed = "onnxruntime and openvino run on backend.kind=cpu"
-        yield ConfigError(where, f"is {runtime}, but the backend is '{kind}'", allowed, "Set teacher.runtime=torch")
+        allowed = "onnxruntime and openvino run on backend.kind=cpu, and int8 in onnxruntime"
+        yield ConfigError(where, f"is {value}, but the backend is '{kind}'", allowed, f"Set {where}=auto")
+    if not runtime:
+        allowed = "int8 runs as a graph of onnxruntime, on a CPU"
+        yield ConfigError(where, f"is {value}, but teacher.runtime is torch", allowed, "Set teacher.runtime=auto")
+        return
     if features:
-        wrong = f"is {runtime}, but a loss needs the teacher's features, and an exported graph returns logits alone"
-        yield ConfigError(where, wrong, "torch, or losses on logits", "Set teacher.runtime=torch")
+        wrong = f"is {value}, but a loss needs the teacher's features, and an exported graph returns logits alone"
+        yield ConfigError(where, wrong, "torch, or losses on logits", f"Set {where}=auto")
     if teacher.compile == "on":
-        wrong = f"is {runtime}, but teacher.compile is on, and torch.compile is torch's"
-        yield ConfigError(where, wrong, "One of the two", "Set teacher.compile=auto or teacher.runtime=torch")
+        wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
+        yield ConfigError(where, wrong, "One of the two", f"Set teacher.compile=auto or {where}=auto")
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"
@@ -327,27 +310,10 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         yield ConfigError("teacher.precision", wrong, f"On {runtime}: {', '.join(precisions)}", remedy)
     if here and not installed(runtime):
         extra = "kd[openvino]" if runtime == "openvino" else runtime
-        remedy = f"pip install '{extra}', or set teacher.runtime=torch"
-        yield MissingExtra(where, f"is {runtime}, which is not installed", "", remedy)
-
-
-def _quantized(
-    teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool
-) -> Iterator[KdError]:
-    where, precision = "teacher.precision", teacher.precision
-    if not (facts.gpu or (facts.cpu and precision == "int8")):
-        allowed = "fp8 goes with NVIDIA GPUs, int8 with them and with the CPU"
-        wrong = f"is {precision}, which backend '{kind}' does not have"
-        yield ConfigError(where, wrong, allowed, "Set teacher.precision=auto")
-    elif teacher.exported(facts.cpu):
-        if features or teacher.compile == "on":
-            why = "a loss needs the teacher's features" if features else "teacher.compile is on"
-            wrong = f"is int8, which on a CPU runs as a graph of onnxruntime, but {why}"
-            allowed = "torch has int8 too, many times slower on a CPU"
-            yield ConfigError(where, wrong, allowed, "Set teacher.runtime=torch")
-    elif here and not installed("torchao"):
-        remedy = "pip install 'kd[quantize]', or set teacher.precision=auto"
-        yield MissingExtra(where, f"is {precision}, for which torch needs torchao", "", remedy)
+        remedy = f"pip install '{extra}', or set {where}=auto"
+        needed = "which" if value == runtime else f"for which {runtime}"
+        wrong = f"is {value}, {needed} is not installed"
+        yield MissingExtra(where, wrong, "", remedy)
 
 
 def installed(package: str) -> bool:

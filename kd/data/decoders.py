@@ -1,4 +1,4 @@
-"""Decoders on the hosts of a Ray cluster: what they run, which of them are trusted, who gets a call."""
+"""Decoders on the hosts of a Ray cluster: the actor, and the pool that trusts actors and gives them calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("kd")
 
 
 class Decoder:
-    """What a Ray actor runs: it makes parts of batches, one at a time, from datasets that it was started with."""
+    """The class of the Ray actors: makes parts of batches, one at a time, from the datasets of its pool."""
 
     def __init__(self, datasets: Sequence[Any], folder: str) -> None:
         """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path.
@@ -54,7 +54,7 @@ class Decoder:
 
 
 def decoding_versions() -> dict[str, str]:
-    """Return the versions of what decodes and transforms an image here."""
+    """Return the versions of the packages and libraries that decode and transform an image here."""
     decoders = {name: features.version(name) or "" for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
     return versions("kd", "torch", "timm", "numpy", "pillow") | decoders
 
@@ -144,7 +144,7 @@ class Pool:
         self.grow()
 
     def close(self) -> None:
-        """End the decoders; what is asked for then is made by this process."""
+        """End the decoders; this process then makes the batches itself."""
         with self._lock:
             self._datasets = None
             while self.slots:
@@ -245,23 +245,23 @@ class Pool:
     def suspect(self, slot: Slot, why: str) -> list[Slot]:
         """Trust no decoder of a host until it answers a ping; return them."""
         with self._lock:
-            found = [other for other in self.slots if other is slot or other.host == slot.host]
-            for other in found:
+            suspects = [other for other in self.slots if other is slot or other.host == slot.host]
+            for other in suspects:
                 other.ping()
             if slot.address not in self._silent:
                 self._silent.add(slot.address)
                 log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
-            return found
+            return suspects
 
     def drop(self, slot: Slot, why: str) -> list[Slot]:
         """Give no more calls to the decoders of a host; return them."""
         with self._lock:
-            found = [other for other in self.slots if other.host == slot.host]
-            for other in found:
+            dropped = [other for other in self.slots if other.host == slot.host]
+            for other in dropped:
                 self.slots.remove(other)
-            if found:
+            if dropped:
                 log.warning("%s: the host %s %s; it gets no more calls", WHERE, slot.address, why)
-            return found
+            return dropped
 
     def again(self, dataset: int, call: Call) -> Call:
         """Send a call of a suspected decoder to another one, unless its answer is here already."""
@@ -285,8 +285,8 @@ def connect() -> None:
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise RunError(WHERE, f"there is no Ray cluster at RAY_ADDRESS={address} ({told})", "", remedy) from error
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(WHERE, f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})", "", remedy) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

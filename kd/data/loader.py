@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from kd.errors import DataError, KdError
 from kd.host import BusyClock
 from kd.types import Batch, Loading, Plan
 
+AHEAD = 4
+"""Micro-batches that each worker makes before the loop asks for them."""
+
 
 class Request(NamedTuple):
     """What a worker needs to make one micro-batch."""
@@ -32,6 +36,31 @@ class Request(NamedTuple):
     ids: list[int]
     weights: list[float]
     view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's part of each step of a plan."""
+
+    batch_size: int
+    """Images of a step, all ranks."""
+    accumulate: int
+    rank: int
+    world_size: int
+
+    @property
+    def micro(self) -> int:
+        """Images of a micro-batch."""
+        return self.batch_size // (self.accumulate * self.world_size)
+
+    def requests(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
+        """Cut the micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
+        for step in range(start, len(plan.ids) // self.batch_size):
+            for i in range(self.accumulate):
+                first = step * self.batch_size + (i * self.world_size + self.rank) * self.micro
+                ids, weights = (tensor[first : first + self.micro] for tensor in (plan.ids, plan.weights))
+                # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
+                yield Request(ids.tolist(), weights.tolist(), view)
 
 
 class LocalLoader:
@@ -50,11 +79,10 @@ class LocalLoader:
         world_size: int,
         workers: int,
         pin_memory: bool = False,
-        ahead: int = 4,
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Put a loader before a dataset; its workers start with the first epoch.
+        """Load from a dataset; the workers start with the first epoch.
 
         Args:
             dataset: views, pure.
@@ -64,15 +92,14 @@ class LocalLoader:
             world_size: ranks.
             workers: processes; 0: this one.
             pin_memory: for copies that do not wait.
-            ahead: micro-batches that each worker makes before they are asked for.
-            timeout_seconds: that a batch of a worker may take.
             max_skipped: share of the dataset's images that may be unreadable, but always one image.
+            timeout_seconds: longest wait for a batch of a worker.
         """
-        self.batch_size, self.accumulate, self.rank, self.world_size = batch_size, accumulate, rank, world_size
-        self.dataset, self.workers, self.ahead = dataset, workers, ahead if workers else 0
+        self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
+        self._share = Share(batch_size, accumulate, rank, world_size)
         self.unreadable: set[int] = set()
-        """Ids of images that could not be decoded, as far as they were asked for."""
+        """Ids of images that could not be decoded, among those loaded so far."""
         self.loading = Loading()
         """Of all batches so far."""
         self._requests = _Requests()
@@ -83,7 +110,7 @@ class LocalLoader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=ahead if workers else None,
+            prefetch_factor=AHEAD if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
             # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
@@ -96,9 +123,8 @@ class LocalLoader:
             DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
             RunError: a worker process has ended, or makes no batch in time.
         """
-        # Not a method: the DataLoader's iterator would hold this loader, and its workers would never end.
-        cut = partial(requests_of, self.batch_size, self.accumulate, self.rank, self.world_size)
-        self._requests.make = partial(cut, plan, view, start)
+        # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
+        self._requests.make = partial(self._share.requests, plan, view, start)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
@@ -111,11 +137,11 @@ class LocalLoader:
             yield batch
 
     def _arriving(self) -> Iterator[Batch | KdError]:
-        """Yield what is loaded. If a worker ends or stands still, that is one line instead of a traceback or a wait."""
+        """Yield batches as they arrive, or raise a RunError if a worker ends or stands still."""
         if not self.workers:
             yield from self._batches
             return
-        processes, forked = weakref.WeakMethod(self._processes), bool(self._processes())
+        processes, forked = weakref.WeakMethod(self.processes), bool(self.processes())
         watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)  # its thread may outlive a dropped loader
         try:
             if forked:
@@ -130,21 +156,21 @@ class LocalLoader:
                 watch.number += 1
                 watch.waiting = True
         except (RuntimeError, OSError, EOFError) as error:
-            known = watch.error() or worker_error(error) or connection_error(error, self._processes())
-            if known is None:
+            explained = watch.error() or worker_error(error) or connection_error(error, self.processes())
+            if explained is None:
                 raise
             self._abandon()
-            raise known from error
+            raise explained from error
         finally:
             watch.close()
 
-    def _processes(self) -> list[BaseProcess]:
-        """Return the worker processes; torch has no public name for them."""
+    def processes(self) -> list[BaseProcess]:
+        """Return the worker processes; none before the first epoch. Torch has no public name for them."""
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
         """Kill what is left of the workers, and keep torch's signal handler from raising again because of it."""
-        iterator, processes = self._batches._iterator, self._processes()
+        iterator, processes = self._batches._iterator, self.processes()
         if iterator is None:
             return
         with suppress(RuntimeError, ValueError):
@@ -161,10 +187,8 @@ class LocalLoader:
 
         Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
         """
-        images = self.batch_size // (self.accumulate * self.world_size)
-        return (
-            (self.workers * self.ahead + 2) * (images * (3 * size**2 + 36) + 7 * mmap.PAGESIZE) if self.workers else 0
-        )
+        batch = self._share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
+        return (self.workers * AHEAD + 2) * batch if self.workers else 0
 
     def _require_few_skipped(self) -> None:
         most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
@@ -184,21 +208,8 @@ def end_workers(batches: Any, process: int) -> None:
         batches._shutdown_workers()
 
 
-def requests_of(
-    batch_size: int, accumulate: int, rank: int, world_size: int, plan: Plan, view: int, start: int
-) -> Iterator[Request]:
-    """Cut a rank's micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
-    micro = batch_size // (accumulate * world_size)
-    for step in range(start, len(plan.ids) // batch_size):
-        for i in range(accumulate):
-            first = step * batch_size + (i * world_size + rank) * micro
-            ids, weights = (tensor[first : first + micro] for tensor in (plan.ids, plan.weights))
-            # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
-            yield Request(ids.tolist(), weights.tolist(), view)
-
-
 class _Requests(Sampler[Request]):
-    """The requests of the epoch at hand; the DataLoader asks anew each epoch and keeps its workers."""
+    """The requests of the current epoch: the DataLoader keeps its workers and iterates over this anew each epoch."""
 
     def __init__(self) -> None:
         self.make: Callable[[], Iterator[Request]] = lambda: iter(())
@@ -215,14 +226,14 @@ class Fetch(TorchDataset[Batch | KdError]):
 
     def __getitem__(self, request: Request) -> Batch | KdError:
         """Return the micro-batch of a request, or the error that the dataset raised."""
-        busy, begin, decoded = BusyClock(), time.perf_counter(), self._decoded()
+        busy, begin, decoded = BusyClock(), time.perf_counter(), self._decode_seconds()
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
             return error
         readable = torch.tensor([sample.readable for sample in samples])
         image = torch.stack([sample.pixels for sample in samples])
-        loading = Loading(time.perf_counter() - begin, busy(), self._decoded() - decoded)
+        loading = Loading(time.perf_counter() - begin, busy(), self._decode_seconds() - decoded)
         return Batch(
             ids=torch.tensor(request.ids),
             image=image,
@@ -236,8 +247,8 @@ class Fetch(TorchDataset[Batch | KdError]):
             loading=loading,
         )
 
-    def _decoded(self) -> float:
-        """Return the seconds spent in decoding so far; 0.0 of a dataset that decodes nothing or does not count."""
+    def _decode_seconds(self) -> float:
+        """Return the seconds of decoding so far; 0.0 of a dataset that does not count them."""
         return getattr(self.dataset, "decode_seconds", 0.0)
 
 

@@ -46,11 +46,12 @@ class RemoteLoader(LocalLoader):
         pin_memory: bool = False,
         max_skipped: float = 1.0,
     ) -> None:
-        """Put a loader before dataset `number` of a pool; the rest as in `LocalLoader`."""
+        """Load dataset `number` of a pool; the other arguments are those of `LocalLoader`."""
         super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
         self.workers = max(1, len(pool.slots) // world_size)
         self._compared = set[str]()
+        """Hosts whose pixels were compared in this pass."""
         self.made_here = 0
         """Images that this process made itself."""
         self._fetch = Fetch(dataset)
@@ -59,19 +60,19 @@ class RemoteLoader(LocalLoader):
         self.pool.grow()
         self._compared.clear()
         before = self.made_here
-        yield from ahead(self._made())
+        yield from prefetched(self._made())
         if made := self.made_here - before:
             log.info("%s: %d images of this pass were made by the trainer itself", WHERE, made)
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
-        """Yield the batches of the requests at hand; keep a window of calls in the hands of the decoders."""
+        """Yield the batches of the current requests; keep a window of calls waiting at the decoders."""
         waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
             for request in self._requests:
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
-                    room = self.pool.room(len(calls), self.world_size)
+                    room = self.pool.room(len(calls), self._share.world_size)
                     calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
                     part = self._result(calls.popleft(), calls)
                     if isinstance(part, KdError):
@@ -94,7 +95,7 @@ class RemoteLoader(LocalLoader):
         except Unanswered as error:
             self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
-        # An error counts where this process finds it too: the other host may lack a file.
+        # An error counts if this process gets it too: the other host may lack a file.
         here = self._here(call.request)
         if not isinstance(here, KdError):
             self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
@@ -128,8 +129,8 @@ def divided(request: Request) -> list[Request]:
     return [Request(request.ids[a:b], request.weights[a:b], request.view) for a, b in pairwise(cuts)]
 
 
-def ahead(items: Generator[T, None, None], depth: int = 2) -> Iterator[T]:
-    """Make up to `depth` items in a thread before they are asked for; what it raises is raised here."""
+def prefetched(items: Generator[T, None, None], depth: int = 2) -> Iterator[T]:
+    """Yield items that a thread makes, up to `depth` of them in advance; an error in the thread is raised here."""
     ready: queue.Queue[Any] = queue.Queue(depth)
     over = threading.Event()
 
@@ -153,9 +154,9 @@ def ahead(items: Generator[T, None, None], depth: int = 2) -> Iterator[T]:
     thread = threading.Thread(target=make, daemon=True, name="kd-ahead")
     thread.start()
     try:
-        while (found := ready.get())[0] == "item":
-            yield found[1]
-        if found[0] == "error":
-            raise found[1]
+        while (entry := ready.get())[0] == "item":
+            yield entry[1]
+        if entry[0] == "error":
+            raise entry[1]
     finally:
         over.set()

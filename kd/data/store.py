@@ -38,7 +38,7 @@ LONGEST = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What is kept of a training image: all of it, shrunk until only what training can see is left.
+    """A training image, shrunk to the pixels that a random crop can need.
 
     No random crop of it has less than `size` pixels a side. A crop (`kd.data.views.random_box`) has at least the
     share `crop` of the area and, unless a side of the image stops it, a side ratio of at most 4 : 3. So its shorter
@@ -46,8 +46,7 @@ class Shrunk:
 
         factor = max(size / min(W, H), size / sqrt(3/4 crop W H))
 
-    which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape. An image is never enlarged: one that is
-    not larger than that is kept as it is.
+    which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape. A smaller image is stored as it is.
     """
 
     size: int
@@ -75,7 +74,7 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Cropped:
-    """What is kept of a validation image: evaluation's centre crop, the very pixels that the models see."""
+    """A validation image: evaluation's centre crop, the very pixels that the models see."""
 
     size: int
     crop: float
@@ -94,9 +93,9 @@ class Slots:
     """A file of one record an image, for this process and those that it forks."""
 
     def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
-        """Take over an open file for images of at most `pixels`; `path`: where another process can open it again."""
+        """Take over an open file for images of at most `pixels`. Other processes open it by its `path`, if any."""
         self.pixels, self.path = pixels, path
-        stop = Stop(f"{WHERE}: {name}", "What it holds is used, the other images are decoded each time.")
+        stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> Decoded | None:
@@ -108,38 +107,32 @@ class Slots:
         pixels: Any = memoryview(content)[HEAD.size :]
         return Decoded(Image.frombytes("RGB", (width, height), pixels), crc)
 
-    def write(self, id: int, found: Decoded) -> None:
-        """Keep an image, if it has at most `pixels` pixels and the disk is not full."""
-        self.records.write(id, HEAD.pack(*found.image.size, found.crc) + found.image.tobytes())
+    def write(self, id: int, decoded: Decoded) -> None:
+        """Store an image, if it has at most `pixels` pixels and the disk is not full."""
+        self.records.write(id, HEAD.pack(*decoded.image.size, decoded.crc) + decoded.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.path is None:  # workers that are started anew, as on macOS, inherit no memory
+        if self.path is None:  # spawned workers, as on macOS, inherit no memory
             wrong = "is ram, but worker processes do not inherit memory on this system"
             raise DataError(WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0")
         return _opened, (self.path, self.pixels)
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return how many bytes so many pixels take in the file: whole pages, so that no two images share one."""
+    """Return the bytes of a slot in the file: whole pages, so that no two images share one."""
     return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
-    """A source whose images are decoded once and kept as far as training needs them. See `kd.contracts.Source`.
+    """A source whose images are decoded once and stored as far as training needs them. See `kd.contracts.Source`.
 
-    An image is the same whether it comes out of its slot or has just been decoded. What cannot be decoded raises as
-    before and is not kept. Not kept either: images over 4 times as long as wide that have more pixels than a slot.
-    A file that was replaced by one of the same size is noticed by `refresh` only, in a sample.
+    An image is the same whether it comes out of its slot or has just been decoded. Not stored are images that cannot be
+    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. A file
+    that was replaced by one of the same size is noticed by `refresh` only, in a sample.
     """
 
     def __init__(self, source: Source, keep: Callable[[Image.Image], Image.Image], slots: Slots | None = None) -> None:
-        """Put slots before a source.
-
-        Args:
-            source: decodes.
-            keep: what is kept of a decoded image.
-            slots: where they are kept; None: nowhere, the pixels are the same.
-        """
+        """Store `keep(image)` of each image of a source. Without slots nothing is stored; the pixels are the same."""
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
@@ -152,46 +145,48 @@ class Stored:
         return self.source.label(id)
 
     def name(self, id: int) -> str:
-        """Return what a person would call this image."""
+        """Return the source's name of this image."""
         return self.source.name(id)
 
     def prepare(self) -> None:
-        """Make the images exist."""
+        """Prepare the source."""
         self.source.prepare()
 
     def decode(self, id: int) -> Decoded:
-        """Return what is kept of an image, RGB, with the CRC of the encoded bytes that it came from.
+        """Return an image as training needs it, RGB, with the CRC of the encoded bytes that it came from.
 
         Raises:
-            CorruptImage: it is not kept and cannot be decoded.
-            DataError: it is not kept and cannot be read.
+            CorruptImage: it is not stored and cannot be decoded.
+            DataError: it is not stored and cannot be read.
         """
-        found = self.slots.read(id) if self.slots is not None else None
-        if found is None:
+        decoded = self.slots.read(id) if self.slots is not None else None
+        if decoded is None:
             image, crc = self.source.decode(id)
-            found = Decoded(self.keep(image), crc)
+            decoded = Decoded(self.keep(image), crc)
             if self.slots is not None:
-                self.slots.write(id, found)
-        return found
+                self.slots.write(id, decoded)
+        return decoded
 
     def refresh(self, ids: Iterable[int]) -> int:
-        """Read some images again and return how many have changed since they were kept; then nothing is kept any more.
+        """Read some images again and return how many have changed since they were stored.
 
-        What can be changed under its name can be changed anywhere: all images are decoded again, not only these.
+        If one sampled file has changed, others may have: the whole store is cleared.
         """
+        if self.slots is None:
+            return 0
         changed = 0
         for id in ids:
-            kept = self.slots.read(id) if self.slots is not None else None
-            if kept is not None and kept.crc:
+            stored = self.slots.read(id)
+            if stored is not None and stored.crc:
                 with suppress(CorruptImage):  # training will ask for it, and data.on_corrupt decide
-                    changed += self.source.decode(id).crc not in (0, kept.crc)
-        if changed and self.slots is not None:
+                    changed += self.source.decode(id).crc not in (0, stored.crc)
+        if changed:
             self.slots.records.clear()
         return changed
 
 
 def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]:
-    """Return all that the kept pixels depend on, by name; JSON values."""
+    """Return all that the stored pixels depend on, by name; JSON values."""
     decoders = {name: features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
     return {
         "format": FORMAT,
@@ -215,7 +210,7 @@ def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Keep images in memory, for this process and the workers that it will fork; they take memory as they are kept.
+    """Store images in memory, for this process and the workers that it will fork; memory is taken image by image.
 
     This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
 

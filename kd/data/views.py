@@ -5,6 +5,7 @@ Every random choice is drawn from the generator that is passed in.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -60,7 +61,7 @@ class Views:
         self.on_corrupt = on_corrupt
         self.classes = source.classes
         self.decode_seconds = 0.0
-        """That this process has spent in the source so far."""
+        """Seconds that this process has spent decoding."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -74,15 +75,15 @@ class Views:
         """
         rng = random.Random(seed_from(self.seed, "view", view, id))
         label = self.source.label(id)
-        found = self._pixels(id, rng)
-        if found is None:
+        decoded = self._pixels(id, rng)
+        if decoded is None:
             grey = torch.full((3, self.size, self.size), 127, dtype=torch.uint8)
             return Sample(grey, label, label, 1.0, readable=False)
-        pixels, crc = found
+        pixels, crc = decoded
         if self.mixing is None or rng.random() >= self.mixing.probability:
             return Sample(pixels, label, label, 1.0, crc=crc)
         partner = rng.randrange(len(self.source))
-        # The partner is seen through its own transform, with a seed of this pair, not of the partner's own view.
+        # The partner gets a transform of its own, with a seed of this pair, not of the partner's own view.
         other = self._pixels(partner, random.Random(rng.getrandbits(64)))
         if other is None:
             return Sample(pixels, label, label, 1.0, crc=crc)
@@ -105,16 +106,10 @@ class Views:
 
 
 def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tuple[Tensor, float]:
-    """Mix two images.
+    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
 
-    Args:
-        pixels: uint8 [3, H, W], the image whose label gets the share lam.
-        other: uint8 [3, H, W].
-        mixing: the alphas; with both on, each image gets one of the two with equal chance.
-        rng: where lam, the box and the choice are drawn from.
-
-    Returns:
-        The mixed uint8 [3, H, W] and lam, corrected to the pixels really kept where a box was pasted.
+    Where both alphas are above 0, mixup and CutMix have equal chances. After CutMix lam is the share of the pixels that
+    the box leaves, which is not quite the lam that was drawn.
     """
     cut = mixing.cutmix > 0 and (mixing.mixup <= 0 or rng.random() < 0.5)
     alpha = mixing.cutmix if cut else mixing.mixup
@@ -196,14 +191,9 @@ def _jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Im
     return image
 
 
-_policies: dict[tuple[str, int], object] = {}
-
-
 def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.Image:
-    """Apply a timm policy. timm draws from Python's and NumPy's global generators: lend it ours, give theirs back."""
-    transform = _policies.get((policy, image.width))
-    if transform is None:
-        transform = _policies[policy, image.width] = build_policy(policy, image.width)
+    """Apply a timm policy. timm draws from Python's and NumPy's global generators: they are seeded, then restored."""
+    transform = build_policy(policy, image.width)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(rng.getrandbits(64))
     np.random.seed(rng.getrandbits(32))
@@ -214,6 +204,7 @@ def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.
         np.random.set_state(numpy_state)
 
 
+@functools.lru_cache
 def build_policy(policy: str, size: int) -> object:
     """Build a timm auto-augment policy.
 

@@ -1,4 +1,4 @@
-"""What can end or stop the loader's worker processes: no shared memory, a signal, a storage that does not answer."""
+"""Worker processes that end or stand still: no shared memory, a signal, a storage that does not answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
 
     Args:
         needed: bytes, of all ranks of this machine.
-        free: MiB; infinity where the system has no limit of its own.
+        free: MiB; infinity where the system sets no limit.
         workers: of a loader.
 
     Raises:
@@ -44,18 +44,18 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
 
 
 def worker_error(error: Exception) -> RunError | None:
-    """Return what the end of a worker process means to a user, or None for any other error.
+    """Return a user's error for torch's "a worker has ended", or None for any other error.
 
-    Torch raises it wherever the main thread is, from a signal handler.
+    Torch raises it from a signal handler, wherever the main thread is.
     """
-    found = ENDED.search(str(error))
-    if not isinstance(error, RuntimeError) or found is None:
+    match = ENDED.search(str(error))
+    if not isinstance(error, RuntimeError) or match is None:
         return None
-    return _ended(found[1], found[2].strip().partition(". ")[0].rstrip("."))
+    return _ended(match[1], match[2].strip().partition(". ")[0].rstrip("."))
 
 
 def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunError | None:
-    """Return the same where a batch could not be fetched because its worker has just ended."""
+    """Return the same error where a batch could not be fetched because its worker has just ended."""
     if not isinstance(error, (OSError, EOFError)):
         return None
     for worker in workers:
@@ -75,23 +75,21 @@ def _ended(pids: str, how: str) -> RunError:
 
 
 class Watch(threading.Thread):
-    """Kills the workers where a batch does not arrive in time.
+    """Kills the workers if a batch does not arrive within some seconds.
 
-    A thread, because the wait itself cannot be given up: a stopped worker may already have announced a batch, and then
-    the main thread waits for the rest of it without a limit. Time in which this process itself was stopped does not
-    count.
+    `DataLoader(timeout=2)` is not enough: with the second of two workers stopped, six of six loops still waited after
+    15 seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest of it
+    without a limit. Time in which this process itself was stopped does not count.
     """
 
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], seconds: float) -> None:
-        """Prepare to watch.
-
-        Args:
-            workers: returns the processes.
-            seconds: that a batch may take.
-        """
         super().__init__(daemon=True, name="kd-watch")
-        self.waiting, self.number, self.late = True, 0, ""
-        """Whether a batch is waited for, which one of the epoch, and, in the end, who did not deliver it."""
+        self.waiting = True
+        """Whether the loop waits for a batch."""
+        self.number = 0
+        """Of that batch in the epoch."""
+        self.late = ""
+        """In the end, the worker that did not deliver it."""
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
     def run(self) -> None:
@@ -113,7 +111,7 @@ class Watch(threading.Thread):
         self._over.set()
 
     def error(self) -> RunError | None:
-        """Return what was found; None: every batch was in time."""
+        """Return the error of a batch that came too late; None: every batch was in time."""
         if not self.late:
             return None
         remedy = "See what holds it up (the storage, a debugger, a full /dev/shm), or raise backend.timeout_seconds. "
@@ -121,19 +119,17 @@ class Watch(threading.Thread):
 
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
-    """Say which worker is late: one that the system shows as stopped, or the one whose turn it is."""
-    states = [process_state(worker.pid or 0) for worker in workers]
-    held = [i for i, state in enumerate(states) if state in STATES]
-    turn = number % max(1, len(workers))  # torch deals the batches out in turns
-    told = [
-        f"worker {i} (process {workers[i].pid}{', ' + STATES[states[i]] if states[i] in STATES else ''})"
-        for i in held or [turn] * bool(workers)
-    ]
-    return f"{' and '.join(told) or 'a worker'} made no batch within {seconds:g} seconds"
+    """Name the late worker: those that the system shows as stopped, or else the one whose turn it is."""
+    states = [STATES.get(process_state(worker.pid or 0), "") for worker in workers]
+    numbers = [i for i, state in enumerate(states) if state]
+    if not numbers and workers:
+        numbers = [number % len(workers)]  # torch deals the batches out in turns
+    names = [f"worker {i} (process {', '.join(filter(None, [str(workers[i].pid), states[i]]))})" for i in numbers]
+    return f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process as one letter; "" where the system does not tell."""
+    """Return the state of a process as one letter (`man 5 proc`); "" where the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -145,7 +141,7 @@ def serve_until_the_trainer_ends(number: int) -> None:
     """Let only the trainer end this worker by SIGTERM; the DataLoader calls this in worker `number`.
 
     torchrun, Slurm and others send SIGTERM to the whole process group. A trainer that finishes its step then still
-    needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux tells who sent a signal.
+    needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names a signal's sender.
     """
     if sys.platform != "linux":
         return

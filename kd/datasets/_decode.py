@@ -1,72 +1,46 @@
-"""What the datasets share: bytes to an RGB image, and a listing that takes little memory.
-
-Not a part (the name begins with an underscore). Decoding lies in one place so that a corrupt image reads the same
-whether it came from a folder, a shard or a table.
-"""
+"""Shared by the datasets: bytes to an RGB image, labels to classes, and a listing that takes little memory."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import re
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.files.pixels import to_rgb
+from kd.files.retry import REMEDY, retried
 from kd.types import Decoded
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
-T = TypeVar("T")
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between the tries to read a file: a network storage that fails over is back within a second or two."""
 
 
-def retried(read: Callable[[], T], subject: str, where: str, remedy: str = "") -> T:
-    """Return what `read` returns; try again after short pauses where the storage fails.
-
-    Args:
-        read: reads from the storage; an OSError is a failure.
-        subject: what a person would call the file, for messages.
-        where: config path for messages.
-        remedy: what to do, where it is not to bring the storage back.
+def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
+    """Read an image file, again where the storage fails, and decode it.
 
     Raises:
-        DataError: the last try failed too. It ends the run, whatever `data.on_corrupt` says.
+        CorruptImage: as `decode`.
+        DataError: it cannot be read; `remedy` says what to do. It ends the run, whatever `data.on_corrupt` says.
     """
-    for pause in PAUSES:
-        try:
-            return read()
-        except OSError:
-            time.sleep(pause)
-    try:
-        return read()
-    except OSError as error:
-        raise DataError(
-            where,
-            f"{subject}: it cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries: the storage is "
-            "away, or the file is",
-            "Every listed file can be read; data.on_corrupt=skip is for damaged images only",
-            remedy or "Bring the storage back and run the same command again: it resumes",
-        ) from error
+    allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
+    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
 
 
 def decode(data: bytes, subject: str, where: str) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
-    How each kind of pixel becomes RGB is said in `kd.files.pixels`. Not handled: damage that leaves a JPEG decodable.
+    `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
 
     Args:
         data: the whole file.
-        subject: what a person would call it, for messages: "file 'apple/1.jpg'".
+        subject: the file, as a message names it: "file 'apple/1.jpg'".
         where: config path for messages.
 
     Raises:
@@ -89,7 +63,7 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
     except MemoryError:
-        raise  # the machine's trouble, not the image's
+        raise  # of the machine, not of the image
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
         detail = str(error) or type(error).__name__
         verb = "is truncated" if "truncated" in detail.lower() or isinstance(error, EOFError) else "cannot be decoded"
@@ -136,7 +110,7 @@ def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], li
 
     Args:
         raw: the label of each image: an integer in digits, which is a position in `names`, or a class name; "": none.
-        names: the class names in order; empty where only the labels tell: integers are then their own names.
+        names: the class names in order; empty: integers are their own names.
 
     Returns:
         The class name of each image, and all classes in order.
@@ -144,65 +118,25 @@ def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], li
     distinct = set(raw) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
     if names:
-        inside = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
-        known = list(names)
+        name_of = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
+        order = list(names)
     elif len(integers) == len(distinct):
-        inside = {text: str(value) for text, value in integers.items()}
-        known = [str(value) for value in range(max(integers.values(), default=-1) + 1)]
+        name_of = {text: str(value) for text, value in integers.items()}
+        order = [str(value) for value in range(max(integers.values(), default=-1) + 1)]
     else:
-        inside, known = {}, sorted(distinct)
-    return [inside.get(text, text) for text in raw], known
-
-
-def assign_labels(
-    found: Sequence[str], known: Sequence[str], classes: Sequence[str] | None, where: str, split: str
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the class order and the label of each image, int32 [N].
-
-    Args:
-        found: the class name of each image.
-        known: the classes of this split in their own order.
-        classes: the training classes, which go before `known`; None for the training split itself.
-        where: config path for messages.
-        split: "train" or "val".
-
-    Raises:
-        DataError: no images, only one class, or a class that training does not know.
-    """
-    if not found:
-        raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
-    order = tuple(known if classes is None else classes)
-    if len(order) < 2:
-        raise DataError(
-            where,
-            f"the split '{split}' has only one class, '{next(iter(order), '')}'",
-            "A classifier needs at least two classes",
-            "Point it at the folder or table that holds all classes",
-        )
-    position = {name: label for label, name in enumerate(order)}
-    unknown = sorted(set(found) - set(position))
-    if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
-        raise DataError(
-            where,
-            f"the split '{split}' has the class '{unknown[0]}'{more}, which is not among the {len(order)} classes "
-            + ("listed" if classes is None else "of training"),
-            f"Allowed: {shown}",
-            did_you_mean(unknown[0], order) or "Rename or remove it",
-        )
-    return order, np.fromiter((position[name] for name in found), np.int32, len(found))
+        name_of, order = {}, sorted(distinct)
+    return [name_of.get(text, text) for text in raw], order
 
 
 def label_images(
-    found: Sequence[str], known: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
+    names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 
     Args:
-        found: as `assign_labels` takes it; "": the image has no label.
-        known: likewise.
-        classes: likewise.
+        names: the class name of each image; "": it has no label.
+        own: the classes of this split in their own order.
+        classes: the training classes, which are used instead; None for the training split itself.
         where: config path for messages.
         split: "train" or "val".
         labels: `data.labels`: "all", "some" or "none".
@@ -210,19 +144,36 @@ def label_images(
     Raises:
         DataError: no images, only one class, a class that training does not know.
     """
-    if not found:
+    if not names:
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
-    if labels == "all":
-        return assign_labels(found, known, classes, where, split)
-    label = np.full(len(found), -1, np.int32)
+    label = np.full(len(names), -1, np.int32)
     if labels == "none":
         return (), label
-    has = np.array([bool(name) for name in found])
+    has = np.array([bool(name) or labels == "all" for name in names])
     if not has.any():
         remedy = "Label some, or set data.labels=none"
         raise DataError(where, f"the split '{split}' has no labelled image", "data.labels=some", remedy)
-    order, label[has] = assign_labels([name for name in found if name], known, classes, where, split)
+    order = tuple(own if classes is None else classes)
+    if len(order) < 2:
+        wrong = f"the split '{split}' has only one class, '{next(iter(order), '')}'"
+        remedy = "Point it at the folder or table that holds all classes"
+        raise DataError(where, wrong, "A classifier needs at least two classes", remedy)
+    position = {name: i for i, name in enumerate(order)}
+    labelled = [name for name, one in zip(names, has, strict=True) if one]
+    unknown = sorted(set(labelled) - set(position))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        whose = "listed" if classes is None else "of training"
+        wrong = f"the split '{split}' has the class '{unknown[0]}'{more}, which is not among the {len(order)} classes "
+        remedy = did_you_mean(unknown[0], order) or "Rename or remove it"
+        raise DataError(where, wrong + whose, f"Allowed: {first_few(order)}", remedy)
+    label[has] = [position[name] for name in labelled]
     return order, label
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first eight names, for messages."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""Image files below a folder: what the datasets of files share.
-
-Not a part (the name begins with an underscore).
-"""
+"""Image files below a folder: shared by the datasets of files."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kd.datasets._decode import Names, decode, fingerprint, retried
+from kd.datasets._decode import Names, fingerprint, read_image
 from kd.errors import DataError, did_you_mean
+from kd.files import pixels
+from kd.files.retry import retried
 from kd.types import Decoded, Label
 
 WHERE = "data.root"
-ENDINGS = (b".jpg", b".jpeg", b".png", b".bmp", b".webp", b".gif", b".tif", b".tiff")
+ENDINGS = tuple(f".{ending}".encode() for ending in pixels.ENDINGS)
 
 
 class ImageFolder:
@@ -52,11 +51,8 @@ class ImageFolder:
             CorruptImage: the file is no whole image.
             DataError: it is gone or cannot be read.
         """
-        subject = f"file '{self.name(id)}'"
-        return decode(retried(lambda: _content(self._path(id)), subject, WHERE), subject, WHERE)
-
-    def _path(self, id: int) -> bytes:
-        return os.path.join(self._root, self._names[id])
+        path = os.path.join(self._root, self._names[id])
+        return read_image(lambda: _content(path), f"file '{self.name(id)}'", WHERE)
 
 
 def scan(root: str, folder: bytes) -> dict[bytes, int]:
@@ -65,7 +61,7 @@ def scan(root: str, folder: bytes) -> dict[bytes, int]:
     Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its size is one more
     request to the storage, which NFS answers from the same listing.
     """
-    found: dict[bytes, int] = {}
+    sizes: dict[bytes, int] = {}
     todo: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while todo:
         relative, above = todo.pop()
@@ -84,8 +80,8 @@ def scan(root: str, folder: bytes) -> dict[bytes, int]:
             if _is_folder(entry):
                 todo.append((prefix + entry.name, above | {here}))
             elif entry.name.lower().endswith(ENDINGS):
-                found[prefix + entry.name] = _size(entry)
-    return found
+                sizes[prefix + entry.name] = _size(entry)
+    return sizes
 
 
 def _size(entry: os.DirEntry[bytes]) -> int:

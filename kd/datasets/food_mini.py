@@ -21,12 +21,12 @@ from random import Random
 
 import numpy as np
 
-from kd.datasets._decode import decode, retried
+from kd.datasets._decode import read_image
 from kd.datasets._food_dishes import PAINTERS
 from kd.datasets._food_paint import VERSION, file_name
 from kd.errors import DataError
 from kd.host import cores
-from kd.types import Decoded, Label
+from kd.types import DatasetFacts, Decoded, Label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +62,8 @@ class Options:
         if not 0 <= self.label_noise <= 0.9:
             raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
         if not 1 <= self.redundancy <= self.train_images or not 1 <= self.imbalance <= self.train_images:
-            given = f"{self.redundancy}, {self.imbalance:g}"
-            raise ValueError(f"redundancy and imbalance must be 1 to train_images, are {given}")
+            values = f"{self.redundancy}, {self.imbalance:g}"
+            raise ValueError(f"redundancy and imbalance must be 1 to train_images, are {values}")
         if self.dishes > 1 and max(self.redundancy, self.imbalance) > 1:
             raise ValueError("redundancy and imbalance need dishes: 1, are for pictures of one label")
         if not 1 <= self.dishes <= 4:
@@ -115,14 +115,14 @@ class FoodMini:
         """Return a picture as RGB.
 
         Raises:
-            CorruptImage: somebody damaged it.
+            CorruptImage: the file is damaged.
             DataError: it was not painted, or cannot be read.
         """
-        if not self.folder.is_dir():  # no storage that comes back
+        if not self.folder.is_dir():  # so trying again, as for a storage that is away, would not help
             raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
-        subject, remedy = f"file '{file}'", f"Remove '{self.folder}'; the next run paints it anew"
-        return decode(retried(file.read_bytes, subject, "data.root", remedy), subject, "data.root")
+        remedy = f"Remove '{self.folder}'; the next run paints it anew"
+        return read_image(file.read_bytes, f"file '{file}'", "data.root", remedy)
 
 
 def folder_name(options: Options) -> str:
@@ -200,6 +200,11 @@ def _move(draft: Path, folder: Path) -> None:
     except OSError:
         if not (folder / "manifest.json").is_file():  # else another process was faster, with the same pictures
             raise
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set" if options.label_sets else "class")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:

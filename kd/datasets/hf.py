@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, refuse, retried
+from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, read_image, refuse
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import Decoded
 
@@ -90,8 +90,7 @@ class HuggingFace:
         if data is None and path is None:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            subject = f"image '{self.name(id)}' ({os.path.basename(path)})"
-            data = retried(Path(path).read_bytes, subject, WHERE)
+            return read_image(Path(path).read_bytes, f"{subject} ({os.path.basename(path)})", WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
@@ -110,38 +109,38 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     shared = bool(options.val_fraction)
     key = "train_split" if split == "train" or shared else "val_split"
     splits = _load(hub, options)
-    wanted = getattr(options, key)
-    if wanted not in splits:
+    split_name = getattr(options, key)
+    if split_name not in splits:
         raise DataError(
             f"data.{key}",
-            f"'{options.path}' has no split '{wanted}'",
+            f"'{options.path}' has no split '{split_name}'",
             f"Allowed: {', '.join(splits)}",
-            did_you_mean(wanted, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images",
+            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images",
         )
-    table = splits[wanted]
+    table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
-    found, known = [""] * len(table), []
+    names, own = [""] * len(table), []
     if labels != "none":
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
         raw = [_written(value, row, label_key, labels == "some") for row, value in written]
-        found, known = name_labels(raw, getattr(table.features[label_key], "names", ()))
-    order, label = label_images(found, [name for name in known if name], classes, WHERE, split, labels)
-    rows = np.arange(len(found))
+        names, own = name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
+    rows = np.arange(len(names))
     if shared:
-        held = hold_out((str(row).encode() for row in rows), label, options.val_fraction)
-        rows = np.flatnonzero(held == (split == "val"))
+        in_val = hold_out((str(row).encode() for row in rows), label, options.val_fraction)
+        rows = np.flatnonzero(in_val == (split == "val"))
         if not len(rows):
             raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
-    return HuggingFace(table, rows, label[rows], order, wanted, image_key)
+    return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 
 
 def _sizes(table: Any, image_key: str) -> np.ndarray:
     """Return the encoded bytes of every row's image, int64 [N], -1 where there is none; no image is read for it."""
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    found, raw = [], table.with_format("arrow")
+    parts, raw = [], table.with_format("arrow")
     for start in range(0, len(table), ROWS):
         cells = raw[start : start + ROWS][image_key].combine_chunks()
         lengths = compute.binary_length(compute.struct_field(cells, "bytes"))
@@ -150,8 +149,8 @@ def _sizes(table: Any, image_key: str) -> np.ndarray:
         for row in np.flatnonzero(sizes < 0):
             if paths[row] and os.path.isfile(paths[row]):
                 sizes[row] = os.path.getsize(paths[row])
-        found.append(sizes)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        parts.append(sizes)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _import_datasets() -> Any:

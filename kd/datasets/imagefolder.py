@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kd.datasets._decode import hold_out, label_images
+from kd.datasets._decode import first_few, hold_out, label_images
 from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, check_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
 
@@ -73,11 +73,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         folder = os.fsencode(_split_folder(options, split, root))
         files = scan(root, folder)
     names = sorted(files)  # by bytes: the same on every machine, whatever its locale
-    found = [text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
-    _check_found(names, found if labels != "none" else [], os.path.join(root, os.fsdecode(folder)), split)
+    class_of = [text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
+    _check_listing(names, class_of if labels != "none" else [], os.path.join(root, os.fsdecode(folder)), split)
     if labels == "some":
-        found = ["" if f"{name}/".startswith(f"{options.unlabelled}/") else name for name in found]
-    order, label = label_images(found, sorted({*found} - {""}), classes, WHERE, split, labels)
+        class_of = ["" if f"{name}/".startswith(f"{options.unlabelled}/") else name for name in class_of]
+    order, label = label_images(class_of, sorted({*class_of} - {""}), classes, WHERE, split, labels)
     if options.val_fraction:
         keep = hold_out(names, label, options.val_fraction) == (split == "val")
         if not keep.any():
@@ -149,10 +149,9 @@ def _split_folder(options: Options, split: str, root: str) -> str:
         return name.strip("/")
     there = folders(root)
     near = next((f"Did you mean '{other}'?" for other in ALSO_CALLED[split] if other in there), "")
-    shown = ", ".join(there[:12]) + (", ..." if len(there) > 12 else "")
     raise DataError(
         WHERE,
-        f"'{root}' has no folder '{name}'. It has: {shown or 'no folders'}",
+        f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}",
         did_you_mean(name, there) or near,
         f"Set data.{key}, or data.val_fraction=0.1 where the class folders lie directly in data.root, or lists",
     )
@@ -170,7 +169,7 @@ def _check_unsplit(options: Options, names: Collection[bytes]) -> None:
             )
 
 
-def _check_found(names: Sequence[bytes], found: Sequence[str], path: str, split: str) -> None:
+def _check_listing(names: Sequence[bytes], class_of: Sequence[str], path: str, split: str) -> None:
     if not names:
         endings = ", ".join(ending.decode() for ending in ENDINGS)
         raise DataError(
@@ -179,11 +178,11 @@ def _check_found(names: Sequence[bytes], found: Sequence[str], path: str, split:
             f"Files in class folders, ending in {endings} (capitals too)",
             "Check the path",
         )
-    if "" in found:
-        outside = text(names[found.index("")])
+    if "" in class_of:
+        outside = text(names[class_of.index("")])
         raise DataError(
             WHERE,
-            f"the image '{outside}' lies outside any class folder, with {found.count('') - 1} more",
+            f"the image '{outside}' lies outside any class folder, with {class_of.count('') - 1} more",
             "Images lie in a folder named like their class",
             "Move or delete them",
         )

@@ -15,12 +15,13 @@ from typing import IO
 
 import numpy as np
 
-from kd.datasets._decode import hold_out
+from kd.datasets._decode import first_few, hold_out
 from kd.datasets._folder import ImageFolder, check_root, scan
 from kd.errors import DataError, did_you_mean
+from kd.types import DatasetFacts
 
-Found = dict[str, "set[str] | None"]
-"""The labels of each file; None: nobody knows them."""
+Sets = dict[str, "set[str] | None"]
+"""The labels of each file; None: it is not labelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +51,10 @@ class Options:
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
 
-    @property
-    def label_sets(self) -> bool:
-        """An image has a set of labels."""
-        return True
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
@@ -66,13 +67,12 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     check_root(root)
     key = "val_labels" if split == "val" and options.val_labels else "train_labels"
     where, path = f"data.{key}", os.path.join(root, os.path.expanduser(getattr(options, key)))
-    found, header = _read(path, where, options)
+    labels_of, header = _read(path, where, options)
     if key == "val_labels":
-        _check_apart(options, root, found)
-    order = tuple(
-        classes if classes is not None else header or sorted(set().union(*(one or () for one in found.values())))
-    )
-    names = sorted(map(os.fsencode, found))
+        _check_apart(options, root, labels_of)
+    own = header or sorted(set().union(*(labels or () for labels in labels_of.values())))
+    order = tuple(own if classes is None else classes)
+    names = sorted(map(os.fsencode, labels_of))
     sizes = _sizes(root, names, where)
     if options.val_fraction and names:
         keep = np.flatnonzero(hold_out(names, np.zeros(len(names), np.int64), options.val_fraction) == (split == "val"))
@@ -81,14 +81,14 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
     if labels == "none":
         return ImageFolder(root, names, sizes, np.full(len(names), -1, np.int32), ())
-    sets = [found[os.fsdecode(name)] for name in names]
+    sets = [labels_of[os.fsdecode(name)] for name in names]
     return ImageFolder(root, names, sizes, _table(sets, names, order, where, labels), order)
 
 
 def _table(
     sets: Sequence[set[str] | None], names: Sequence[bytes], order: Sequence[str], where: str, labels: str
 ) -> np.ndarray:
-    """Return the sets as int8 [N, C]: 1 and 0; -1 where nobody knows."""
+    """Return the sets as int8 [N, C]: 1 and 0; -1 for an image that is not labelled."""
     position, table = {name: i for i, name in enumerate(order)}, np.zeros((len(sets), len(order)), np.int8)
     for row, (labels_of, name) in enumerate(zip(sets, names, strict=True)):
         if labels_of is None:
@@ -99,9 +99,10 @@ def _table(
             continue
         unknown = sorted(labels_of - position.keys())
         if unknown:
-            shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
             wrong = f"'{os.fsdecode(name)}' has the label '{unknown[0]}', which no training image has"
-            raise DataError(where, wrong, f"Allowed: {shown}", did_you_mean(unknown[0], order) or "Rename it")
+            raise DataError(
+                where, wrong, f"Allowed: {first_few(order)}", did_you_mean(unknown[0], order) or "Rename it"
+            )
         table[row, [position[label] for label in labels_of]] = 1
     return table
 
@@ -134,7 +135,7 @@ def _check_apart(options: Options, root: str, val: Collection[str]) -> None:
 # -------------------------------------------------------------------------------------------------------- the file
 
 
-def _read(path: str, where: str, options: Options) -> tuple[Found, list[str]]:
+def _read(path: str, where: str, options: Options) -> tuple[Sets, list[str]]:
     """Return the labels of each file, and the classes in order where the file lists them.
 
     Raises:
@@ -142,28 +143,28 @@ def _read(path: str, where: str, options: Options) -> tuple[Found, list[str]]:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as opened:
-            found, order = _csv(opened, options) if path.endswith(".csv") else (_json(opened), [])
+            sets, order = _csv(opened, options) if path.endswith(".csv") else (_json(opened), [])
     except OSError as error:
         raise DataError(where, f"'{path}' cannot be read ({error.strerror})", "A CSV or JSON file", "") from error
     except (ValueError, csv.Error) as error:
         allowed = "CSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
         raise DataError(where, f"'{path}': {error}", allowed, "Correct the file") from error
-    return {os.path.normpath(name + options.ending): labels for name, labels in found.items()}, order
+    return {os.path.normpath(name + options.ending): labels for name, labels in sets.items()}, order
 
 
-def _csv(opened: Iterable[str], options: Options) -> tuple[Found, list[str]]:
+def _csv(opened: Iterable[str], options: Options) -> tuple[Sets, list[str]]:
     rows = [(number, row) for number, row in enumerate(csv.reader(opened), 1) if row]
     header = rows[0][1] if rows else []
     if len(header) < 2:
         raise ValueError("its first line does not name two columns or more")
-    found: Found = {}
+    sets: Sets = {}
     for number, row in rows[1:]:
         if len(row) != len(header):
             raise ValueError(f"line {number} has {len(row)} fields, the first line has {len(header)}")
-        if row[0] in found:
+        if row[0] in sets:
             raise ValueError(f"line {number} names '{row[0]}' a second time")
-        found[row[0]] = _cells(row[1:], header[1:], number, options.separator)
-    return found, header[1:] if len(header) > 2 else []
+        sets[row[0]] = _cells(row[1:], header[1:], number, options.separator)
+    return sets, header[1:] if len(header) > 2 else []
 
 
 def _cells(cells: Sequence[str], classes: Sequence[str], number: int, separator: str) -> set[str] | None:
@@ -178,7 +179,7 @@ def _cells(cells: Sequence[str], classes: Sequence[str], number: int, separator:
     return {name for name, cell in zip(classes, cells, strict=True) if float(cell)}
 
 
-def _json(opened: IO[str]) -> Found:
+def _json(opened: IO[str]) -> Sets:
     content = json.load(opened)
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}")

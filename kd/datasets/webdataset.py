@@ -6,7 +6,6 @@ answers and the sifter both do). The shards are indexed once, and an image is on
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import tarfile
@@ -16,9 +15,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, decode, fingerprint, label_images, name_labels, retried
+from kd.datasets._decode import Names, fingerprint, label_images, name_labels, read_image
 from kd.errors import DataError
-from kd.files.shards import Shard, find, members, read
+from kd.files.shards import Shard, content, find, members, read
 from kd.types import Decoded
 
 
@@ -111,23 +110,12 @@ class WebDataset:
     def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
 
-        The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file
-        kept in the object would have to survive threads, forks, pickling and the limit on open files.
-
         Raises:
             CorruptImage: the member is no whole image.
             DataError: the shard is gone, cannot be read, or is shorter than it was.
         """
-        subject = f"image '{self.name(id)}'"
-        return decode(retried(lambda: self._content(id), subject, self._where), subject, self._where)
-
-    def _content(self, id: int) -> bytes:
-        size, shard = int(self._sizes[id]), self._shards[self._shard_of[id]]
-        with open(shard, "rb", buffering=0) as file:
-            data = read(file, int(self._offsets[id]), size)
-        if len(data) < size:
-            raise OSError(errno.EIO, f"the shard '{shard}' has become shorter since it was indexed")
-        return data
+        shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
+        return read_image(lambda: content(shard, offset, size), f"image '{self.name(id)}'", self._where)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
@@ -144,9 +132,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     shard_of: list[int] = []
     images: list[_Image] = []
     for number, shard in enumerate(shards):
-        found = _index(shard.path, options, where, labels)
-        images.extend(found)
-        shard_of.extend([number] * len(found))
+        indexed = _index(shard.path, options, where, labels)
+        images.extend(indexed)
+        shard_of.extend([number] * len(indexed))
     if not images:
         raise DataError(
             where,
@@ -155,8 +143,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
             "Set data.image_keys",
         )
     names = _class_names(options.class_names) if options.class_names else []
-    found_names, known = name_labels([image.label for image in images], names)
-    order, label = label_images(found_names, [name for name in known if name], classes, where, split, labels)
+    class_of, own = name_labels([image.label for image in images], names)
+    order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(shards, np.asarray(shard_of, np.int32), images, label, order, where)
 
 

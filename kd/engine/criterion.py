@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from kd.contracts import Backend, Teacher
+from kd.contracts import Backend, Task, Teacher
 from kd.engine.span import Span, no_span
-from kd.types import Batch, Outputs, TeacherOutputs
+from kd.types import Batch, Needs, Outputs, TeacherOutputs
 
 
 class Criterion(nn.Module):
@@ -39,7 +38,7 @@ class Criterion(nn.Module):
         self.weights = [weight for _, weight, _ in terms]
         self.terms = nn.ModuleList([term for _, _, term in terms])
         self.members = list(members) or [0] * len(terms)
-        self.needs: frozenset[str] = frozenset().union(*(term.needs for term in self.terms))  # type: ignore[arg-type]
+        self.needs: list[Needs] = [term.needs for term in self.terms]  # type: ignore[misc]
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Score a micro-batch.
@@ -56,8 +55,8 @@ class Criterion(nn.Module):
             }
             if known is not batch:
                 factor_B = batch.labelled / self.labelled
-                for name, term in zip(self.names, self.terms, strict=True):
-                    scores[name] = scores[name] * factor_B if reads_labels(term) else scores[name]
+                for name, needs in zip(self.names, self.needs, strict=True):
+                    scores[name] = scores[name] * factor_B if needs.labels else scores[name]
             weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
@@ -77,17 +76,12 @@ class Criterion(nn.Module):
             return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
 
 
-def reads_labels(term: Any) -> bool:
-    """Return whether a loss reads labels: one that needs no teacher, or says so."""
-    return "teacher" not in term.needs or "hard_labels" in term.needs
-
-
 class Distillation(nn.Module):
     """Student and criterion as one module: DDP wraps it, and so also reduces what a loss learns (a projector)."""
 
-    def __init__(self, student: nn.Module, criterion: Criterion) -> None:
+    def __init__(self, student: nn.Module, criterion: Criterion, task: Task) -> None:
         super().__init__()
-        self.student, self.criterion = student, criterion
+        self.student, self.criterion, self.task = student, criterion, task
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the student's logits [B, C] and the scores of the criterion."""
@@ -139,11 +133,7 @@ def _score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
     if by == "loss":
         assert batch.teacher_outputs is not None
         return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
-    logits_MC = distillation.student(batch.image).logits.float()
-    if "sigmoid" in distillation.criterion.needs:  # the sum over classes of the entropies of yes and no
-        return (F.softplus(logits_MC) - logits_MC.sigmoid() * logits_MC).sum(-1)
-    log_prob_MC = logits_MC.log_softmax(-1)
-    return -(log_prob_MC.exp() * log_prob_MC).sum(-1)  # UNIX, arXiv:2012.09413
+    return distillation.task.entropy(distillation.student(batch.image).logits.float())
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -101,8 +101,7 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
                 (scores["loss"].mean() / len(micros)).backward()
         with run.span("sifting"):
             run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
-        if run.evaluator.decides == "accuracy":  # neither an embedding nor a set of labels is right or wrong
-            scores["accuracy"] = (logits_BC.argmax(-1) == batch.label).float()
+        scores |= run.evaluator.training(logits_BC, batch)
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
             sums[name] = sums[name] + mean if name in sums else mean

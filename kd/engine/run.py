@@ -11,10 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Evaluator, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
-from kd.engine.embedding import EmbeddingEvaluator
-from kd.engine.evaluate import Evaluator
 from kd.engine.span import Span, Window, no_span, no_window
 from kd.types import State
 
@@ -105,7 +103,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     average: Average | None
-    evaluator: Evaluator | EmbeddingEvaluator
+    evaluator: Evaluator
     store: RunStore
     logger: Logger
     skip_nonfinite: bool = False

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kd.progress.console import COLUMNS, scored_by
-from kd.text import percent
+from kd.scores import Scores
+from kd.text import percent, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ class Card:
     """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
     width: int
     """Of its vectors; 0 of a classifier."""
+    scores: Scores
+    """The columns of `metrics` and `baseline`."""
     metrics: Mapping[str, Any]
     """The validation row of the exported checkpoint."""
     baseline: Mapping[str, Any]
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
-    """For each exported graph: max_difference, images, cpu_ms, and same_top1 with accuracy or mAP, or cosine."""
+    """For each file: max_difference, images, cpu_ms; cosine, or same_top1 and the score that decides, by its title."""
     eager_ms: float
     """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
@@ -66,7 +68,7 @@ def _front(card: Card) -> list[str]:
 
 def _intro(card: Card) -> list[str]:
     origin = f"distilled from `{card.teacher}`" if card.teacher else "trained on labels alone"
-    shown = ", ".join(card.labels[:30]) + (f" and {len(card.labels) - 30} more" if len(card.labels) > 30 else "")
+    names = ", ".join(card.labels[:30]) + (f" and {len(card.labels) - 30} more" if len(card.labels) > 30 else "")
     return [
         f"# {card.name}",
         "",
@@ -74,7 +76,7 @@ def _intro(card: Card) -> list[str]:
         f"(losses: {', '.join(card.losses)}). Version `{card.version}`.",
         "",
         f"- Data: {card.data}",
-        f"- Output: a vector of {card.width} numbers" if card.width else f"- {len(card.labels)} classes: {shown}",
+        f"- Output: a vector of {card.width} numbers" if card.width else f"- {len(card.labels)} classes: {names}",
         f"- Weights: {card.weights_from}",
         f"- Licence: {card.license or 'not stated (`kd-export --license ID`)'}",
         "",
@@ -82,70 +84,45 @@ def _intro(card: Card) -> list[str]:
 
 
 def _scores(card: Card) -> list[str]:
-    metrics, rows = card.metrics, []
-    if not metrics:
+    scores, row, calibration = card.scores, card.metrics, card.calibration
+    if not row:
         return ["The run recorded no validation for these weights.", ""]
-    if card.width:
-        return _embedding_scores(metrics)
-    shown = COLUMNS.get(scored_by(metrics), COLUMNS["accuracy"])
-    for name, row, prefix in (
-        ("teacher", metrics, "teacher_"),
-        ("this student", metrics, ""),
-        ("the same student, labels only", card.baseline, ""),
-    ):
-        if all(f"{prefix}{key}" in row for key in shown):
-            values = (row[f"{prefix}{key}"] for key in shown)
-            rows.append(f"| {name} | {' | '.join(percent(value) for value in values)} |")
-    lines = [f"| validation split | {' | '.join(shown.values())} |", "|---|---:|---:|---:|", *rows, ""]
-    lines = lines if rows else ["Trained and evaluated without labels, against its teacher.", ""]
-    if "agreement" in metrics:
-        agreement, kl = percent(metrics["agreement"]), metrics["kl"]
-        lines += [f"Student and teacher give the same answer on {agreement} of the images; KL {kl:.3f} nats.", ""]
-    if card.calibration:
-        found, errors = card.calibration, (percent(card.calibration[key]) for key in ("ece", "calibrated_ece"))
+    models = {**scores.of_teachers(row), "this student": row, "the same student, labels only": card.baseline}
+    rows = scores.table({name: values for name, values in models.items() if scores.own[0].key in values})
+    if rows:
+        lines = ["On the validation split:", "", table(rows), "", *([scores.note, ""] if scores.note else [])]
+    else:
+        lines = ["Trained and evaluated without labels, against its teacher.", ""]
+    comparison = scores.against_teacher(row)
+    lines += [comparison, ""] if comparison else []
+    if calibration:
         lines += [
             "These are the logits of the run. Here they are divided by "
-            f"{found['temperature']:.3g}, fitted on {found['images']} validation images (arXiv:1706.04599), where the "
-            f"calibration error falls from {' to '.join(errors)}. The answers are the same.",
+            f"{calibration['temperature']:.3g}, fitted on {calibration['images']} validation images "
+            f"(arXiv:1706.04599), where the calibration error falls from {percent(calibration['ece'])} to "
+            f"{percent(calibration['calibrated_ece'])}. The answers are the same.",
             "",
         ]
     return lines
 
 
-def _embedding_scores(metrics: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if "knn" in metrics:
-        ends = [name.removeprefix("teacher_knn") for name in metrics if name.startswith("teacher_knn")]
-        rows = [(f"teacher{end.replace('_', ' ')}", f"teacher_knn{end}", f"teacher_probe{end}") for end in ends]
-        lines = ["| validation split | nearest neighbours | linear probe |", "|---|---:|---:|"]
-        for name, knn, probe in [*rows, ("this student", "knn", "probe")]:
-            lines.append(f"| {name} | {percent(metrics[knn])} | {percent(metrics[probe])} |")
-        lines += [
-            "",
-            "Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
-            "and a ridge classifier. The labels were not used in training.",
-        ]
-    text = f"Agreement with the teacher through the projector that was trained beside it: {metrics['agreement']:.4f}."
-    return [*lines, text, ""]
-
-
 def _graphs(card: Card) -> list[str]:
     if not card.graphs:
         return []
-    score = "mAP" if any("mAP" in row for row in card.graphs.values()) else "accuracy"
-    compared = "mean cosine with PyTorch" if card.width else f"{score} | same top-1 as PyTorch"
-    lines = [
-        f"| file | {compared} | max abs. difference | CPU ms per image |",
-        "|---|---:|---:|---:|" if card.width else "|---|---:|---:|---:|---:|",
-    ]
-    for file, row in card.graphs.items():
-        if card.width:
-            found = f"{row['cosine']:.6f}"
-        else:
-            found = f"{percent(row[score])} | {row['same_top1']} of {row['images']}"
-        lines.append(f"| {file} | {found} | {row['max_difference']:.1e} | {row['cpu_ms']:.2f} |")
+    score = card.scores.own[0]
+    rows = []
+    for file, graph in card.graphs.items():
+        cells = {"file": file}
+        if "cosine" in graph:
+            cells["mean cosine with PyTorch"] = f"{graph['cosine']:.6f}"
+        if score.title in graph:
+            cells[score.title] = score.text(graph[score.title])
+        if "same_top1" in graph:
+            cells["same top-1 as PyTorch"] = f"{graph['same_top1']} of {graph['images']}"
+        cells |= {"max abs. difference": f"{graph['max_difference']:.1e}", "CPU ms per image": f"{graph['cpu_ms']:.2f}"}
+        rows.append(cells)
     return [
-        *lines,
+        table(rows),
         "",
         f"Compared on validation images. CPU time: one thread, one image, {card.processor}, interleaved with PyTorch, "
         f"which took {card.eager_ms:.2f} ms.",
@@ -191,7 +168,7 @@ def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     chosen = sum(bool(one["chosen"]) for one in thresholds.values())
     return (
-        "An image has each label whose sigmoid exceeds its threshold in manifest.json, or none. "
+        "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
         f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images, on which their F1 is "
         "therefore too good; the others are 0.5. "
     )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kd import config
+from kd.artifacts.run_dir import RunDir
+from kd.config.schema import DataSection, StudentSection
 from kd.errors import RunError
-from kd.export import folder as artifact
-from kd.export import graphs as _graphs
-from kd.host import environment, versions
-from kd.models import runtimes as onnx
+from kd.export import graphs
+from kd.export.card import Card, render
+from kd.export.folder import refuse_other, write_folder
+from kd.export.graphs import Made
+from kd.host import environment, processor, versions
+from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
+from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files
+from kd.references import written
 from kd.setup.finished import best_student, opened_run
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import BASELINE, Recipe, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,54 +73,105 @@ def export(
     """
     options = options or Options()
     folder, settings = opened_run(path)
-    recipe = Recipe(config.load(config.to_dict(settings), overrides) if overrides else settings)
+    recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
-    target = target or path / "export"
-    artifact.refuse_other(target)  # before minutes of work, not after
-    student, provenance = best_student(folder, recipe, classes)
-    labels = classes if student.num_classes else ()
+    target, task, section = target or path / "export", recipe.student.task, recipe.data.section
+    refuse_other(target)  # before minutes of work, not after
+    student, provenance = best_student(folder, recipe.student, section, classes)
     with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
-        extras = Path(temporary)
-        made = _graphs.write(extras, student, recipe, classes, folder.manifest().get("data", ""), options)
+        extras, data_hash = Path(temporary), folder.manifest().get("data", "")
+        made = graphs.write(extras, student, recipe, classes, data_hash, options)
         if made.calibration:
             provenance |= {"digest": digest(student.network), "calibration": made.calibration}
-        content, weights = export_files(student.network, labels, recipe.data.eval_crop, recipe.reads.sigmoid)
-        facts = _facts(recipe, student, provenance, made)
-        version, metrics = facts["version"], provenance["metrics"]
-        card = _graphs.card(folder, recipe, student, version, metrics, made, options, target)
-        (extras / "README.md").write_text(card, encoding="utf-8")
-        artifact.export(target, content, weights, provenance, extras, facts)
+        labels = classes if task.logits else ()
+        content, weights = export_files(student.network, labels, section.eval_crop, task.problem_type)
+        facts = {
+            "format": 1,
+            "name": recipe.record.name,
+            "version": provenance["digest"][:12],
+            "input": _input(student, section),
+            "output": _output(student, made.thresholds),
+            "parity": made.parity,
+            "environment": _environment(),
+        }
+        card = described(folder, recipe, student, provenance, made)
+        card = replace(card, license=options.license, commands=commands(target.name, options.onnx))
+        (extras / "README.md").write_text(render(card), encoding="utf-8")
+        write_folder(target, content, weights, provenance, extras, facts)
     return Exported(target, made.lines)
 
 
-def _facts(recipe: Recipe, student: Classifier, provenance: dict[str, Any], made: _graphs.Made) -> dict[str, Any]:
-    size = recipe.data.image_size
+def described(folder: RunDir, recipe: Recipe, student: Classifier, provenance: Mapping[str, Any], made: Made) -> Card:
+    """Return the contents of the model card."""
+    manifest, section, task = folder.manifest(), recipe.data.section, recipe.student.task
+    baseline = RunDir(folder.path / BASELINE).metrics("val")
+    decides = task.scores.own[0].key if baseline else ""
+    return Card(
+        name=recipe.record.name,
+        student=written(recipe.student.section.model),
+        student_parameters=count_parameters(student),
+        teacher=written(recipe.teacher.section.model),
+        losses=[loss.kind for loss in recipe.student.losses],
+        data=f"{section.kind}, content hash {manifest.get('data', 'not recorded')[:12]}",
+        labels=manifest["classes"] if task.logits else (),
+        thresholds=made.thresholds,
+        calibration=made.calibration,
+        width=0 if task.logits else student.num_features,
+        metrics=provenance["metrics"],
+        baseline=max(baseline, key=lambda row: row[decides]) if baseline else {},
+        graphs=made.parity,
+        eager_ms=made.eager_ms,
+        processor=processor(),
+        size=section.image_size,
+        crop=section.eval_crop,
+        license="",
+        weights_from=_origin(recipe.student.section, student),
+        version=provenance["digest"][:12],
+        commands={},
+        scores=task.scores,
+    )
+
+
+def commands(folder: str, onnx: bool) -> dict[str, str]:
+    """Return how an export is used, by title."""
+    found = {"With timm": f"timm.create_model('local-dir:{folder}', pretrained=True)"}
+    if onnx:
+        found["As an endpoint, without torch"] = (
+            f"kd-serve {folder}\ncurl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
+        )
+    return found
+
+
+def _origin(section: StudentSection, student: Classifier) -> str:
+    if section.checkpoint:
+        return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
+    if section.init == "pretrained":
+        known = getattr(student.network, "pretrained_cfg", None) or {}
+        licence = known.get("license", "not recorded")
+        return f"started from timm's pretrained `{written(section.model)}`, licence: {licence}"
+    return "trained from random initial weights"
+
+
+def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
+    size = section.image_size
     return {
-        "format": 1,
-        "name": recipe.name,
-        "version": provenance["digest"][:12],
-        "input": {
-            "name": "image",
-            "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
-            "size": size,
-            "crop": recipe.data.eval_crop,
-            "network_size": student.input_size or size,
-        },
-        "output": _output(student, made),
-        "parity": made.parity,
-        "environment": _environment(),
+        "name": "image",
+        "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
+        "size": size,
+        "crop": section.eval_crop,
+        "network_size": student.input_size or size,
     }
 
 
-def _output(student: Classifier, made: _graphs.Made) -> dict[str, Any]:
+def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": made.thresholds} if made.thresholds else {}
+        more = {"thresholds": thresholds} if thresholds else {}
         shape = f"float32 [batch, {student.num_classes}]"
-        return {"name": onnx.LOGITS, "layout": shape, "width": student.num_classes, **more}
+        return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    return {"name": onnx.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
+    return {"name": runtimes.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
 
 
 def _environment() -> dict[str, Any]:

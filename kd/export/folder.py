@@ -15,7 +15,7 @@ from kd.files.manifest import MANIFEST, checksum, sha256
 from kd.files.storage import atomic_folder, write_json
 
 
-def export(
+def write_folder(
     folder: Path,
     config: dict[str, Any],
     tensors: dict[str, Tensor],

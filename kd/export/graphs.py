@@ -1,4 +1,4 @@
-"""The graphs of an export, each compared with PyTorch before it is kept, and the model card that tells the result."""
+"""The graphs of an export, each compared with PyTorch before it is kept."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.artifacts.run_dir import RunDir
+import torch
+
 from kd.errors import ConfigError, RunError
-from kd.export import parity as _parity
-from kd.export.card import Card, render
-from kd.host import processor
-from kd.models import runtimes as onnx
+from kd.export import parity
+from kd.export.parity import EAGER
+from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.models.teacher import count_parameters
-from kd.progress.console import scored_by
-from kd.references import written
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import Recipe
@@ -36,9 +33,9 @@ class Made:
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By class, where each is answered alone: see `_parity.chosen_thresholds`."""
+    """By class, where each is answered alone: see `kd.contracts.Task.thresholds`."""
     calibration: dict[str, Any] = field(default_factory=dict)
-    """What `_parity.calibrate` found; empty: the logits are those of the run."""
+    """What `parity.calibrate` found; empty: the logits are those of the run."""
 
 
 def write(
@@ -61,112 +58,61 @@ def write(
     """
     if not options.onnx and (options.int8 or options.openvino):
         raise ConfigError("--no-onnx", "--int8 and --openvino are made from model.onnx", "", "Leave out --no-onnx")
-    unchosen = _parity.chosen_thresholds(_parity.Row(), classes) if recipe.reads.sigmoid else {}
+    task = recipe.student.task
     if not options.onnx and not options.pt2:
-        return Made(thresholds=unchosen)
+        none = torch.zeros(0, len(classes))
+        return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
     if options.onnx:  # before the images are read
         for name in ("onnx", "onnxscript", "onnxruntime"):
-            onnx.require(name, "--onnx")
+            runtimes.require(name, "--onnx")
     student.eval()
     calibration, calibrated = {}, ""
     with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, recipe.run.folder, backend, fill=False)
+        data = open_data(recipe.data, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (data_hash and data.fingerprint != data_hash):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        if options.calibrate and student.num_classes and not recipe.reads.sigmoid:
-            shown = _parity.validation_images(data, min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES))
-            calibration, calibrated = _parity.calibrate(student, shown)
-        runners = _write(folder, student, recipe.data.image_size, options)
-        eager, rows = _parity.compare(student, runners, _parity.validation_images(data, options.images))
-    made = Made(eager_ms=eager.cpu_ms, calibration=calibration)
-    made.thresholds = _parity.chosen_thresholds(eager, classes) if recipe.reads.sigmoid else {}
-    for name, row in rows.items():
+        if options.calibrate and task.logits == "softmax":
+            few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
+            calibration, calibrated = parity.calibrate(student, parity.validation_images(data, few))
+        runners = _write(folder, student, data.section.image_size, options)
+        answers = parity.compare(student, runners, parity.validation_images(data, options.images))
+    made = Made(eager_ms=answers.cpu_ms[EAGER], calibration=calibration)
+    made.thresholds = task.thresholds(answers.outputs[EAGER], answers.labels, classes)
+    eager = answers.scores(EAGER, task)
+    for name in runners:
+        scores, difference, cpu_ms = answers.scores(name, task), answers.difference(name), answers.cpu_ms[name]
+        what = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}"
         if name == INT8:
-            note = _parity.check_drop(name, row, eager, options.max_drop)
+            what += parity.check_drop(name, scores, eager, options.max_drop, len(answers.labels))
         else:
-            note = _parity.check_exact(name, row, options.tolerance)
+            parity.check_exact(name, scores, difference, options.tolerance, len(answers.labels))
         files = [folder / name, folder / "openvino.bin"] if name == OPENVINO else [folder / name]
         size = sum(file.stat().st_size for file in files)
         made.lines.append(
-            f"{name:16s} {size / 1e6:6.2f} MB  {note}, {row.summary}, {row.cpu_ms:.2f} ms CPU an image "
-            f"(PyTorch {eager.cpu_ms:.2f})"
+            f"{name:16s} {size / 1e6:6.2f} MB  {what}, {scores.summary}, {cpu_ms:.2f} ms CPU an image "
+            f"(PyTorch {made.eager_ms:.2f})"
         )
-        made.parity[name] = row.facts()
+        rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(cpu_ms, 3)}
+        made.parity[name] = {"images": len(answers.labels), **scores.facts, **rounded}
     made.lines += [calibrated] if calibrated else []
     return made
 
 
-def _write(folder: Path, student: Classifier, size: int, options: Options) -> dict[str, _parity.Runner]:
-    runners: dict[str, _parity.Runner] = {}
-    program = onnx.export_program(student, size)
+def _write(folder: Path, student: Classifier, size: int, options: Options) -> dict[str, parity.Runner]:
+    runners: dict[str, parity.Runner] = {}
+    program = runtimes.export_program(student, size)
     if options.pt2:
-        onnx.write_program(program, folder / PT2)
-        runners[PT2] = onnx.program_runner(folder / PT2)
+        runtimes.write_program(program, folder / PT2)
+        runners[PT2] = runtimes.program_runner(folder / PT2)
     if options.onnx:
-        onnx.write_onnx(program, folder / ONNX, onnx.LOGITS if student.num_classes else onnx.EMBEDDING)
-        runners[ONNX] = onnx.onnx_runner(folder / ONNX)
+        runtimes.write_onnx(program, folder / ONNX, runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING)
+        runners[ONNX] = runtimes.onnx_runner(folder / ONNX)
     if options.int8:
-        onnx.write_int8(folder / ONNX, folder / INT8)
-        runners[INT8] = onnx.onnx_runner(folder / INT8)
+        runtimes.write_int8(folder / ONNX, folder / INT8)
+        runners[INT8] = runtimes.onnx_runner(folder / INT8)
     if options.openvino:
-        onnx.write_openvino(folder / ONNX, folder / OPENVINO)
-        runners[OPENVINO] = onnx.openvino_runner(folder / OPENVINO)
+        runtimes.write_openvino(folder / ONNX, folder / OPENVINO)
+        runners[OPENVINO] = runtimes.openvino_runner(folder / OPENVINO)
     return runners
-
-
-def card(
-    folder: RunDir,
-    recipe: Recipe,
-    student: Classifier,
-    version: str,
-    metrics: dict[str, Any],
-    made: Made,
-    options: Options,
-    target: Path,
-) -> str:
-    """Return the model card."""
-    baseline = RunDir(folder.path / "labels_only").metrics("val")
-    commands = {"With timm": f"timm.create_model('local-dir:{target.name}', pretrained=True)"}
-    if options.onnx:
-        commands["As an endpoint, without torch"] = (
-            f"kd-serve {target.name}\n"
-            "curl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
-        )
-    return render(
-        Card(
-            name=recipe.name,
-            student=written(recipe.student.model),
-            student_parameters=count_parameters(student),
-            teacher=written(recipe.teacher.model),
-            losses=[section.kind for section in recipe.losses],
-            data=f"{recipe.data.kind}, content hash {folder.manifest().get('data', 'not recorded')[:12]}",
-            labels=folder.manifest()["classes"] if student.num_classes else (),
-            thresholds=made.thresholds,
-            calibration=made.calibration,
-            width=0 if student.num_classes else student.num_features,
-            metrics=metrics,
-            baseline=max(baseline, key=lambda row: row[scored_by(row)]) if baseline else {},
-            graphs=made.parity,
-            eager_ms=made.eager_ms,
-            processor=processor(),
-            size=recipe.data.image_size,
-            crop=recipe.data.eval_crop,
-            license=options.license,
-            weights_from=_origin(recipe, student),
-            version=version,
-            commands=commands,
-        )
-    )
-
-
-def _origin(recipe: Recipe, student: Classifier) -> str:
-    section = recipe.student
-    if section.checkpoint:
-        return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
-    if section.init == "pretrained":
-        known = getattr(student.network, "pretrained_cfg", None) or {}
-        licence = known.get("license", "not recorded")
-        return f"started from timm's pretrained `{written(section.model)}`, licence: {licence}"
-    return "trained from random initial weights"

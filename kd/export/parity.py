@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from kd.contracts import Task
 from kd.data.views import Views
-from kd.engine import evaluate
-from kd.engine.label_sets import score, thresholds
 from kd.errors import DataError, ModelError
 from kd.export.calibrate import divide_logits, temperature
 from kd.models.classifier import Classifier
-from kd.setup.data import Data, evenly_spaced
+from kd.scores import GraphScores
+from kd.seeds import evenly_spaced
+from kd.setup.data import Data
+from kd.tasks.single_label import calibration_error
 from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
@@ -25,78 +27,29 @@ BATCH = 16
 FEWEST_LABELLED = 100
 """Images with a label below which no temperature is fitted."""
 TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
+EAGER = ""
+"""The name of PyTorch among the graphs."""
 
 
-@dataclass(slots=True)
-class Row:
-    """One graph against PyTorch."""
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
 
-    embedding: bool = False
-    """It compares vectors of length 1, not logits."""
-    images: int = 0
-    same_top1: int = 0
-    correct: int = 0
-    max_difference: float = 0.0
-    """Of all logits, or values of a vector, of all images."""
-    cosine: float = 0.0
-    """Sum of the cosines with PyTorch's vectors."""
-    cpu_ms: float = 0.0
-    answers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Logits [B, C] and label sets [B, C], where images have several labels."""
+    outputs: Mapping[str, torch.Tensor]
+    """Logits [N, C] or vectors [N, D] by graph."""
+    labels: torch.Tensor
+    """int [N], or label sets [N, C]; -1 where nobody knows."""
+    cpu_ms: Mapping[str, float]
+    """CPU time of an image with one thread."""
 
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers; of label sets the mean average precision."""
-        if self.answers:
-            logits_NC, label_NC = self.whole()
-            return score(logits_NC, label_NC > 0)["map"]
-        return self.correct / max(1, self.images)
+    def scores(self, name: str, task: Task) -> GraphScores:
+        """Return how a graph answers beside PyTorch."""
+        return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
 
-    @property
-    def score(self) -> str:
-        """The name of what `accuracy` holds."""
-        return "mAP" if self.answers else "accuracy"
-
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all logits and all label sets, [N, C]."""
-        logits_NC, label_NC = (torch.from_numpy(np.concatenate(each)) for each in zip(*self.answers, strict=True))
-        return logits_NC, label_NC
-
-    def add(self, logits: np.ndarray, reference: np.ndarray, labels: np.ndarray) -> None:
-        """Count one batch: logits [B, C] or vectors [B, D] twice, labels [B] or label sets [B, C]."""
-        difference = np.abs(logits - reference).max()
-        self.images += len(labels)
-        self.cosine += float((logits * reference).sum()) if self.embedding else 0.0
-        self.same_top1 += int((logits.argmax(1) == reference.argmax(1)).sum())
-        if labels.ndim == 2:
-            known = (labels >= 0).all(1)
-            self.answers.append((logits[known], labels[known]))
-        else:  # without a label PyTorch is right
-            self.correct += int((logits.argmax(1) == np.where(labels < 0, reference.argmax(1), labels)).sum())
-        # NaN compares with nothing: it must not pass as no difference
-        self.max_difference = max(self.max_difference, float(difference) if np.isfinite(difference) else np.inf)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the manifest and the card hold."""
-        rounded = {"max_difference": float(f"{self.max_difference:.3g}"), "cpu_ms": round(self.cpu_ms, 3)}
-        if self.embedding:
-            return {"images": self.images, **rounded, "cosine": self.mean_cosine}
-        counted = {"images": self.images, "same_top1": self.same_top1, "correct": self.correct}
-        if self.answers:
-            del counted["correct"]
-        return {**counted, **rounded, self.score: self.accuracy}
-
-    @property
-    def mean_cosine(self) -> float:
-        """Mean cosine with PyTorch's vectors."""
-        return self.cosine / max(1, self.images)
-
-    @property
-    def summary(self) -> str:
-        """How its answers compare, as text."""
-        if self.embedding:
-            return f"mean cosine {self.mean_cosine:.6f} on {self.images} validation images"
-        return f"same top-1 on {self.same_top1} of {self.images} validation images"
+    def difference(self, name: str) -> float:
+        """Return the largest |difference| from PyTorch; infinite where one is no number."""
+        found = (self.outputs[name] - self.outputs[EAGER]).abs()
+        return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
 def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -123,20 +76,18 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
 
 def compare(
     student: Classifier, runners: Mapping[str, Runner], images: Iterator[tuple[np.ndarray, np.ndarray]]
-) -> tuple[Row, dict[str, Row]]:
-    """Run every image through PyTorch and every graph; return PyTorch's own row and one for each graph."""
-    embedding = not student.num_classes
-    eager, rows = Row(embedding), {name: Row(embedding) for name in runners}
-    answer = eager_runner(student)
-    first = np.zeros((0,))
-    for pixels, labels in images:
-        first = pixels[:1] if not len(first) else first
-        reference = answer(pixels)
-        eager.add(reference, reference, labels)
-        for name, run in runners.items():
-            rows[name].add(run(pixels), reference, labels)
-    _time(first, {"": answer, **runners}, {"": eager, **rows})
-    return eager, rows
+) -> Answers:
+    """Run every image through PyTorch and every graph."""
+    every = {EAGER: eager_runner(student), **runners}
+    outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
+    labels, first = [], np.zeros(0)
+    for pixels, label in images:
+        first = first if len(first) else pixels[:1]
+        labels.append(label)
+        for name, run in every.items():
+            outputs[name].append(run(pixels))
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every))
 
 
 def calibrate(student: Classifier, images: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
@@ -170,29 +121,10 @@ def calibrate(student: Classifier, images: Iterator[tuple[np.ndarray, np.ndarray
     if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
         wrong = f"the logits of {type(student.network).__name__} are not what its last layer returns"
         raise ModelError("export.calibrate", wrong, "", "Export with --no-calibrate")
-    before, after = (evaluate.calibration_error(each_NC, label_N) for each_NC in (logits_NC, logits_NC / found))
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, logits_NC / found))
     line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
     line += f"calibration error there {percent(before)} -> {percent(after)}"
     return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
-
-
-def chosen_thresholds(eager: Row, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return for each class from which probability it is answered, and how that was found, as JSON values.
-
-    Args:
-        eager: PyTorch's answers on the validation images that were compared.
-        classes: in the order of the logits.
-    """
-    found = {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
-    if not eager.answers:
-        return found
-    logits_NC, label_NC = eager.whole()
-    values_C, enough_C = thresholds(logits_NC, label_NC > 0)
-    for name, value, enough, shown in zip(
-        classes, values_C.tolist(), enough_C.tolist(), (label_NC > 0).sum(0).tolist(), strict=True
-    ):
-        found[name] = {"threshold": round(value, 6), "chosen": enough, "images": shown}
-    return found
 
 
 def eager_runner(student: Classifier) -> Runner:
@@ -206,8 +138,8 @@ def eager_runner(student: Classifier) -> Runner:
     return run
 
 
-def _time(image: np.ndarray, runners: Mapping[str, Runner], rows: Mapping[str, Row]) -> None:
-    """Measure the CPU time of one image with one thread, in turns, as medians."""
+def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
+    """Return the CPU milliseconds of one image with one thread, measured in turns, as medians."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -223,48 +155,39 @@ def _time(image: np.ndarray, runners: Mapping[str, Runner], rows: Mapping[str, R
                 break
     finally:
         torch.set_num_threads(threads)
-    for name, row in rows.items():
-        row.cpu_ms = statistics.median(took[name])
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
-def check_exact(name: str, row: Row, tolerance: float) -> str:
-    """Require a graph to compute what PyTorch computes; say how close it is.
+def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
+    """Require a graph to compute what PyTorch computes.
 
     Raises:
         ModelError: a value differs by more than `tolerance`, or an answer does.
     """
-    others = 0 if row.embedding else row.images - row.same_top1
-    if row.max_difference > tolerance or others:
+    if difference > tolerance or scores.others:
         raise ModelError(
             f"export.{name}",
-            f"its values differ from PyTorch's by up to {row.max_difference:.2g}, and {others} of {row.images} "
-            "answers do",
+            f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers do",
             f"At most {tolerance:g} (--tolerance), and every answer the same",
             "Nothing was written; export with --no-onnx, or report the network",
         )
-    return f"max |d{'value' if row.embedding else 'logit'}| {row.max_difference:.1e}"
 
 
-def check_drop(name: str, row: Row, eager: Row, max_drop: float) -> str:
+def check_drop(name: str, scores: GraphScores, eager: GraphScores, max_drop: float, images: int) -> str:
     """Require an approximate graph to be about as right as PyTorch, or its vectors to point where PyTorch's do.
 
     Returns:
         What it loses, as text.
 
     Raises:
-        ModelError: it loses more than `max_drop` of the accuracy, or of the mean cosine.
+        ModelError: it loses more than `max_drop` of the score that decides.
     """
-    if row.embedding:
-        before, after, what = 1.0, row.mean_cosine, "the mean cosine with PyTorch's vectors"
-        shown = f"{after:.4f}"
-    else:
-        before, after, what = eager.accuracy, row.accuracy, row.score
-        shown = f"{percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"
+    before, after = eager.facts[eager.decides], scores.facts[scores.decides]
     if not before - after <= max_drop:
         raise ModelError(
             f"export.{name}",
-            f"{what} falls from {percent(before)} to {percent(after)} on {row.images} images",
+            f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images",
             f"A drop of at most {100 * max_drop:g} points (--max-drop)",
             "Nothing was written; raise --max-drop, or export without --int8",
         )
-    return f"max |d{'value' if row.embedding else 'logit'}| {row.max_difference:.1e}, {what} {shown}"
+    return f", {scores.title} {percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"

@@ -24,8 +24,8 @@ def unchanged(manifest: Mapping[str, Any]) -> bool:
 
 def sha256(path: Path) -> str:
     """Return the hash of a file's content."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

@@ -17,8 +17,8 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'kd[sagemaker]'", "gs": "pip install gcsfs"}
-HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of this machine's disk."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of this machine's disk."""
 
 
 def is_url(path: str) -> bool:
@@ -38,27 +38,29 @@ def listing(url: str, where: str) -> dict[str, int]:
         DataError: it cannot be listed.
         MissingExtra: no package for this protocol is installed.
     """
-    with _answers(url, where):
+    with _one_line(url, where):
         files, path = _open(url, where)
         if re.search(r"[*?\[]", path):
-            urls = {files.unstrip_protocol(name): told for name, told in files.glob(path, detail=True).items()}
-        else:  # the URL as it was given: there are several ways to write one
-            found = files.find(path, detail=True).items()
-            urls = {join(url, rest) if (rest := name[len(path) :].lstrip("/")) else url: told for name, told in found}
-        return {each: int(urls[each]["size"] or 0) for each in sorted(urls)}
+            infos = {files.unstrip_protocol(name): info for name, info in files.glob(path, detail=True).items()}
+        else:  # not `unstrip_protocol`: a URL can be written in several ways, and the caller's is kept
+            infos = {}
+            for name, info in files.find(path, detail=True).items():
+                below = name[len(path) :].lstrip("/")
+                infos[join(url, below) if below else url] = info
+        return {each: int(infos[each]["size"] or 0) for each in sorted(infos)}
 
 
 def version(url: str, where: str) -> str:
-    """Return a hash that changes when the content of a file does, as far as the store tells.
+    """Return a hash of the size, ETag and times that the store has for a file: it changes when the content does.
 
     Raises:
         DataError: there is no such file.
         MissingExtra: no package for this protocol is installed.
     """
-    with _answers(url, where):
+    with _one_line(url, where):
         files, path = _open(url, where)
-        told = files.info(path)
-        marks = [str(told.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
+        info = files.info(path)
+        marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
     return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
 
 
@@ -71,7 +73,7 @@ def read(url: str, where: str) -> bytes:
         MissingExtra: no package for this protocol is installed.
     """
     try:
-        with _answers(url, where, (FileNotFoundError, PermissionError)):
+        with _one_line(url, where, (FileNotFoundError, PermissionError)):
             files, path = _open(url, where)
             return files.cat_file(path)
     except (FileNotFoundError, PermissionError) as error:
@@ -86,7 +88,7 @@ def copy_here(url: str, target: Path, where: str) -> None:
         RunError: the disk is full or not writable.
         MissingExtra: no package for this protocol is installed.
     """
-    with atomic_file(target, where) as draft, _answers(url, where, disk=True):
+    with atomic_file(target, where) as draft, _one_line(url, where, disk=True):
         files, path = _open(url, where)
         files.get_file(path, str(draft))
 
@@ -98,7 +100,7 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
         DataError: it cannot be written.
         MissingExtra: no package for this protocol is installed.
     """
-    with _answers(url, where):
+    with _one_line(url, where):
         files, path = _open(url, where)
         target = files.open(path, "wb")
         try:
@@ -119,7 +121,7 @@ def remove(url: str, where: str) -> None:
         DataError: the store refuses or is away.
         MissingExtra: no package for this protocol is installed.
     """
-    with _answers(url, where, (FileNotFoundError,)):
+    with _one_line(url, where, (FileNotFoundError,)):
         files, path = _open(url, where)
         try:
             files.rm_file(path)
@@ -147,14 +149,14 @@ def _store(protocol: str, process: int) -> Any:
 
 
 @contextmanager
-def _answers(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
-    """Turn what a store raises, of many unrelated types, into one line."""
+def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
+    """Turn what a store raises, of many unrelated types, into a DataError; `passed` are raised as they are."""
     try:
         yield
     except (MissingExtra, *passed):
         raise
     except Exception as error:
-        if disk and isinstance(error, OSError) and error.errno in HERE:
+        if disk and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         remedy = "Check the name, credentials and network, then run the same command again"

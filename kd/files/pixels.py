@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
+ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+"""Of the names of image files. A sample of a tar shard that has several gives the first of them."""
 EXIF_ORIENTATION = 0x0112
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -57,13 +59,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
-    """Crop the centre and resize it (bicubic), deterministically.
-
-    Args:
-        image: RGB.
-        size: side of the result in pixels.
-        crop: side of the crop as a share of the shorter side.
-    """
+    """Crop the centre of an RGB image to `crop` times its shorter side, and resize it (bicubic) to `size` pixels."""
     side = max(1.0, min(image.width, image.height) * crop)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)

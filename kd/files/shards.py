@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -29,7 +30,7 @@ class Shard:
 
     path: str
     origin: str
-    """As it was named: the path, or the URL that it was copied from."""
+    """The path, or the URL that it was copied from."""
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
@@ -98,8 +99,24 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
     return samples
 
 
+def content(path: str, offset: int, size: int) -> bytes:
+    """Return a member, by its offset and size in the shard at `path`.
+
+    The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file kept
+    in an object would have to survive threads, forks, pickling and the limit on open files.
+
+    Raises:
+        OSError: it cannot be read, or has become shorter.
+    """
+    with open(path, "rb", buffering=0) as file:
+        data = read(file, offset, size)
+    if len(data) < size:
+        raise OSError(errno.EIO, f"the shard '{path}' has become shorter since it was indexed")
+    return data
+
+
 def read(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Return bytes of an unbuffered file, which may give less than asked at a time."""
+    """Return bytes of an unbuffered file, which may give fewer at a time than it is asked for."""
     file.seek(offset)
     parts = []
     while size > 0 and (part := file.read(size)):
@@ -125,7 +142,7 @@ def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
 
 
 def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
-    """Copy what is not here yet. One process of this machine copies; the others wait for it."""
+    """Copy the shards that are not on this machine. One process copies; the others wait for its lock."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(pool.map(lambda url: object_store.version(url, where), urls))
         shards = [
@@ -134,19 +151,17 @@ def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
         ]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = lock(folder / ".lock", where)
-            while held is None:
+            while (locked := lock(folder / ".lock", where)) is None:
                 time.sleep(0.5)
-                held = lock(folder / ".lock", where)
         except OSError as error:
             raise disk_error(error, folder, where) from error
-        with held:
-            todo = [shard for shard in shards if not os.path.isfile(shard.path)]
-            if todo:
-                log.info(f"{where}: copying {len(todo)} of {len(shards)} shards to '{folder}'")
-            for shard in todo:
+        with locked:
+            missing = [shard for shard in shards if not os.path.isfile(shard.path)]
+            if missing:
+                log.info(f"{where}: copying {len(missing)} of {len(shards)} shards to '{folder}'")
+            for shard in missing:
                 recover(Path(shard.path).parent)
-            list(pool.map(lambda shard: object_store.copy_here(shard.origin, Path(shard.path), where), todo))
+            list(pool.map(lambda shard: object_store.copy_here(shard.origin, Path(shard.path), where), missing))
     return shards
 
 

@@ -1,4 +1,4 @@
-"""Files on a disk: files and folders that are whole or absent, a lock, checksummed records, folders named by a hash."""
+"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, folders named by a hash."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import fcntl
 import hashlib
 import json
 import logging
-import mmap
 import os
 import re
 import shutil
-import struct
 import time
-import weakref
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
 from kd.errors import RunError
+from kd.files.records import Records as Records  # the caches import these three from here
+from kd.files.records import Stop as Stop
+from kd.files.records import record_bytes as record_bytes
 
 MANIFEST = "manifest.json"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
@@ -51,9 +50,9 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
     old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
-        with _opened(draft) as held:
+        with _opened(draft) as descriptor:
             with suppress(OSError):  # so that `recover` in another process leaves it alone
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield draft
             for file in (*draft.rglob("*"), draft):
                 flush(file)
@@ -82,25 +81,25 @@ def recover(folder: Path, name: str = "", alone: bool = False) -> None:
         name: of the file or folder that was being written; empty: any.
         alone: no other process writes here, so no draft is in use.
     """
-    for left in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
-        found = LEFTOVER.fullmatch(left.name)
-        if found is None or name not in ("", found[1]) or (not alone and _in_use(left.with_suffix(".tmp"))):
+    for leftover in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
+        match = LEFTOVER.fullmatch(leftover.name)
+        if match is None or name not in ("", match[1]) or (not alone and _in_use(leftover.with_suffix(".tmp"))):
             continue
-        if found[2] == "old" and not (folder / found[1]).exists():
+        if match[2] == "old" and not (folder / match[1]).exists():
             with suppress(OSError):
-                os.replace(left, folder / found[1])
+                os.replace(leftover, folder / match[1])
         else:
-            _delete(left, "run.folder")
+            _delete(leftover, "run.folder")
 
 
 def remove_folder(path: Path, where: str = "run.folder") -> None:
     """Remove a folder, so that it is whole or gone. If that fails, warn."""
-    left = _beside(path)
+    hidden = _beside(path)
     try:
-        os.replace(path, left)
+        os.replace(path, hidden)
     except OSError:
-        left = path
-    _delete(left, where)
+        hidden = path
+    _delete(hidden, where)
 
 
 @contextmanager
@@ -198,23 +197,40 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-# --------------------------------------------------------------------------------------------------------- lock
+# --------------------------------------------------------------------------------------------------- JSON lines
 
 
-def read_rows(path: Path, last: int = LAST) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; none where there is no file.
+def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
+    """Append rows to a file of JSON lines.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file of JSON lines with the wanted rows alone. Nothing happens where there is no file.
+
+    Raises:
+        RunError: the disk is full or not writable.
+    """
+    if path.is_file():
+        rows = [row for row in read_rows(path, last=None) if wanted(row)]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
+    """Return the rows in the last `last` bytes (None: in all) of a file of JSON lines; none where there is no file.
 
     A line that is no JSON object is left out: a kill or a full disk has cut it short, and the next start may have
-    written behind it. So is all but the end of a very long file.
-
-    Args:
-        path: of the file.
-        last: bytes at the end that are read.
+    written behind it.
     """
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - last)
+        skipped = 0 if last is None else max(0, path.stat().st_size - last)
         file.seek(skipped)
         lines = file.read().split(b"\n")
     rows = []
@@ -222,6 +238,9 @@ def read_rows(path: Path, last: int = LAST) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
+
+
+# --------------------------------------------------------------------------------------------------------- lock
 
 
 def lock(path: Path, where: str) -> IO[str] | None:
@@ -233,15 +252,14 @@ def lock(path: Path, where: str) -> IO[str] | None:
         OSError: the file cannot be opened for writing.
         RunError: the file system has no locks.
     """
-    file = path.open("a")
+    file, owned = path.open("a"), False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if isinstance(error, (BlockingIOError, PermissionError)):
-            return None
-        wrong = f"'{path.parent}' lies on a file system without locks ({error.strerror or error})"
-        raise RunError(where, wrong, "One writer at a time", "Choose a folder on another file system") from error
+        owned = take_lock(file, path, where)
+    finally:
+        if not owned:
+            file.close()
+    if not owned:
+        return None
     # A data worker may outlive its killed trainer by seconds. It must not keep the lock.
     os.register_at_fork(after_in_child=file.close)
     with suppress(OSError):  # it is for messages only, and the disk may be full
@@ -250,92 +268,20 @@ def lock(path: Path, where: str) -> IO[str] | None:
     return file
 
 
-# ------------------------------------------------------------------------------------------------------ records
+def take_lock(file: IO[Any], path: Path, where: str) -> bool:
+    """Take the exclusive lock of an open file until it is closed. Return False if another process holds it.
 
-
-class Stop:
-    """Says that writing has ended, and why. Processes forked from this one share it, so that only one of them warns."""
-
-    def __init__(self, name: str, consequence: str) -> None:
-        self.name, self.consequence, self._page = name, consequence, mmap.mmap(-1, mmap.PAGESIZE)
-
-    @property
-    def reason(self) -> str:
-        """Why nothing is written any more; empty before that."""
-        return self._page[:].rstrip(b"\0").decode()
-
-    def set(self, reason: str) -> None:
-        """End writing, and warn once."""
-        if not self.reason:
-            text = reason.encode()
-            self._page[: len(text)] = text
-            log.warning(f"{self.name} takes no more ({reason}). {self.consequence}")
-
-
-class Records:
-    """A sparse file of numbered records, each of at most `size` bytes, with its length and a checksum.
-
-    Several processes may write one file. Each record is one write, so a reader finds the old record, the new one, or
-    one that is not whole. A record is not whole if it was never written, cut off, damaged, or copied from another id.
-
-    Records are read by `pread`. If a file is cut short while it is mapped, reading it ends the process (SIGBUS).
+    Raises:
+        RunError: the file system has no locks.
     """
-
-    HEAD = struct.Struct("<II")
-    """Checksum and length."""
-
-    def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
-        """Take over an open file.
-
-        Args:
-            file: descriptor; closed with this object.
-            size: most bytes of a record's content.
-            stop: set when the disk is full.
-            label: enters the checksums. A record copied from a file of another label is not whole.
-            align: each record begins at a multiple of this many bytes.
-        """
-        self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
-        self._file, self._label = file, label
-        self._close = weakref.finalize(self, os.close, file)
-
-    def read(self, id: int) -> bytes | None:
-        """Return the content of a record, or None if it is not whole or cannot be read."""
-        start = id * self.stride
-        try:
-            head = os.pread(self._file, self.HEAD.size, start)
-            if len(head) < self.HEAD.size:
-                return None
-            checksum, length = self.HEAD.unpack(head)
-            if not 0 < length <= self.size:
-                return None
-            content = os.pread(self._file, length, start + self.HEAD.size)
-        except OSError:
-            return None
-        return content if len(content) == length and self._checksum(id, content) == checksum else None
-
-    def write(self, id: int, content: bytes) -> None:
-        """Write a record. If the disk is full, warn once and write no more; what is written stays good."""
-        if self.stop.reason or len(content) > self.size:
-            return
-        record = self.HEAD.pack(self._checksum(id, content), len(content)) + content
-        try:
-            reason = "it is full" if os.pwrite(self._file, record, id * self.stride) < len(record) else ""
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if reason:
-            self.stop.set(reason)
-
-    def clear(self) -> None:
-        """Remove all records; a reader finds none that is whole."""
-        os.ftruncate(self._file, 0)
-
-    def _checksum(self, id: int, content: bytes) -> int:
-        return zlib.crc32(content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode()))
-
-
-def record_bytes(size: int, align: int = 1) -> int:
-    """Return how many bytes of a file a record with up to `size` bytes of content takes."""
-    return -(-(Records.HEAD.size + size) // align) * align
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        wrong = f"'{path.parent}' lies on a file system without locks ({error.strerror or error})"
+        raise RunError(where, wrong, "One writer at a time", "Choose a folder on another file system") from error
+    return True
 
 
 # --------------------------------------------------------------------------------------- folders named by a hash
@@ -361,13 +307,13 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
     try:
         while not file.is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
-        found = dict(json.loads(file.read_text(encoding="utf-8", errors="replace")))
+        stored = dict(json.loads(file.read_text(encoding="utf-8", errors="replace")))
     except OSError as error:
         raise disk_error(error, file, where) from error
     except (ValueError, TypeError) as error:
         raise RunError(where, f"'{file}' is damaged ({error})", "", remedy) from error
-    for name in identity | found:
-        if found.get(name) != identity.get(name):
-            one, other = (str(each.get(name))[:60] for each in (found, identity))
-            wrong = f"'{folder}' was made with another {name} ({one}; this run has {other})"
-            raise RunError(where, wrong, "One folder holds what was made from the same", remedy)
+    for name in identity | stored:
+        if stored.get(name) != identity.get(name):
+            old, new = (str(each.get(name))[:60] for each in (stored, identity))
+            wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
+            raise RunError(where, wrong, "A folder holds what was made from one identity", remedy)

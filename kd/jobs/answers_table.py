@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,23 +15,27 @@ from kd.errors import ModelError, RunError
 from kd.models.answers import Answers, write
 from kd.models.cache import Store
 from kd.models.load import Images
-from kd.models.timm_folder import PROBLEM_TYPES
 from kd.types import Outputs
 
 ROWS = 1024
 """Records that are read at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a table of answers says about itself."""
+
+    images: Images
+    """Of both splits, and what the views show."""
+    classes: Sequence[str]
+    """Of the logits; empty: there are none."""
+    views: int
+    problem_type: str
+    """What the logits answer; "": there are none."""
+
+
 def export_answers(
-    path: Path,
-    store: Store,
-    live: Teacher,
-    backend: Backend,
-    loader: LocalLoader,
-    images: Images,
-    classes: Sequence[str],
-    views: int,
-    sigmoid: bool,
+    path: Path, store: Store, live: Teacher, backend: Backend, loader: LocalLoader, described: Described
 ) -> None:
     """Write the records of all views, and the teacher's answers for the validation images; all ranks must call it.
 
@@ -42,10 +47,7 @@ def export_answers(
         live: answers for the validation images.
         backend: where it runs; rank 0 writes.
         loader: of the validation images.
-        images: of both splits, and what the views show.
-        classes: of the logits.
-        views: how many.
-        sigmoid: whether each logit answers for its class alone.
+        described: written beside the answers.
 
     Raises:
         ModelError: the cache keeps tokens, or logits beside features.
@@ -53,16 +55,23 @@ def export_answers(
     """
     if backend.world_size > 1:
         raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
-    named = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)
-    if named not in (["logits"], ["pooled"]):
-        wrong = f"the cache keeps {' and '.join(named)}"
+    arrays = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)
+    if arrays not in (["logits"], ["pooled"]):
+        wrong = f"the cache keeps {' and '.join(arrays)}"
         raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
-    meaning = "logits" if named == ["logits"] else "embeddings"
-    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(views)])
-    said = _validation(live, backend, loader, len(images.val))
-    names = [[source.name(id) for id in range(len(source))] for source in (images.train, images.val)]
-    both, about = (names[1], said.to(values.dtype)), (images.shown(), PROBLEM_TYPES[sigmoid] if classes else "")
-    table = Answers(meaning, names[0], values, list(classes), *both, *about)
+    images = described.images
+    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(described.views)])
+    train, val = ([source.name(id) for id in range(len(source))] for source in (images.train, images.val))
+    table = Answers(
+        meaning="logits" if arrays == ["logits"] else "embeddings",
+        names=train,
+        values=values,
+        classes=list(described.classes),
+        val_names=val,
+        val_values=_validation(live, backend, loader, len(images.val)).to(values.dtype),
+        made_for=images.shown(),
+        problem_type=described.problem_type,
+    )
     try:
         write(path, table)
     except OSError as error:

@@ -14,18 +14,17 @@ from kd.config import Config
 from kd.contracts import Backend
 from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
-from kd.jobs.answers_table import complete, export_answers, require_path
-from kd.jobs.teach import obtain_teacher
+from kd.jobs.answers_table import Described, complete, export_answers, require_path
+from kd.jobs.teach import obtain_teachers
 from kd.models.cache import CachedTeacher, Store
-from kd.models.load import Images
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
-from kd.setup.data import loaders, open_data, split_batch, views
-from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Recipe, Session
-from kd.setup.teacher import choose_teacher
+from kd.setup.data import Data, open_data
+from kd.setup.loaders import loaders, split_batch
+from kd.setup.recipe import Session, TeacherPlan, resolve
+from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Plan
 
 SAMPLE = 256
@@ -55,8 +54,9 @@ class _Parts:
     cache: CachedTeacher
     loader: LocalLoader
     val_loader: LocalLoader
-    images: Images
-    classes: Sequence[str]
+    data: Data
+    described: Described
+    """What the exported table says about itself."""
     batch_size: int
     tolerance: float
     """Of a stored value, as a share of the largest."""
@@ -79,25 +79,24 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe, target = Recipe(settings), require_path(export) if export else None
+    recipe, target = resolve(settings), require_path(export) if export else None
     with distributed(recipe.backend) as backend:
-        parts = _parts(recipe, backend)
+        teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend), backend)
+        parts = _parts(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
         if not verify:
             _require_writable(parts.cache.store)
-        start, asked = time.perf_counter(), parts.cache.images
+        start, before = time.perf_counter(), parts.cache.images
         difference = _verify(parts, count) if verify else _fill(parts, count)
         store = parts.cache.store
         missing = sum(len(store.missing(view)) for view in range(count))
         if target is not None:
-            complete(parts.images.train, missing)
-            live, loader = parts.live.validation(), parts.val_loader
-            about = (parts.images, parts.classes, count, recipe.reads.sigmoid)
-            export_answers(target, store, live, backend, loader, *about)
+            complete(parts.data.train, missing)
+            export_answers(target, store, parts.live.validation(), backend, parts.val_loader, parts.described)
         done = Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
-            computed=parts.cache.images - asked,
+            computed=parts.cache.images - before,
             seconds=time.perf_counter() - start,
             difference=difference,
         )
@@ -106,26 +105,32 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     return done
 
 
-def _parts(recipe: Recipe, backend: Backend) -> _Parts:
-    section, seed = recipe.data, recipe.seed
-    data = open_data(section, recipe.run.folder, backend)
-    teacher, data = obtain_teacher(recipe, data, backend)
-    assert teacher is not None
+def _parts(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Parts:
+    model, data = teachers.model, teachers.data
+    assert model is not None
+    section = data.section
     size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
-    split = split_batch(section, backend.world_size, len(data.train), size)
-    asked = recipe.teacher.cache.views * len(data.train) // backend.world_size
-    session = Session(backend, data, split)
-    report = choose_teacher(session, recipe.teacher, teacher, asked, "")
-    if report.summary and backend.rank == 0:
-        log.info("teacher: %s", report.summary)
-    answers = len(data.classes) if recipe.reads.teacher_logits else 0
-    given = (report, teacher, session, answers, recipe.reads.sigmoid)
-    stored = open_cache(recipe.teacher, recipe.run.folder, seed, *given)
-    loader, val_loader = loaders(views(data, seed), section, split, backend, recipe.backend.timeout_seconds)
-    images, classes = data.images(seed, recipe.views), data.classes if answers else ()
-    allowed = tolerance(ExecutionMode.parse(report.mode), recipe.teacher.cache.dtype, backend.device)
-    both = (loader, val_loader, images, classes)
-    return _Parts(backend, report.live, stored, *both, split.batch_size, allowed)
+    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train), size))
+    images = plan.section.cache.views * len(data.train) // backend.world_size
+    report = choose_teacher(session, plan.section, model, images, None)
+    assert report.chosen is not None
+    if report.chosen.summary and backend.rank == 0:
+        log.info("teacher: %s", report.chosen.summary)
+    loader, val_loader = loaders(data.views(), section, session.split, backend, timeout_seconds)
+    classes = data.classes if plan.logits else ()
+    return _Parts(
+        backend=backend,
+        live=report.live,
+        cache=open_cache(plan, report, model, session),
+        loader=loader,
+        val_loader=val_loader,
+        data=data,
+        described=Described(
+            data.images(), classes, plan.section.cache.views, plan.task.problem_type if classes else ""
+        ),
+        batch_size=session.split.batch_size,
+        tolerance=tolerance(report.chosen.mode, plan.section.cache.dtype, backend.device),
+    )
 
 
 def _fill(parts: _Parts, views: int) -> float:

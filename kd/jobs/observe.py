@@ -12,19 +12,18 @@ from pathlib import Path
 
 import torch
 
-from kd import parts
 from kd.artifacts.run_dir import RunDir
-from kd.contracts import Backend, Logger
+from kd.contracts import Logger
 from kd.engine.run import Run
 from kd.errors import RunError
 from kd.files.storage import LAST, log, read_rows, write_json
 from kd.host import cores
 from kd.monitor import system
 from kd.monitor.evidence import Evidence, Facts, Finding
-from kd.monitor.profiler import Profiler
 from kd.monitor.rules import find
 from kd.monitor.timeline import APART, Timeline
-from kd.setup.recipe import Recipe
+from kd.setup.build import Setting
+from kd.setup.recipe import LoopPlan
 from kd.types import BackendFacts, Loading, State
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
@@ -34,45 +33,41 @@ ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communic
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
-def clock_of(kind: str, device: torch.device) -> str:
+def clock_of(facts: BackendFacts, device: torch.device) -> str:
     """Return what the times of spans mean on a kind of backend. See `Timeline`."""
-    facts = getattr(parts.find("backends", kind, "backend.kind"), "FACTS", BackendFacts())
     return "tracing" if facts.compiles else "device" if device.type == "cuda" else "host"
 
 
 class Observer:
     """What is watched, from the opened run folder to the end of the loop. Used as a context."""
 
-    def __init__(self, recipe: Recipe, backend: Backend, folder: RunDir, logger: Logger, samples: bool = True) -> None:
-        """Prepare. All ranks must make one.
-
-        Args:
-            recipe: of the run.
-            backend: set up.
-            folder: of the run, opened; each rank writes files of its own into it.
-            logger: is told of what matters while the run goes.
-            samples: also sample the machine.
-        """
-        self.recipe, self.backend, self.folder, self.logger = recipe, backend, folder, logger
+    def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
+        """Prepare. All ranks must make one."""
+        backend = setting.backend
+        self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
-        clock = clock_of(recipe.backend.kind, backend.device)
+        clock = clock_of(setting.facts, backend.device)
         self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step)
-        wanted = recipe.profile.steps if backend.rank == 0 else ()
-        self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
+        wanted = loop.profile if backend.rank == 0 else ()
+        self._profiler = None
+        if wanted:
+            from kd.monitor.profiler import Profiler  # torch.profiler: only where steps are named
+
+            self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
-        sampled = samples and backend.local_rank == 0
-        self.monitor = system.Monitor(host, fresh=start == 0) if sampled else None
+        self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
         self._facts: Callable[[], Facts] = Facts
         self._told: set[str] = set()
         self._looked = time.monotonic()
 
     def _step(self, number: int) -> None:
-        self._profiler.step(number)
+        if self._profiler is not None:
+            self._profiler.step(number)
 
-    def watch(self, run: Run, choices: Mapping[str, str]) -> Run:
+    def watch(self, run: Run) -> Run:
         """Return the run with its spans and log windows listened to."""
-        self._facts = lambda: facts_of(self.recipe, run, choices)
+        self._facts = lambda: facts_of(self.setting, run)
         self.timeline.loading = lambda: getattr(run.loader, "loading", Loading())
         return replace(run, span=self.timeline.span, window=self.window)
 
@@ -81,7 +76,8 @@ class Observer:
         self._stack.enter_context(self.timeline)
         if self.monitor is not None:
             self._stack.enter_context(self.monitor)
-        self._stack.callback(self._profiler.close)
+        if self._profiler is not None:
+            self._stack.callback(self._profiler.close)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -128,10 +124,10 @@ class Observer:
             log.warning(str(error))
 
 
-def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
+def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
-    threads = getattr(recipe.backend.options, "threads", 0)  # 0: the run compares them itself
+    threads = setting.facts.threads  # 0: the run compares them itself
     return Facts(
         device=backend.device.type,
         cores=most,
@@ -139,9 +135,8 @@ def facts_of(recipe: Recipe, run: Run, choices: Mapping[str, str]) -> Facts:
         threads=threads or max(1, most // backend.local_world_size),
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
-        store=recipe.data.store,
+        store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
-        choices=choices,
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Options:
 class BCE(nn.Module):
     """Compute the binary cross-entropy with the labels, or with those of both images where two are mixed."""
 
-    needs: frozenset[str] = frozenset({"sigmoid"})
+    needs = Needs(labels=True, logits="sigmoid")
 
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Options:
 class BinaryKL(nn.Module):
     """Compute the KL divergences of the softened answers to each class, teacher to student, summed."""
 
-    needs: frozenset[str] = frozenset({"teacher", "sigmoid"})
+    needs = Needs(teacher=True, logits="sigmoid")
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Options:
 class CE(nn.Module):
     """Compute the cross-entropy with the label, or with both labels of a mixed image."""
 
-    needs: frozenset[str] = frozenset()
+    needs = Needs(labels=True, logits="softmax")
 
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from kd.contracts import Loss
 from kd.losses._features import require_features
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Options:
 class Cosine(nn.Module):
     """Compute 1 - the cosine between the projected student features and the teacher's."""
 
-    needs: frozenset[str] = frozenset({"teacher", "pooled"})
+    needs = Needs(teacher=True, features=frozenset({"pooled"}))
 
     def __init__(self, student_features: int, teacher_features: int) -> None:
         super().__init__()

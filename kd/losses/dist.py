@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Options:
 class DIST(nn.Module):
     """Compute 1 - the correlation with the teacher's probabilities, over classes and over images."""
 
-    needs: frozenset[str] = frozenset({"teacher"})
+    needs = Needs(teacher=True, logits="softmax")
 
     def __init__(self, beta: float, gamma: float, temperature: float) -> None:
         super().__init__()

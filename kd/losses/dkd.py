@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Options:
 class DKD(nn.Module):
     """Compute the KL divergences of the target class and of the other classes, each with its weight."""
 
-    needs: frozenset[str] = frozenset({"teacher", "hard_labels"})
+    needs = Needs(teacher=True, labels=True, unmixed=True, logits="softmax")
 
     def __init__(self, alpha: float, beta: float, temperature: float) -> None:
         super().__init__()

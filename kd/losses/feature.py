@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from kd.contracts import Loss
 from kd.losses._features import require_features
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 Distance = Literal["mse", "cosine"]
 
@@ -46,7 +46,7 @@ class Options:
 class Feature(nn.Module):
     """Compute the distance between the projected student features and the teacher's."""
 
-    needs: frozenset[str] = frozenset({"teacher", "pooled"})
+    needs = Needs(teacher=True, features=frozenset({"pooled"}))
 
     def __init__(self, student_features: int, teacher_features: int, distance: Distance, normalize: bool) -> None:
         super().__init__()

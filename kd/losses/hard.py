@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Options:
 class Hard(nn.Module):
     """Compute the cross-entropy with the teacher's top-1 class."""
 
-    needs: frozenset[str] = frozenset({"teacher"})
+    needs = Needs(teacher=True, logits="softmax")
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the cross-entropy of each image [B], in nats; `batch` is not read."""

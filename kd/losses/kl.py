@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Options:
 class KL(nn.Module):
     """Compute the KL divergence of the softened class probabilities, teacher to student."""
 
-    needs: frozenset[str] = frozenset({"teacher"})
+    needs = Needs(teacher=True, logits="softmax")
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Options:
 class NKD(nn.Module):
     """Compute the cross-entropies of the label, weighted by the teacher, and of the renormalized other classes."""
 
-    needs: frozenset[str] = frozenset({"teacher", "hard_labels"})
+    needs = Needs(teacher=True, labels=True, unmixed=True, logits="softmax")
 
     def __init__(self, gamma: float, temperature: float) -> None:
         super().__init__()

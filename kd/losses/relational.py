@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from kd.contracts import Loss
 from kd.losses._features import require_features
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Options:
 class Relational(nn.Module):
     """Compute how much the similarities of each image to the others differ from the teacher's."""
 
-    needs: frozenset[str] = frozenset({"teacher", "pooled"})
+    needs = Needs(teacher=True, features=frozenset({"pooled"}))
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the mean squared difference of each image [B]; `batch` is not read."""

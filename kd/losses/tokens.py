@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from kd.contracts import Loss
 from kd.errors import ModelError
 from kd.losses._features import require_features
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 COSINE = 0.9
 
@@ -39,7 +39,7 @@ class Options:
 class Tokens(nn.Module):
     """Compute the distance between the projected student tokens and the teacher's."""
 
-    needs: frozenset[str] = frozenset({"teacher", "tokens"})
+    needs = Needs(teacher=True, features=frozenset({"tokens"}))
 
     def __init__(self, student_features: int, teacher_features: int, side: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Options:
 class WTTM(nn.Module):
     """Compute the KL divergence from the power-transformed teacher, weighted by the teacher's uncertainty."""
 
-    needs: frozenset[str] = frozenset({"teacher"})
+    needs = Needs(teacher=True, logits="softmax")
 
     def __init__(self, gamma: float) -> None:
         super().__init__()

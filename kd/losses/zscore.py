@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.contracts import Loss
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Options:
 class ZScore(nn.Module):
     """Compute the KL divergence of the class probabilities of standardized logits, teacher to student."""
 
-    needs: frozenset[str] = frozenset({"teacher"})
+    needs = Needs(teacher=True, logits="softmax")
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kd.contracts import Teacher
 from kd.errors import ModelError
-from kd.files.storage import MANIFEST, Records, Stop, disk_error, lock, open_folder
+from kd.files.records import Records, Stop
+from kd.files.storage import MANIFEST, disk_error, lock, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3

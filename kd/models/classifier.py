@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,9 @@ GRAPHS = 64
 training, evaluation and the copies of trials each need their own."""
 
 
+Average = Callable[[Tensor, Tensor], Tensor]
+
+
 class Classifier(nn.Module):
     """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
@@ -28,7 +31,7 @@ class Classifier(nn.Module):
     `kd.contracts.TeacherModel`.
     """
 
-    runs_in, reads_ids = "", False
+    runtime, reads_ids = "torch", False
 
     def __init__(
         self,
@@ -114,22 +117,22 @@ def resized(image: Tensor, size: int) -> Tensor:
     return F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True).clamp_(0, 255)
 
 
-def main_output(said: Any, where: str) -> Tensor:
+def main_output(answer: Any, where: str) -> Tensor:
     """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`.
 
     Raises:
         ModelError: there is none.
     """
-    if isinstance(said, Mapping):
-        said = SimpleNamespace(**said)
-    found = said[0] if isinstance(said, (tuple, list)) and said else said
+    if isinstance(answer, Mapping):
+        answer = SimpleNamespace(**answer)
+    found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
     for name in ("logits", "pooler_output"):
-        value = getattr(said, name, None)
+        value = getattr(answer, name, None)
         if isinstance(value, Tensor):
             return value
     if isinstance(found, Tensor):
         return found
-    wrong = f"the model returns {type(said).__name__}"
+    wrong = f"the model returns {type(answer).__name__}"
     raise ModelError(where, wrong, "A tensor, a tuple that begins with one, or an object with .logits", "Wrap it")
 
 
@@ -171,7 +174,7 @@ class LogitsModel(nn.Module):
     """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 
     classes: Sequence[str] = ()
-    runs_in, reads_ids, num_features = "", False, 0
+    runtime, reads_ids, num_features = "torch", False, 0
 
     def __init__(self, network: nn.Module, where: str = "model") -> None:
         super().__init__()
@@ -197,27 +200,26 @@ class Ensemble(nn.Module):
 
     num_features = 0
 
-    def __init__(self, members: Sequence[Any], weights: Sequence[float], sigmoid: bool = False) -> None:
+    def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
         """Combine K teachers of the same classes.
 
         Args:
             members: each a `kd.contracts.TeacherModel` or a LogitsModel.
             weights: K numbers > 0; only their ratios matter.
-            sigmoid: whether each logit answers for its class alone; else the classes share one probability.
+            average: of the task: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
         """
         super().__init__()
-        self.members, self.sigmoid = nn.ModuleList(members), sigmoid
+        self.members, self.average = nn.ModuleList(members), average
         self.shares = [weight / sum(weights) for weight in weights]
         self.classes = members[0].classes
-        self.runs_in = " and ".join(sorted({member.runs_in for member in members} - {""}))
+        others = sorted({member.runtime for member in members} - {"torch"})
+        self.runtime = " and ".join(others) or "torch"
         self.reads_ids = any(member.reads_ids for member in members)
 
     def validation(self) -> Ensemble:
         """Return the same, asked with the ids of validation images."""
         members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
-        return Ensemble(members, self.shares, self.sigmoid)
-
-    num_features = 0
+        return Ensemble(members, self.shares, self.average)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -233,7 +235,7 @@ class Ensemble(nn.Module):
         """Return all that determines the outputs, as JSON values: the identity and the share of each member."""
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
         joined = {name: [member.get(name) for member in members] for name in dict.fromkeys(chain(*members))}
-        whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runs_in else ""
+        whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runtime != "torch" else ""
         return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
     def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
@@ -244,12 +246,8 @@ class Ensemble(nn.Module):
             named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}
         if not outputs[0].logits.shape[1]:
             return Outputs(outputs[0].logits, named)
-        shares_K11 = torch.tensor(self.shares, device=image.device).log()[:, None, None]
         logits_KBC = torch.stack([one.logits.float() for one in outputs])
-        if self.sigmoid:  # log(p / (1 - p)) of the averaged p
-            yes_BC, no_BC = ((F.logsigmoid(way * logits_KBC) + shares_K11).logsumexp(0) for way in (1, -1))
-            return Outputs(yes_BC - no_BC, named)
-        return Outputs((logits_KBC.log_softmax(-1) + shares_K11).logsumexp(0), named)
+        return Outputs(self.average(logits_KBC, torch.tensor(self.shares, device=image.device)), named)
 
 
 def digest(network: nn.Module) -> str:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kd.contracts import Source
+from kd.contracts import Source, Task
 from kd.errors import ModelError, did_you_mean
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
@@ -21,7 +21,7 @@ from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, fo
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The images that a teacher is asked about."""
+    """What a teacher that answers by image id must know of the dataset."""
 
     train: Source
     val: Source
@@ -56,10 +56,13 @@ class Spec:
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
     images: Images | None = None
     """For a teacher that answers by an image's name."""
-    logits: bool = True
-    """False: it is built without a classifier, for its features; one that the weights bring is left out."""
-    sigmoid: bool = False
-    """Whether the losses read each logit as the answer to its class alone (several labels an image)."""
+    task: Task | None = None
+    """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
+
+    @property
+    def logits(self) -> bool:
+        """Whether it has a classifier; without one, a head that the weights bring is left out."""
+        return self.classes is None or len(self.classes) > 0
 
     def require_meaning(self, problem_type: str) -> None:
         """Require that logits mean what the losses take them for.
@@ -70,9 +73,11 @@ class Spec:
         Raises:
             ModelError: answers to one label are read as answers to several, or the other way round.
         """
-        if self.logits and problem_type in PROBLEM_TYPES and problem_type != PROBLEM_TYPES[self.sigmoid]:
-            have, asked = ("one label", "several labels") if self.sigmoid else ("several labels", "one label")
-            wrong = f"'{self.model}' was trained for {have} an image ({problem_type}), but the losses are for {asked}"
+        if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
+            return
+        if problem_type != self.task.problem_type:
+            have, wanted = PROBLEM_TYPES[problem_type], PROBLEM_TYPES.get(self.task.problem_type, self.task.name)
+            wrong = f"'{self.model}' was trained for {have} an image ({problem_type}), but the losses are for {wanted}"
             raise ModelError(f"{self.where}.model", wrong, "The same for both", "Take another teacher, or other losses")
 
 
@@ -88,7 +93,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
     """
     if not spec.logits:
-        spec = replace(spec, classes=(), exact_head=False)
+        spec = replace(spec, exact_head=False)
     source = _source(spec)
     weights = read_tensors(spec)
     pretrained = spec.pretrained and weights is None

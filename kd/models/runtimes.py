@@ -267,7 +267,7 @@ class Exported(nn.Module):
     one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
     """
 
-    classes, runs_in, reads_ids = (), "", False
+    classes, reads_ids = (), False
 
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import TeacherModel
-from kd.errors import BackendError, MissingExtra
-from kd.models.runtimes import quiet
 from kd.types import Batch, Outputs
-
-FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first NVIDIA GPUs (Ada) with float8 matrix products."""
 
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
@@ -66,7 +60,7 @@ class LiveTeacher(Uncached):
             shard: shards the model over the ranks. Only rank 0's `model` needs weights. All ranks must call the teacher
                 equally often.
             pipeline: splits the model into stages. All ranks must call the teacher equally often.
-            remake: converts the frozen model on its device: to an exported graph, a quantized or a compiled network.
+            remake: converts the frozen model on its device: to an exported graph or a compiled network.
                 Not with `shard` or `pipeline`.
         """
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
@@ -79,9 +73,9 @@ class LiveTeacher(Uncached):
         if shard is not None:
             whole: Any = model
             shard(frozen, dict(itertools.chain(whole.named_parameters(), whole.named_buffers())))
-        self.model: nn.Module = frozen.to(device) if shard is pipeline is None else frozen
-        if pipeline is not None:
-            self.model = pipeline(frozen)
+        if shard is None and pipeline is None:
+            frozen = frozen.to(device)
+        self.model: nn.Module = pipeline(frozen) if pipeline is not None else frozen
         if remake is not None:
             self.model = remake(self.model)
         self.micro_batch = micro_batch
@@ -139,60 +133,3 @@ def is_on_meta(model: Any) -> bool:
 def count_parameters(model: Any) -> int:
     """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def quantize(model: nn.Module, precision: str) -> nn.Module:
-    """Quantize the linear layers of a frozen classifier's network, in place, and return it.
-
-    Weights have one scale per output channel. Inputs are quantized dynamically.
-
-    Args:
-        model: has a `network`, which is on its device.
-        precision: "int8" or "fp8".
-
-    Raises:
-        MissingExtra: torchao is not installed.
-        BackendError: the device does not support float8.
-    """
-    network: Any = model.network
-    if precision == "fp8":
-        require_fp8(next(network.parameters()).device)
-    with quiet():
-        torchao = packaged()
-        kind = {"int8": "Int8DynamicActivationInt8WeightConfig", "fp8": "Float8DynamicActivationFloat8WeightConfig"}
-        torchao.quantize_(network, getattr(torchao, kind[precision])())
-    return model
-
-
-def packaged() -> Any:
-    """Import torchao's quantization.
-
-    Raises:
-        MissingExtra: torchao is not installed.
-    """
-    try:
-        return importlib.import_module("torchao.quantization")
-    except ImportError as error:
-        remedy = "pip install 'kd[quantize]', or set teacher.precision=auto"
-        raise MissingExtra(
-            "teacher.precision", "torch quantizes with torchao, which is not installed", "", remedy
-        ) from error
-
-
-def require_fp8(device: torch.device) -> None:
-    """Require a device with float8 matrix products.
-
-    Raises:
-        BackendError: the device has none; the message names it.
-    """
-    name, capability = str(device), (0, 0)
-    if device.type == "cuda":
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
-        found = f" of compute capability {capability[0]}.{capability[1]}" if device.type == "cuda" else ""
-        raise BackendError(
-            "teacher.precision",
-            f"is fp8, which the device '{name}'{found} does not have",
-            "float8 needs an NVIDIA GPU of compute capability 8.9 or above",
-            "Set teacher.precision=auto",
-        )

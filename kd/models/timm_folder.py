@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kd.errors import ModelError
 
-PROBLEM_TYPES = ("single_label_classification", "multi_label_classification")
-"""What the logits answer, in the words of transformers: one label an image, or several."""
+PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
+"""What logits answer, in the words of transformers, and what an image has."""
 
 
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
@@ -57,7 +57,7 @@ def data_config(network: nn.Module) -> dict[str, Any]:
 
 
 def export_files(
-    network: nn.Module, classes: Sequence[str], crop: float, sigmoid: bool = False
+    network: nn.Module, classes: Sequence[str], crop: float, problem_type: str = ""
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
 
@@ -65,7 +65,7 @@ def export_files(
         network: the timm model.
         classes: written as `label_names`, in the order of the logits.
         crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
-        sigmoid: whether each logit answers for its class alone, written as `problem_type`.
+        problem_type: what the logits answer; "": there are none.
     """
     from timm.models._hub import save_config_for_hf
 
@@ -79,8 +79,8 @@ def export_files(
             data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
         )
         content = json.loads(path.read_text())
-    if classes:
-        content["problem_type"] = PROBLEM_TYPES[sigmoid]
+    if problem_type:
+        content["problem_type"] = problem_type
     for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
         content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}

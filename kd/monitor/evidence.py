@@ -1,10 +1,10 @@
-"""What the rules look at: rows of a run, and what is known of it beside them; and what they say."""
+"""What the rules read (rows of a run, facts of its configuration and machine) and return (findings)."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kd.monitor.timeline import APART, summed
@@ -13,12 +13,12 @@ from kd.types import Loading
 Row = Mapping[str, Any]
 
 MIN_SAMPLES = 5
-"""Samples of the machine below which its load is not known."""
+"""Samples of the machine from which a mean load is formed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the rules must know of a run, beside its rows."""
+    """Facts of a run that its rows do not hold."""
 
     device: str = "cpu"
     cores: int = 1
@@ -31,7 +31,6 @@ class Facts:
     batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
-    choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def share(self) -> int:
@@ -40,22 +39,22 @@ class Facts:
 
     @property
     def room(self) -> int:
-        """Data workers that leave the step a core; none on a CPU of two, where it takes from the step."""
+        """Data workers that leave the step a core; none on a CPU of two cores, where any takes from the step."""
         return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
 
     @property
     def new_store(self) -> str:
-        """The `data.store` that would help: one for all ranks of a host; "" where there is one or images come once."""
+        """A `data.store` that all ranks of a host can share; "" where one is set or each image is read once."""
         return "" if self.store != "none" or self.epochs < 2 else "ram" if self.local_ranks == 1 else "disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found."""
+    """One entry of findings.json."""
 
     rule: str
     severity: str
-    """"warning" where at least a fifth of the time may be won, else "info"."""
+    """"warning" where at least a fifth of the time may be saved, else "info"."""
     evidence: str
     threshold: str
     advice: str
@@ -93,7 +92,7 @@ class Evidence:
         return {name: value / count for name, value in total.items() if name not in APART}
 
     def loading(self, rank: int = 0) -> Loading:
-        """Return what making the images of a steady step took, milliseconds; zeros where it is not known."""
+        """Return the milliseconds of loading of a steady step; zeros where nothing was counted."""
         total, count = summed([row.get("loading_ms", {}) for row in self.steady(rank)]), max(1, self.steps(rank))
         return Loading(**{name: value / count for name, value in total.items()})
 

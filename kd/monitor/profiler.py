@@ -20,7 +20,7 @@ log = logging.getLogger("kd")
 TOP = 30
 """Operators that operators.json lists."""
 POINTS = 2000
-"""Points of the memory's curve at most."""
+"""Most points of the memory's curve."""
 
 
 class Profiler:
@@ -29,13 +29,9 @@ class Profiler:
     def __init__(
         self, steps: Sequence[int], folder: Path, device: str, span: Callable[[str], AbstractContextManager[object]]
     ) -> None:
-        """Prepare; nothing runs before the first of `steps`, and nothing at all where `steps` is empty.
+        """Prepare to profile `steps`, (first, last) or empty, into `folder`.
 
-        Args:
-            steps: (first, last), or empty.
-            folder: where the files are written.
-            device: "cuda" also traces the GPU's kernels.
-            span: marks the time that starting and writing take, which is no part of a step.
+        The device "cuda" also traces the GPU's kernels. Starting and writing take place in a span of their own.
         """
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
         self.folder, self.device, self.span = folder, device, span
@@ -101,11 +97,11 @@ def memory(trace: Path, device: str) -> dict[str, Any]:
     kind = 1 if device == "cuda" else 0
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
-    found = [event for event in events if event["args"]["Device Type"] == kind]
-    found.sort(key=lambda event: event["ts"])
+    events = [event for event in events if event["args"]["Device Type"] == kind]
+    events.sort(key=lambda event: event["ts"])
     points = [
-        [round((event["ts"] - found[0]["ts"]) / 1000, 3), round(event["args"]["Total Allocated"] / 2**20, 3)]
-        for event in found
+        [round((event["ts"] - events[0]["ts"]) / 1000, 3), round(event["args"]["Total Allocated"] / 2**20, 3)]
+        for event in events
     ]
     return {"columns": ["ms", "mib"], "device": device, "points": thinned(points)}
 

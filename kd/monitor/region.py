@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 active: list[Any] = []
-"""The timelines of this process; the last one listens."""
+"""The timelines of this process; the last one gets the regions."""
 
 
 class _Mark:
@@ -31,7 +31,7 @@ class _Mark:
 
 
 def marked(name: str) -> _Mark | None:
-    """Open a range where somebody would see it; None where nobody does."""
+    """Open a profiler and NVTX range if a profiler or CUDA is active, else return None."""
     if torch.autograd._profiler_enabled() or torch.cuda.is_initialized():  # type: ignore[attr-defined]
         return _Mark(name)
     return None

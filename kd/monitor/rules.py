@@ -1,4 +1,4 @@
-"""What slows a run down, by the names of SageMaker Debugger's rules: functions from rows to a finding or None.
+"""Rules that name what slows a run down, after SageMaker Debugger's: functions from rows to a finding or None.
 
 Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
 """
@@ -8,19 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
-from kd.monitor.timeline import summed
+from kd.monitor.evidence import MIN_SAMPLES, Evidence, Finding, Row
 from kd.types import Loading
 
 MIN_STEPS = 20
-"""Steady steps before anything is said: one log window by default."""
+"""Steady steps before a rule speaks: one log window by default."""
 DATA_WAIT = 0.10
-"""Share of a step. Below it, less than a tenth can be won, which is as much as a busy neighbour moves."""
+"""Share of a step. Below it at most a tenth can be saved, which is as much as a busy neighbour changes."""
 LOADERS_BUSY = 0.7
 """Share of the time in which loader processes load. Below it they have time to spare, and a step that waits does so for
 another reason: the first batch of an epoch, or a batch on its way between processes."""
@@ -37,37 +35,41 @@ HALF_MEMORY = 0.5
 FIXED_SHARE = 0.20
 """Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
 tenth of the time of an image."""
-OUTLIER_SHARE = 0.05
-"""Share of the time that outliers take beyond the median. SageMaker counts outliers; rare ones cost nothing."""
 IMBALANCE = 1.2
 """Slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2."""
 GROWTH, GROWTH_MIB = 0.05, 64.0
 """Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
 while its allocators settle."""
 SHARED = 0.20
-"""Share of the machine's cores that other programs use, from which they may be why a step or a rank is late."""
+"""Share of the machine's cores. Where other programs use more, they may be why a rank is late."""
 IDLE_CORES = 0.20
 """Share of the machine's cores. Where neighbours use the rest, more threads make a step slower."""
-SETUP_SHARE, SETUP_SECONDS = 0.25, 30.0
-"""Of all the time, and at least: a short start of a short run is nobody's problem."""
 PROFILED = 6
 """Steps of a profile that is advised."""
 SERIOUS = 0.20
-"""Share of the time that may be won from which a finding is a warning, and is shown while the run goes."""
+"""Share of the time that may be saved; from here on a finding is a warning, and is printed while the run goes."""
 
 
 Rule = Callable[[Evidence], Finding | None]
 
 
+class Advice(NamedTuple):
+    """One key of the configuration, a value to try, and what that does."""
+
+    key: str
+    value: Any
+    effect: str
+
+
 def find(evidence: Evidence) -> list[Finding]:
-    """Return what all rules find, the most serious first."""
-    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
-    return sorted(found, key=lambda finding: finding.severity != "warning")
+    """Return the findings of all rules, the most serious first."""
+    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    return sorted(findings, key=lambda finding: finding.severity != "warning")
 
 
-def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: str, key: str, value: Any) -> Finding:
-    severity = "warning" if saves >= SERIOUS else "info"
-    return Finding(rule, severity, evidence, threshold, f"Set {key}={value}: {advice}", key, value)
+def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: Advice) -> Finding:
+    severity, text = "warning" if saves >= SERIOUS else "info", f"Set {advice.key}={advice.value}: {advice.effect}"
+    return Finding(rule, severity, evidence, threshold, text, advice.key, advice.value)
 
 
 # -------------------------------------------------------------------------------------------------------- the data
@@ -84,7 +86,7 @@ class Wait:
 
     @property
     def share(self) -> float:
-        """Of the step."""
+        """Share of the step."""
         return self.ms / self.step_ms
 
     @property
@@ -101,12 +103,12 @@ class Wait:
 def data_wait(evidence: Evidence) -> Wait | None:
     """Return the wait for data; None where it is short, or where loading is not its cause or is not known."""
     step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
-    whole, data = sum(step.values()), step.get("data", 0.0)
-    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * whole or not loading.seconds:
+    step_ms, data = sum(step.values()), step.get("data", 0.0)
+    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * step_ms or not loading.seconds:
         return None
-    if loading.seconds < LOADERS_BUSY * facts.workers * whole:
+    if loading.seconds < LOADERS_BUSY * facts.workers * step_ms:
         return None
-    return Wait(data, whole, loading)
+    return Wait(data, step_ms, loading)
 
 
 def _can_add(evidence: Evidence) -> bool:
@@ -122,8 +124,8 @@ def dataloader(evidence: Evidence) -> Finding | None:
     compute = max(wait.step_ms - wait.ms, 1e-9)
     value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
     text = f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores"
-    advice = "images are then decoded while the step computes."
-    return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice, "data.workers", value)
+    advice = Advice("data.workers", value, "images are then decoded while the step computes.")
+    return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice)
 
 
 def io_bottleneck(evidence: Evidence) -> Finding | None:
@@ -133,10 +135,10 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
         return None
     text = f"{wait.text}, and {100 * wait.reading:.0f} % of the loading time is waiting for bytes"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step, {100 * READING:.0f} % of the loading"
-    key, value, advice = "data.store", facts.new_store, "each image is then read once, in the first epoch."
-    if not value:
-        key, value, advice = "data.workers", 2 * max(1, facts.workers), "more images are then read at the same time."
-    return _finding("IOBottleneck", wait.share, text, threshold, advice, key, value)
+    advice = Advice("data.store", facts.new_store, "each image is then read once, in the first epoch.")
+    if not facts.new_store:
+        advice = Advice("data.workers", 2 * max(1, facts.workers), "more images are then read at the same time.")
+    return _finding("IOBottleneck", wait.share, text, threshold, advice)
 
 
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
@@ -147,15 +149,14 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         return None
     text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
     decodes = loading.decoding >= READING * loading.seconds
-    stored = "each image is then decoded once, in the first epoch."
+    store = Advice("data.store", facts.new_store, "each image is then decoded once, in the first epoch.")
     crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
     if crowded and loading.busy > (1 - READING) * loading.seconds:
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
         text += f"{100 * taken:.0f} % of what the run gets of them"
-        key, value, advice = "data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores."
-        if decodes and facts.new_store:
-            key, value, advice = "data.store", facts.new_store, stored
-        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice, key, value)
+        fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
+        advice = store if decodes and facts.new_store else fewer
+        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
     if wait is None or wait.reading >= READING or _can_add(evidence):
         return None
     # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
@@ -165,7 +166,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
     text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
-    return _finding("CPUBottleneck", saves, text, threshold, stored, "data.store", facts.new_store)
+    return _finding("CPUBottleneck", saves, text, threshold, store)
 
 
 # --------------------------------------------------------------------------------------------------------- the GPU
@@ -184,12 +185,11 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     text, threshold = f"the GPU is {load:.0f} % busy", f"{LOW_GPU:.0f} %"
     saves = 1 - load / 100
     if wait is not None:
-        value = max(facts.workers + 1, facts.share - 1)
-        text += f", and {wait.text}"
-        return _finding("LowGPUUtilization", saves, text, threshold, "the GPU then waits less.", "data.workers", value)
-    text += ", and loading is not the cause"
-    advice = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
-    return _finding("LowGPUUtilization", saves, text, threshold, advice, "student.compile", "on")
+        advice = Advice("data.workers", max(facts.workers + 1, facts.share - 1), "the GPU then waits less.")
+        return _finding("LowGPUUtilization", saves, f"{text}, and {wait.text}", threshold, advice)
+    effect = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
+    advice = Advice("student.compile", "on", effect)
+    return _finding("LowGPUUtilization", saves, f"{text}, and loading is not the cause", threshold, advice)
 
 
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
@@ -210,10 +210,11 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     )
     threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
     if facts.store == "ram":
-        advice = "the store of decoded images grows in memory during the first epoch."
-        return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "data.store", "disk")
-    advice = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
-    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice, "profile.steps", _last_steps(evidence))
+        advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
+    else:
+        effect = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
+        advice = Advice("profile.steps", _last_steps(evidence), effect)
+    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice)
 
 
 def _last_steps(evidence: Evidence) -> list[int]:
@@ -234,44 +235,16 @@ def batch_size(evidence: Evidence) -> Finding | None:
     ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
     needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
     late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
-    whole = sum(step.values()) - step.get("data", 0.0) - late
+    computing = sum(step.values()) - step.get("data", 0.0) - late
     fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other")) - late
     memory = evidence.mean(lambda sample: _gpu(sample, "memory_mib") / _gpu(sample, "memory_total_mib"))
-    if fixed < FIXED_SHARE * whole or (memory is not None and memory >= HALF_MEMORY):
+    if fixed < FIXED_SHARE * computing or (memory is not None and memory >= HALF_MEMORY):
         return None
-    share = fixed / whole
+    share = fixed / computing
     text = f"optimizer, communication and bookkeeping take {100 * share:.0f} % of a step of {facts.batch_size} images"
-    advice = "they then cost an image a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
-    return _finding(
-        "BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice, "data.batch_size", 4 * facts.batch_size
-    )
-
-
-def step_outlier(evidence: Evidence) -> Finding | None:
-    """A few steps take much longer than the others."""
-    rows, facts = evidence.steady(), evidence.facts
-    outliers = [(one, row["median_ms"]) for row in rows for one in row.get("outliers", ())]
-    whole = sum(evidence.step().values()) * evidence.steps()
-    lost = sum(one[1] - median for one, median in outliers)
-    if evidence.steps() < MIN_STEPS or not outliers or lost < OUTLIER_SHARE * whole:
-        return None
-    span = Counter(one[2] for one, _ in outliers).most_common(1)[0][0]
-    loading = evidence.loading()
-    reads = span == "data" and (loading.seconds - loading.busy) * evidence.steps() >= READING * lost
-    if not reads and evidence.others() >= SHARED:
-        return None
-    worst, median = max(outliers, key=lambda pair: pair[0][1])
-    text = (
-        f"{len(outliers)} of {evidence.steps()} steps take {100 * lost / whole:.0f} % of the time beyond the median, "
-    )
-    text += f"mostly in {span}; the slowest is step {worst[0]} with {worst[1]:.0f} ms, where {median:.0f} are usual"
-    threshold = f"{100 * OUTLIER_SHARE:.0f} % of the time, in steps three times as long as the median"
-    key, value, advice = "profile.steps", [max(1, worst[0] - 5), worst[0] + 5], "its trace shows why."
-    if span == "data" and facts.new_store:
-        key, value, advice = "data.store", facts.new_store, "each image is then read once, in the first epoch."
-    elif span == "data":
-        key, value, advice = "data.workers", facts.workers + 1, "a queue of batches then bridges slow reads."
-    return _finding("StepOutlier", lost / whole, text, threshold, advice, key, value)
+    effect = "they then cost an image a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
+    advice = Advice("data.batch_size", 4 * facts.batch_size, effect)
+    return _finding("BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice)
 
 
 def load_balancing(evidence: Evidence) -> Finding | None:
@@ -290,51 +263,16 @@ def load_balancing(evidence: Evidence) -> Finding | None:
     span = max(excess, key=lambda name: excess[name])
     text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
     threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
-    facts = evidence.facts
-    if span == "data" and facts.new_store:
-        advice = "reading and decoding then cost each rank the same."
-        return _finding("LoadBalancing", saves, text, threshold, advice, "data.store", facts.new_store)
-    if span == "data" and facts.workers == 0:
-        advice = "its data are then loaded while it computes."
-        return _finding("LoadBalancing", saves, text, threshold, advice, "data.workers", 1)
-    advice = "the trace of rank 0 shows what it waits for."
-    return _finding("LoadBalancing", saves, text, threshold, advice, "profile.steps", _last_steps(evidence))
+    advice = Advice("profile.steps", _last_steps(evidence), "the trace of rank 0 shows what it waits for.")
+    if span == "data" and evidence.facts.new_store:
+        effect = "reading and decoding then cost each rank the same."
+        advice = Advice("data.store", evidence.facts.new_store, effect)
+    elif span == "data" and evidence.facts.workers == 0:
+        advice = Advice("data.workers", 1, "its data are then loaded while it computes.")
+    return _finding("LoadBalancing", saves, text, threshold, advice)
 
 
-# -------------------------------------------------------------------------------------------------------- the whole
-
-
-def max_initialization_time(evidence: Evidence) -> Finding | None:
-    """The start takes a large part of the run."""
-    rows = evidence.timelines.get(0, ())
-    setup = [row for row in rows if row["kind"] == "setup"]
-    start, whole = sum(row["wall_ms"] for row in setup), sum(row["wall_ms"] for row in rows)
-    if start < 1000 * SETUP_SECONDS or start < SETUP_SHARE * whole:
-        return None
-    parts = summed(
-        [row.get("regions", {}) for row in setup] + [{"evaluation": row["ms"].get("evaluation", 0.0)} for row in setup]
-    )
-    part = max(parts, key=lambda name: parts[name]) if parts else ""
-    text = f"the start took {start / 1000:.0f} of {whole / 1000:.0f} s ({100 * start / whole:.0f} %)"
-    if part:
-        text += f", {parts[part] / 1000:.0f} s of it for '{part}'"
-    threshold = f"{100 * SETUP_SHARE:.0f} % of the run and {SETUP_SECONDS:.0f} s"
-    key, value, advice = _start_advice(part, evidence.facts)
-    return _finding("MaxInitializationTime", start / whole, text, threshold, advice, key, value)
-
-
-def _start_advice(part: str, facts: Facts) -> tuple[str, Any, str]:
-    mode = facts.choices
-    table: dict[str, tuple[str, Any, str]] = {
-        "choose batch size": ("data.batch_size", facts.batch_size, "it is what the search found."),
-        "choose student": ("student.compile", "off", "compiling is then not tried."),
-        "choose teacher": ("teacher.compile", "off", "compiling is then not tried."),
-        "choose sifter": ("sifter.gate", "off", "the gate then measures nothing."),
-        "evaluation": ("data.eval_batch", 4 * facts.batch_size, "the teacher is then scored in fewer forwards."),
-    }
-    if part == "choose teacher" and "compiled" not in mode.get("teacher", ""):
-        return "teacher.attention", mode.get("teacher", "fp32+fused").split("+")[1], "it is what was measured."
-    return table.get(part, ("run.epochs", 2, "a longer run pays for its start."))
+# -------------------------------------------------------------------------------------------------------- the cores
 
 
 def overall_system_usage(evidence: Evidence) -> Finding | None:
@@ -346,19 +284,17 @@ def overall_system_usage(evidence: Evidence) -> Finding | None:
     if idle < IDLE_CORES or evidence.steps() < MIN_STEPS:
         return None
     text = f"torch computes with {facts.threads} of a rank's {facts.share} cores, and the cores are {load:.0f} % busy"
-    threshold, advice = f"{100 * IDLE_CORES:.0f} % idle", "the step then computes on all of them."
-    return _finding("OverallSystemUsage", idle, text, threshold, advice, "backend.threads", facts.share)
+    advice = Advice("backend.threads", facts.share, "the step then computes on all of them.")
+    return _finding("OverallSystemUsage", idle, text, f"{100 * IDLE_CORES:.0f} % idle", advice)
 
 
 RULES: tuple[Rule, ...] = (
     cpu_bottleneck,
     io_bottleneck,
     low_gpu_utilization,
-    step_outlier,
     load_balancing,
     dataloader,
     batch_size,
     gpu_memory_increase,
-    max_initialization_time,
     overall_system_usage,
 )

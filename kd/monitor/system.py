@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import psutil
 
+from kd.files.storage import append_rows
 from kd.host import cores
 
 log = logging.getLogger("kd")
@@ -31,12 +32,9 @@ class Monitor:
     """Sample this machine in the background. Used as a context."""
 
     def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
-        """Prepare.
+        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds; 0: `INTERVAL`.
 
-        Args:
-            path: a file to which samples are appended as JSON lines.
-            fresh: begin the file anew.
-            interval: seconds between two samples; 0: `INTERVAL`.
+        `fresh` removes an earlier file.
         """
         self.path, self.interval = path, interval or INTERVAL
         self._over = threading.Event()
@@ -54,13 +52,11 @@ class Monitor:
         self._thread.join(5)
 
     def _run(self) -> None:
-        """Sample until the end. A monitor that fails says so once and stops: training goes on."""
+        """Sample until the end. After an error the monitor warns and stops; training goes on."""
         sampler = Sampler()
         try:
             while not self._over.wait(self.interval):
-                row = sampler.sample()
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_rows(self.path, sampler.sample())
         except Exception as error:
             log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
         finally:
@@ -68,7 +64,7 @@ class Monitor:
 
 
 class Sampler:
-    """What one sample is compared with to get rates, and the devices that are there."""
+    """The last totals, from which a sample's rates follow, and the devices of this machine."""
 
     def __init__(self) -> None:
         affinity = getattr(psutil.Process(), "cpu_affinity", None)
@@ -110,9 +106,9 @@ class Sampler:
         return row | ({"neuron": neuron} if neuron else {})
 
     def _find_workers(self) -> None:
-        known = {worker.pid: worker for worker in self._workers}
-        # the same object again: its load is counted since its last call
-        self._workers = [known.get(child.pid, child) for child in self._own.children()]
+        before = {worker.pid: worker for worker in self._workers}
+        # psutil counts a load from the last call on the same object
+        self._workers = [before.get(child.pid, child) for child in self._own.children()]
 
     @staticmethod
     def _counters() -> tuple[float, float, float]:
@@ -123,7 +119,7 @@ class Sampler:
         return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
 
     def close(self) -> None:
-        """Let the devices go."""
+        """Release the devices."""
         self._gpus.close()
         self._neuron.close()
 
@@ -151,7 +147,7 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
     def sample(self) -> list[dict[str, float]]:
-        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it tells them."""
+        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it reports them."""
         return [self._one(handle) for handle in self._handles]
 
     def _one(self, handle: Any) -> dict[str, float]:
@@ -162,7 +158,7 @@ class Gpus:
             lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000},
         )
         for read in reads:
-            with suppress(nvml.NVMLError):  # a virtual GPU does not tell its power
+            with suppress(nvml.NVMLError):  # a virtual GPU does not report its power
                 row |= read()
         return row
 
@@ -186,11 +182,11 @@ class NeuronMonitor:
     def __init__(self, program: str = "neuron-monitor") -> None:
         self._latest: list[dict[str, float]] = []
         self._process: subprocess.Popen[str] | None = None
-        found = shutil.which(program)
-        if found is not None:
+        path = shutil.which(program)
+        if path is not None:
             with suppress(OSError):
                 self._process = subprocess.Popen(
-                    [found], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
+                    [path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
                 )
                 threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
 
@@ -214,19 +210,19 @@ class NeuronMonitor:
 
 def neuron_cores(report: dict[str, Any]) -> list[dict[str, float]]:
     """Return each core's utilization and memory from a report of `neuron-monitor`."""
-    found: dict[str, dict[str, float]] = {}
+    by_core: dict[str, dict[str, float]] = {}
     for runtime in report.get("neuron_runtime_data", []):
         content = runtime.get("report", {})
         in_use = content.get("neuroncore_counters", {}).get("neuroncores_in_use", {})
         memory = content.get("memory_used", {}).get("neuron_runtime_used_bytes", {}).get("usage_breakdown", {})
-        held = memory.get("neuroncore_memory_usage", {})
+        usage = memory.get("neuroncore_memory_usage", {})
         for core, counters in in_use.items():
-            used = sum(float(value) for value in held.get(core, {}).values())
-            found[core] = {
+            used = sum(float(value) for value in usage.get(core, {}).values())
+            by_core[core] = {
                 "utilization": float(counters["neuroncore_utilization"]),
                 "memory_mib": round(used / MIB, 1),
             }
-    return [found[core] for core in sorted(found, key=int)]
+    return [by_core[core] for core in sorted(by_core, key=int)]
 
 
 def file_name(host: str, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: a listener of the loop's spans, always on.
+"""Timeline: the time of a run by the loop's spans, always recorded.
 
 Every entry into a span and every exit charges the time since the last one to the innermost open span. So the parts sum
 to the wall-clock, and a span inside another is not counted twice. docs/design.md says what each span measures.
@@ -7,7 +7,6 @@ to the wall-clock, and a span inside another is not counted twice. docs/design.m
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import statistics
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kd.files.storage import read_rows, write_text
+from kd.files.storage import append_rows, keep_rows
 from kd.monitor.region import active, marked
 from kd.types import UNKNOWN, Loading, State
 
@@ -31,9 +30,6 @@ APART = ("evaluation", "checkpoint", "setup", "profile")
 """Spans that are no part of a step."""
 WARM_UP = 5
 """Steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill."""
-OUTLIER = 3.0
-"""A step that takes so many medians is an outlier. SageMaker's StepOutlier takes 3 standard deviations, which one slow
-step of a short window widens so far that it hides itself."""
 
 
 @dataclass(slots=True)
@@ -52,21 +48,21 @@ class Step:
 
 
 class DeviceClock:
-    """Times of a device by events, read when they are over. Nothing is waited for."""
+    """Times of a device by events, which are read once the device has passed them. The host never waits."""
 
     def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
-        """Prepare; `event` makes an object with `record`, `query` and `elapsed_time` (milliseconds)."""
+        """Use `event` to make objects with `record`, `query` and `elapsed_time` (milliseconds)."""
         self._make, self._free = event, []
         self._open: deque[tuple[Any, str, dict[str, float]]] = deque()
 
     def mark(self, name: str, times: dict[str, float]) -> None:
-        """Charge what the device does until here, since the last mark, to `times[name]`, once it is known."""
+        """Charge the device's time since the last mark to `times[name]`, once the device has come so far."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._open.append((event, name, times))
 
     def read(self) -> None:
-        """Charge all intervals that are over."""
+        """Charge all intervals that the device has passed."""
         while len(self._open) > 1 and self._open[1][0].query():
             begin = self._open.popleft()[0]
             end, name, times = self._open[0]
@@ -119,21 +115,19 @@ class Timeline:
         self.totals: dict[str, float] = {}
         """Milliseconds by span, of all rows so far; of the device where it has events."""
         self.made = 0
-        """Steps of this start."""
+        """Steps of this start, in all rows so far."""
         self.communication, self.on_step = communication, on_step
-        self._device = device or (DeviceClock() if clock == "device" else None)
+        self._device = device if device is not None or clock != "device" else DeviceClock()
         self._spans: dict[str, _Span] = {}
         self._stack: list[tuple[str, Any]] = []
         self._setup: Step | None = Step()
         self._now = self._setup
         self._steps: list[Step] = []
         """Of the window: done, or under way."""
-        self._done = 0
-        """Steps of this start in rows that were written."""
         self._ended = False
         self._waited = 0.0
         self.loading: Callable[[], Loading] = Loading
-        """Returns how long the batches so far took to make."""
+        """Returns how long all batches so far took to load."""
         self._loaded = Loading()
         self._last = time.perf_counter()
         if self._device is not None:
@@ -150,10 +144,10 @@ class Timeline:
 
     def span(self, name: str) -> _Span:
         """Return the context of a span. See `kd.engine.run.Span`."""
-        found = self._spans.get(name)
-        if found is None:
-            found = self._spans[name] = _Span(self, name)
-        return found
+        span = self._spans.get(name)
+        if span is None:
+            span = self._spans[name] = _Span(self, name)
+        return span
 
     def _enter(self, name: str) -> None:
         if name == "data" and not self._stack and (self._now is self._setup or self._now.done):
@@ -173,7 +167,7 @@ class Timeline:
             self._count_loading()
 
     def _count_loading(self) -> None:
-        """Charge what making the batches took that have arrived since the last call."""
+        """Charge the loading of the batches that have arrived since the last call."""
         before, self._loaded = self._loaded, self.loading()
         new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
         self._now.loading = self._now.loading.plus(new)
@@ -196,7 +190,7 @@ class Timeline:
             self._write()
         self._now = Step()
         self._steps.append(self._now)
-        self.on_step(self.start + self._done + len(self._steps))
+        self.on_step(self.start + self.made + len(self._steps))
 
     def add_region(self, name: str, seconds: float) -> None:
         """Charge a named region, which lies inside the spans."""
@@ -208,61 +202,57 @@ class Timeline:
         if self._device is not None:
             self._device.read()
         self._ended, self._waited = True, self.communication()
-        steps = [self._times(step) for step in self._steps if step.done]
+        steps = [self._of_step(step) for step in self._steps if step.done]
         if not steps:
             return {}
         sums = summed(steps)
-        whole = max(sum(sums.values()), 1e-9)
         values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
-        values["data_wait"] = sums.get("data", 0.0) / whole
+        values["data_wait"] = sums.get("data", 0.0) / max(sum(sums.values()), 1e-9)
         return values | {f"ms_{name}": value / len(steps) for name, value in sums.items()}
 
-    def _times(self, step: Step, apart: bool = False) -> dict[str, float]:
-        """Return the milliseconds of a step by span, of the device where it has events."""
-        times = self._divided(step.ms(self._device is not None))
-        return times if apart else {name: value for name, value in times.items() if name not in APART}
+    def _times(self, step: Step) -> dict[str, float]:
+        """Return the milliseconds of a step by span, of the device where it has events.
 
-    def _divided(self, times: dict[str, float]) -> dict[str, float]:
-        """Take the wait for the reduction of gradients out of the backward pass."""
+        The wait for the reduction of gradients is taken out of the backward pass.
+        """
+        times = step.ms(self._device is not None)
         if self._waited and "backward" in times:
             times["communication"] = min(self._waited, times["backward"])
             times["backward"] -= times["communication"]
         return times
 
+    def _of_step(self, step: Step) -> dict[str, float]:
+        return {name: value for name, value in self._times(step).items() if name not in APART}
+
     def _write(self) -> None:
         """Write the rows of the window that has ended."""
         steps, self._steps, self._ended = self._steps, [], False
-        groups = [("setup", [self._setup])] if self._setup is not None else []
-        self._setup = None
-        first, warm = max(0, 1 - self._done), max(0, WARM_UP - self._done)
+        first, warm = max(0, 1 - self.made), max(0, WARM_UP - self.made)
+        groups = [("setup", [self._setup] if self._setup is not None else [])]
         groups += [("first", steps[:first]), ("warm-up", steps[first:warm]), ("steady", steps[warm:])]
-        left = sum(sum(step.host.values()) for step in steps)
-        now, rows = time.time(), []
+        self._setup = None
+        end = time.time() - sum(sum(step.host.values()) for step in steps)
+        rows = []
         for kind, group in groups:
-            if not group:
-                continue
-            if kind != "setup":
-                left -= sum(sum(step.host.values()) for step in group)
-            self._done += sum(step.done for step in group)
-            rows.append(self._row(kind, group, now - left))
-        for row in rows:
-            self.made += row["steps"]
-            for name, value in row.get("device_ms", row["ms"]).items():
-                self.totals[name] = self.totals.get(name, 0.0) + value
+            if group:
+                end += sum(sum(step.host.values()) for step in group) if kind != "setup" else 0.0
+                self.made += sum(step.done for step in group)
+                rows.append(self._row(kind, group, end))
+                for name, value in rows[-1].get("device_ms", rows[-1]["ms"]).items():
+                    self.totals[name] = self.totals.get(name, 0.0) + value
         self._append(rows)
 
     def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
-        last = self.start + self._done
-        on_host = self._device is None
-        ms = summed([step.ms(False) if not on_host else self._times(step, apart=True) for step in steps])
+        last = self.start + self.made
+        ms = summed([self._times(step) if self._device is None else step.ms(False) for step in steps])
         row: dict[str, Any] = {"time": round(end, 3), "step": last, "steps": sum(step.done for step in steps)}
         row |= {"kind": kind, "clock": self.clock, "wall_ms": round(sum(ms.values()), 3), "ms": rounded(ms)}
         loading = functools.reduce(Loading.plus, (step.loading for step in steps))
         if loading.seconds:
             row["loading_ms"] = {name: round(1000 * value, 3) for name, value in loading._asdict().items()}
-        if not on_host:
-            row["device_ms"] = rounded(summed([self._times(step, apart=True) for step in steps]))
-        times = [self._times(step) for step in steps if step.done]
+        if self._device is not None:
+            row["device_ms"] = rounded(summed([self._times(step) for step in steps]))
+        times = [self._of_step(step) for step in steps if step.done]
         if times:
             row |= describe(times, last - len(times) + 1)
         regions = summed([step.regions for step in steps])
@@ -272,22 +262,19 @@ class Timeline:
         if self.path is None or not rows:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        except OSError as error:  # a run is dear, and its timeline is not
+            append_rows(self.path, *rows)
+        except OSError as error:  # no reason to end the run
             log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
             self.path = None
 
     def _keep_rows(self) -> None:
         """Drop rows of steps that will be made again."""
-        if self.path is None or not self.path.is_file():
-            return
-        with suppress(OSError, ValueError):
-            kept = [row for row in read_rows(self.path) if row["step"] <= self.start] if self.start else []
-            write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.path is not None:
+            with suppress(OSError, ValueError):
+                keep_rows(self.path, lambda row: 0 < self.start >= row["step"])
 
     def close(self) -> None:
-        """Write what is left. Time after the last complete step counts to the last row."""
+        """Write the last rows. Time after the last complete step counts to the last of them."""
         self._charge()
         if self._device is not None:
             self._device.read()
@@ -314,22 +301,14 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
-    """Return the median step, the slowest one, and the outliers, each with the span that explains it.
+    """Return the median and the slowest of consecutive steps (milliseconds by span), numbered from `first` on.
 
-    Args:
-        steps: milliseconds by span, of consecutive steps.
-        first: number of the first one.
+    The span of the slowest step is the one that exceeds its own median the most.
     """
     lengths = [sum(step.values()) for step in steps]
     median = statistics.median(lengths)
     names = {name for step in steps for name in step}
     usual = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
-
-    def told(i: int) -> list[Any]:
-        cause = max(sorted(steps[i]), key=lambda name: steps[i][name] - usual[name])
-        return [first + i, round(lengths[i], 3), cause]
-
-    order = sorted(range(len(steps)), key=lambda i: -lengths[i])
-    outliers = [told(i) for i in order if lengths[i] > OUTLIER * median]
-    found: dict[str, Any] = {"median_ms": round(median, 3), "slowest": told(order[0])}
-    return found | ({"outliers": outliers} if outliers else {})
+    slowest = max(range(len(steps)), key=lambda i: lengths[i])
+    span = max(sorted(steps[slowest]), key=lambda name: steps[slowest][name] - usual[name])
+    return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}

@@ -1,34 +1,28 @@
-"""The images that `kd-predict` is given: a folder, a list, tar shards, or a prefix of an object store."""
+"""The images that `kd-predict` classifies: a folder, a list, tar shards, or a prefix of an object store."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 import tarfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from kd.errors import DataError
 from kd.files import object_store, shards
+from kd.files.pixels import ENDINGS
+from kd.files.retry import retried
 
 WHERE = "kd-predict"
-ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
-"""What is listed, in a folder, a prefix or a shard. What kd-serve does not decode is listed as unreadable."""
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """These concern one image. Any other OSError may concern all that follow, and ends the command after some tries."""
-PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between the tries to read an image."""
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """A listing of images, in a fixed order."""
+    """A listing of images, in a fixed order. A file that kd-serve does not decode is listed, as unreadable."""
 
     names: Sequence[str]
     read: Callable[[int], bytes]
@@ -51,27 +45,14 @@ class Images:
             OSError: one of `GONE`.
             DataError: the storage is away.
         """
-        for pause in PAUSES:
-            try:
-                return self.read(id)
-            except GONE:
-                raise
-            except OSError:
-                time.sleep(pause)
-        try:
-            return self.read(id)
-        except GONE:
-            raise
-        except OSError as error:
-            wrong = f"'{self.names[id]}' cannot be read ({error.strerror or error}), in {len(PAUSES) + 1} tries"
-            raise DataError(WHERE, wrong, "", "Bring the storage back; the same command resumes") from error
+        return retried(lambda: self.read(id), f"'{self.names[id]}'", WHERE, final=GONE)
 
 
-def find(given: str, copies: Path) -> Images:
+def find(source: str, copies: Path) -> Images:
     """List images.
 
     Args:
-        given: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), a text file with a
+        source: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), a text file with a
             path or URL a line (relative to the file), or a URL (all images below it).
         copies: where remote shards are copied to.
 
@@ -80,21 +61,21 @@ def find(given: str, copies: Path) -> Images:
         RunError: the disk has no room for copies.
         MissingExtra: no package for the URL's protocol is installed.
     """
-    if given.endswith(".tar"):
-        found = _shards(given, copies)
-    elif object_store.is_url(given):
-        urls = [url for url in object_store.listing(given, WHERE) if _is_image(url)]
-        found = Images(urls, lambda id: object_store.read(urls[id], WHERE), remote=True)
-    elif os.path.isdir(given):
-        found = _folder(given)
-    elif os.path.isfile(given):
-        found = _list(given)
+    if source.endswith(".tar"):
+        images = _shards(source, copies)
+    elif object_store.is_url(source):
+        urls = [url for url in object_store.listing(source, WHERE) if _is_image(url)]
+        images = Images(urls, lambda id: object_store.read(urls[id], WHERE), remote=True)
+    elif os.path.isdir(source):
+        images = _folder(source)
+    elif os.path.isfile(source):
+        images = _list(source)
     else:
         allowed = "A folder, a list (.txt), shards (.tar) or a URL"
-        raise DataError(WHERE, f"'{given}' does not exist", allowed, "Check the path")
-    if not found.names:
-        raise DataError(WHERE, f"no images in '{given}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
-    return found
+        raise DataError(WHERE, f"'{source}' does not exist", allowed, "Check the path")
+    if not images.names:
+        raise DataError(WHERE, f"no images in '{source}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
+    return images
 
 
 def _is_image(name: str) -> bool:
@@ -104,17 +85,17 @@ def _is_image(name: str) -> bool:
 def _folder(root: str) -> Images:
     names = []
     above: dict[str, set[str]] = {root: set()}
-    for folder, below, files in os.walk(root, onerror=_unlisted, followlinks=True):
+    """By folder that is still to be listed: the real paths of those around it."""
+    for folder, below, files in os.walk(root, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(folder)
-        seen = above.pop(folder)
-        if real in seen:
-            wrong = f"the folder '{folder}' is a link to a folder above it"
-            raise DataError(WHERE, wrong, "", "Remove the link")
+        parents = above.pop(folder)
+        if real in parents:
+            raise DataError(WHERE, f"the folder '{folder}' is a link to a folder above it", "", "Remove the link")
         below[:] = sorted(name for name in below if not name.startswith("."))
-        above.update({os.path.join(folder, name): seen | {real} for name in below})
+        above.update({os.path.join(folder, name): parents | {real} for name in below})
         inside = os.path.relpath(folder, root)
-        kept = (name for name in files if _is_image(name) and not name.startswith("."))
-        names += [name if inside == "." else f"{inside}/{name}" for name in kept]
+        images = (name for name in files if _is_image(name) and not name.startswith("."))
+        names += [name if inside == "." else f"{inside}/{name}" for name in images]
     names.sort()
     return Images(names, lambda id: _content(os.path.join(root, names[id])))
 
@@ -124,7 +105,7 @@ def _content(path: str) -> bytes:
         return file.readall()
 
 
-def _unlisted(error: OSError) -> None:
+def _cannot_list(error: OSError) -> None:
     wrong = f"the folder '{error.filename}' cannot be listed ({error.strerror})"
     raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
 
@@ -147,7 +128,8 @@ def _list(path: str) -> Images:
 
 def _shards(pattern: str, copies: Path) -> Images:
     names: list[str] = []
-    places: list[tuple[str, int, int]] = []
+    members: list[tuple[str, int, int]] = []
+    """Path, offset and size of each image."""
     for shard in shards.find(pattern, WHERE, str(copies)):
         try:
             with open(shard.path, "rb", buffering=0) as file:
@@ -160,14 +142,5 @@ def _shards(pattern: str, copies: Path) -> Images:
             for ending in ENDINGS:
                 if ending in endings:
                     names.append(f"{title}/{key}.{ending}")
-                    places.append((shard.path, *endings[ending]))
-
-    def content(id: int) -> bytes:
-        path, offset, size = places[id]
-        with open(path, "rb", buffering=0) as file:
-            data = shards.read(file, offset, size)
-        if len(data) < size:
-            raise OSError(errno.EIO, f"the shard '{path}' has become shorter since it was indexed")
-        return data
-
-    return Images(names, content)
+                    members.append((shard.path, *endings[ending]))
+    return Images(names, lambda id: shards.content(*members[id]))

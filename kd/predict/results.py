@@ -1,13 +1,12 @@
 """Rows on the disk: a journal that a killed command goes on with, and the file that it becomes.
 
 The journal has one JSON object a line: first what the predictions depend on, then one row for each image, in order. So
-the number of whole rows is the position of the next image. Rows that were written in part are cut off and made again.
+the number of rows is the position of the next image. A row that was cut short is removed and made again.
 """
 
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import FolderInUse, MissingExtra, RunError
-from kd.files.storage import atomic_file, disk_error
+from kd.files.storage import atomic_file, disk_error, take_lock
 
 WHERE = "--to"
-FORMATS = (".csv", ".jsonl", ".parquet")
 SHOWN = 10
-"""Unreadable images whose names are kept for messages."""
+"""Unreadable images that a message names."""
 ROWS = 65_536
 """Rows of a group of a Parquet file."""
 Row = dict[str, Any]
@@ -36,6 +34,27 @@ class Journal:
         self.unreadable: list[str] = []
         """Name and error of the first few."""
 
+    def resume(self, identity: Row) -> None:
+        """Count the rows that are there; cut off the rest. A new journal begins with `identity`.
+
+        Raises:
+            RunError: the journal was begun with another one.
+        """
+        end = 0
+        for row, size in _rows(self._file):
+            if end:
+                self._count(row)
+            elif row != identity:
+                changed = ", ".join(key for key in identity if row.get(key) != identity[key])
+                wrong = f"'{self.path}' was begun with other values of: {changed}"
+                raise RunError(WHERE, wrong, "A result has one model and one list of images", "Remove it, or set --to")
+            end += size
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+        if not end:
+            self._file.write(_line(identity))
+            self._file.flush()
+
     def add(self, row: Row) -> None:
         """Append the row of the next image.
 
@@ -46,10 +65,9 @@ class Journal:
             self._file.write(_line(row))
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
-        self.count(row)
+        self._count(row)
 
-    def count(self, row: Row) -> None:
-        """Note a row that is in the file."""
+    def _count(self, row: Row) -> None:
         self.done += 1
         if "error" in row:
             self.num_unreadable += 1
@@ -66,23 +84,23 @@ class Journal:
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
 
-    def finish(self, target: Path, top: int, several: bool = False) -> None:
+    def finish(self, target: Path, top: int) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
         Args:
             target: a file that does not exist.
-            top: labels of each image.
-            several: an image has as many labels as exceed their thresholds; `top` is for JSON lines alone.
+            top: labels of each image; 0: as many as exceed their thresholds.
 
         Raises:
             RunError: the disk is full or not writable.
             MissingExtra: Parquet without pyarrow.
         """
         self.flush()
+        self._file.seek(0)
+        rows = (row for row, _ in _rows(self._file))
+        next(rows)
         with atomic_file(target, WHERE) as draft:
-            {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}[target.suffix](
-                draft, self.path, 0 if several else top
-            )
+            FORMATS[target.suffix](draft, rows, top)
         self.path.unlink()
 
 
@@ -90,12 +108,8 @@ class Journal:
 def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
     """Open or begin the journal of a result, `<target>.part`.
 
-    Args:
-        target: the result.
-        identity: what its rows depend on (JSON values).
-
     Raises:
-        RunError: the journal is of other images or another model, or the disk is not writable.
+        RunError: the journal is of other images or another model, or the disk is not writable or has no locks.
         FolderInUse: another process is writing it.
     """
     path = target.with_name(target.name + ".part")
@@ -105,100 +119,76 @@ def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
     except OSError as error:
         raise disk_error(error, path, WHERE) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it") from error
+        if not take_lock(file, path, WHERE):
+            raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
+        file.seek(0)
         journal = Journal(path, file)
-        _resume(journal, file, dict(identity))
+        journal.resume(dict(identity))
         try:
             yield journal
         finally:
             journal.flush()
 
 
-def _resume(journal: Journal, file: IO[bytes], identity: Row) -> None:
-    """Count the rows that are there; cut off what is not whole."""
-    whole = 0
-    file.seek(0)
+def _rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
+    """Yield each row and its bytes, up to the first that was cut short."""
     for line in file:
-        content = _parsed(line)
-        if content is None:
-            break
-        if whole:
-            journal.count(content)
-        elif content != json.loads(_line(identity)):
-            changed = ", ".join(key for key in identity if content.get(key) != identity[key])
-            wrong = f"'{journal.path}' was begun with other values of: {changed}"
-            raise RunError(WHERE, wrong, "A result has one model and one list of images", "Remove it, or set --to")
-        whole += len(line)
-    file.truncate(whole)
-    file.seek(0, os.SEEK_END)
-    if not whole:
-        file.write(_line(identity))
-        file.flush()
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            return
+        if not isinstance(row, dict):
+            return
+        yield row, len(line)
 
 
-def _parsed(line: bytes) -> Row | None:
-    try:
-        content = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _line(content: Row) -> bytes:
-    return json.dumps(content).encode() + b"\n"
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        next(file)
-        yield from map(json.loads, file)
+def _line(row: Row) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- formats
 
 
-def _csv(draft: Path, journal: Path, top: int) -> None:
+def _csv(draft: Path, rows: Iterator[Row], top: int) -> None:
     """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error.
 
     Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them.
     """
-    names = [
-        name for i in range(1, top + 1) for name in (("label", "score") if i == 1 else (f"label_{i}", f"score_{i}"))
-    ]
-    names = names or ["labels", "scores"]
+    suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
+    names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
     with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *names, "error"])
-        for row in _rows(journal):
-            values = [found[key] for found in row.get("top", [])[:top] for key in ("label", "score")]
+        for row in rows:
+            values = [answer[key] for answer in row.get("top", [])[:top] for key in ("label", "score")]
             if "labels" in row:
-                values = ["|".join(str(found[key]) for found in row["labels"]) for key in ("label", "score")]
+                values = ["|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score")]
             writer.writerow([row["image"], *(values or [""] * len(names)), row.get("error", "")])
 
 
-def _jsonl(draft: Path, journal: Path, top: int) -> None:
+def _jsonl(draft: Path, rows: Iterator[Row], top: int) -> None:
     with draft.open("wb") as file:
-        file.writelines(map(_line, _rows(journal)))
+        file.writelines(map(_line, rows))
 
 
-def _parquet(draft: Path, journal: Path, top: int) -> None:
+def _parquet(draft: Path, rows: Iterator[Row], top: int) -> None:
     pyarrow, parquet = _pyarrow()
-    text, found = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
-    top_type = pyarrow.list_(pyarrow.struct(list(found.items())))
-    main = found if top else {"labels": top_type}
-    schema = pyarrow.schema({"image": text, **main, "top": top_type, "error": text})
+    text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
+    answers = pyarrow.list_(pyarrow.struct(list(answer.items())))
+    main = answer if top else {"labels": answers}
+    schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text})
     with parquet.ParquetWriter(draft, schema) as writer:
         group: list[Row] = []
-        for row in _rows(journal):
+        for row in rows:
             group.append({**row, "image": row["image"].encode("utf-8", "surrogateescape").decode("utf-8", "replace")})
             if len(group) == ROWS:
                 writer.write_table(pyarrow.Table.from_pylist(group, schema))
                 group.clear()
         if group:
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
+
+
+FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def check_format(target: Path) -> None:
@@ -221,7 +211,6 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingExtra(
-            WHERE, "Parquet needs pyarrow", "", "pip install pyarrow, or write .csv or .jsonl"
-        ) from error
+        remedy = "pip install pyarrow, or write .csv or .jsonl"
+        raise MissingExtra(WHERE, "Parquet needs pyarrow", "", remedy) from error
     return pyarrow, pyarrow.parquet

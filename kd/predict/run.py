@@ -18,10 +18,12 @@ import numpy as np
 
 from kd.errors import RunError
 from kd.predict import images as listing
-from kd.predict.results import WHERE, Journal, Row, check_format, opened
+from kd.predict.results import WHERE, Row, check_format, opened
 from kd.serve.answers import embeddings, predictions
+from kd.serve.images import prepare
 from kd.serve.limits import Limits, usable_cores
 from kd.serve.model import Model, describe, load
+from kd.serve.problems import Problem
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
@@ -29,7 +31,8 @@ AHEAD = 3
 """Jobs that run, wait, or wait to be written, per thread."""
 READERS = 32
 """Threads that wait for a network."""
-SHOW_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0
+"""Between two lines of progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,77 +92,75 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     }
     model = load(described, threads=1, slots=cores)
     model.warm_up(1)
-    limits = Limits(max_pixels=settings.max_pixels)
+    classifier = _Classifier(images, model, Limits(max_pixels=settings.max_pixels), top)
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        resumed, shown = journal.done, started
-        for row in _classified(images, model, limits, top, cores, resumed):
+        resumed, printed = journal.done, started
+        for row in classifier.all_rows(resumed, cores):
             journal.add(row)
-            if time.monotonic() - shown > SHOW_SECONDS:
-                shown = time.monotonic()
-                _show(journal, len(images.names), resumed, shown - started, out)
+            if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
+                printed = now
+                journal.flush()
+                speed = (journal.done - resumed) / (now - started)
+                seconds_left = (len(images.names) - journal.done) / speed
+                line = f"{journal.done} of {len(images.names)} images, {speed:.1f} images/s, {seconds_left:.0f} s left"
+                print(line, file=out, flush=True)
         seconds = time.monotonic() - started
-        journal.finish(settings.to, top, several=bool(described.output.thresholds))
+        journal.finish(settings.to, 0 if described.output.thresholds else top)
     shutil.rmtree(copies, ignore_errors=True)
     return Summary(len(images.names), resumed, tuple(journal.unreadable), journal.num_unreadable, seconds)
 
 
-def _classified(
-    images: listing.Images, model: Model, limits: Limits, top: int, cores: int, start: int
-) -> Iterator[Row]:
-    """Yield the rows of all images from `start` on, in order."""
+@dataclass(frozen=True, slots=True)
+class _Classifier:
+    """A model and the images that it classifies."""
 
-    def rows(ids: range, contents: Sequence[Future[bytes] | None]) -> list[Row]:
-        made, outputs = _run(images, model, limits, ids, contents)
-        if not outputs:
-            return made
-        values, output = np.concatenate(outputs), model.output
-        given = (model.labels, top, output.thresholds)
-        found = iter(embeddings(values) if output.embeds else predictions(values, *given))
-        return [row if "error" in row else {**row, **next(found)} for row in made]
+    images: listing.Images
+    model: Model
+    limits: Limits
+    top: int
 
-    ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
-    with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
-        window: deque[Future[list[Row]]] = deque()
-        try:
-            for first in range(start, len(images.names), CHUNK):
-                ids = range(first, min(first + CHUNK, len(images.names)))
-                contents = [readers.submit(images.content, id) if images.remote else None for id in ids]
-                window.append(workers.submit(rows, ids, contents))
-                if len(window) > ahead:
+    def all_rows(self, start: int, cores: int) -> Iterator[Row]:
+        """Yield the rows of all images from `start` on, in order."""
+        remote = self.images.remote
+        ahead = AHEAD * cores + (READERS // CHUNK if remote else 0)
+        with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
+            window: deque[Future[list[Row]]] = deque()
+            try:
+                for first in range(start, len(self.images.names), CHUNK):
+                    ids = range(first, min(first + CHUNK, len(self.images.names)))
+                    contents = [readers.submit(self.images.content, id) for id in ids] if remote else []
+                    window.append(workers.submit(self.rows, ids, contents))
+                    if len(window) > ahead:
+                        yield from window.popleft().result()
+                while window:
                     yield from window.popleft().result()
-            while window:
-                yield from window.popleft().result()
-        finally:
-            for pool in (workers, readers):
-                pool.shutdown(wait=False, cancel_futures=True)
+            finally:
+                for pool in (workers, readers):
+                    pool.shutdown(wait=False, cancel_futures=True)
 
-
-def _run(
-    images: listing.Images, model: Model, limits: Limits, ids: range, contents: Sequence[Future[bytes] | None]
-) -> tuple[list[Row], list[np.ndarray]]:
-    """Return a row for each image, with the error of one that cannot be read, and the outputs of the others."""
-    from kd.serve.images import prepare
-    from kd.serve.problems import Problem
-
-    made: list[Row] = [{"image": images.names[id]} for id in ids]
-    outputs = []
-    for id, content, row in zip(ids, contents, made, strict=True):
-        try:
-            data = images.content(id) if content is None else content.result()
-            pixels = prepare(data, model.size, model.crop, limits).pixels
-        except listing.GONE as error:
-            row["error"] = error.strerror or type(error).__name__
-        except Problem as problem:
-            row["error"] = problem.detail
-        else:
-            outputs.append(model.engine(pixels[None]))
-    return made, outputs
-
-
-def _show(journal: Journal, total: int, resumed: int, seconds: float, out: IO[str]) -> None:
-    journal.flush()
-    speed = (journal.done - resumed) / seconds
-    left = (total - journal.done) / max(speed, 1e-9)
-    print(f"{journal.done} of {total} images, {speed:.1f} images/s, {left:.0f} s left", file=out, flush=True)
+    def rows(self, ids: range, contents: Sequence[Future[bytes]]) -> list[Row]:
+        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
+        made: list[Row] = [{"image": self.images.names[id]} for id in ids]
+        outputs = []
+        for i, (id, row) in enumerate(zip(ids, made, strict=True)):
+            try:
+                data = contents[i].result() if contents else self.images.content(id)
+                pixels = prepare(data, self.model.size, self.model.crop, self.limits).pixels
+            except listing.GONE as error:
+                row["error"] = error.strerror or type(error).__name__
+            except Problem as problem:
+                row["error"] = problem.detail
+            else:
+                outputs.append(self.model.engine(pixels[None]))
+        if outputs:
+            values, output = np.concatenate(outputs), self.model.output
+            if output.embeds:
+                answers = embeddings(values)
+            else:
+                answers = predictions(values, self.model.labels, self.top, output.thresholds)
+            usable = [row for row in made if "error" not in row]
+            for row, answer in zip(usable, answers, strict=True):
+                row |= answer
+        return made

@@ -6,12 +6,15 @@ Legend: N images of the training split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from kd.contracts import Source
+from kd.errors import DataError
 from kd.text import percent, table
 
 SHOWN = 24
@@ -19,29 +22,52 @@ SHOWN = 24
 MARGIN = 6
 
 
+def report(
+    epochs: Sequence[Mapping[str, float]],
+    state: Mapping[str, Tensor],
+    source: Source,
+    labels: Callable[[], Tensor],
+    batch_size: int,
+    file: Path,
+) -> str:
+    """Return the section of report.md on a sifted run, and write the contact sheet `file`.
+
+    The images are described where the sifter's state says how often each was visited.
+    """
+    text = describe(epochs, len(source), batch_size)
+    if "visits" not in state:
+        return text
+    text += "\n" + describe_images(state["visits"], state["mean"], labels(), source.classes, source.name)
+    groups = []
+    for ids in extremes(state["visits"], state["mean"]):
+        pictures = []
+        for id in ids:
+            try:
+                pictures.append(source.decode(id).image)
+            except DataError:  # what cannot be decoded is left out
+                continue
+        groups.append(pictures)
+    sheet([group for group in groups if group]).save(file, quality=85)
+    return text + f"\nBoth are pictured in `{file}`, the former first.\n"
+
+
 def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size: int) -> str:
     """Return a table of the epochs and the time saved, as Markdown.
 
     The baseline is the run's own epochs that visited all images. Not separated: the time that a cache saves in the
-    same epochs.
-
-    Args:
-        epochs: the rows of kind "epoch", oldest first; `seconds` counts from the start of the run.
-        num_images: N.
-        batch_size: images per step, over all ranks.
+    same epochs. In the rows of `epochs`, oldest first, `seconds` counts from the start of the run.
     """
     rows, spent = [], 0.0
     full, sifted = [], []
     for number, row in enumerate(epochs):
         seconds, spent = row["seconds"] - spent, row["seconds"]
-        keep = row["trained"] / num_images
         (full if row["trained"] > num_images - batch_size else sifted).append(seconds)
         rows.append(
             {
                 "epoch": number,
                 "considered": f"{num_images}",
                 "trained": f"{row['trained']:.0f}",
-                "kept": percent(keep),
+                "kept": percent(row["trained"] / num_images),
                 "effective sample size": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
                 "seconds": f"{seconds:.1f}",
             }
@@ -50,12 +76,11 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
         return ""
     lines = ["## Sifting", "", table(rows), ""]
     if full and sifted:
-        whole = sum(full) / len(full)
-        saved = 1 - sum(sifted) / len(sifted) / whole
-        total = whole * len(epochs)
+        mean_full, mean_sifted = sum(full) / len(full), sum(sifted) / len(sifted)
+        total = mean_full * len(epochs)
         lines += [
-            f"A sifted epoch took {percent(saved)} less time than this run's own full ones "
-            f"({sum(sifted) / len(sifted):.1f} against {whole:.1f} s); the whole run took {percent(1 - spent / total)} "
+            f"A sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
+            f"({mean_sifted:.1f} against {mean_full:.1f} s); the whole run took {percent(1 - spent / total)} "
             f"less than {len(epochs)} full epochs would ({spent:.1f} against {total:.1f} s).",
             "",
         ]
@@ -63,12 +88,7 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
 
 
 def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
-    """Return in one sentence what a run's sifter left out; empty where it left nothing out, or nobody knows.
-
-    Args:
-        epochs: the rows of kind "epoch", oldest first.
-        manifest: of the run; `images` and `batch_size` are those of the training split and of a step.
-    """
+    """Return in one sentence how many images a sifter left out; empty if none, or if the manifest lacks the counts."""
     images, batch = manifest.get("images", 0), int(manifest.get("batch_size", 0))
     trained = sum(row["trained"] for row in epochs)
     if not isinstance(images, int) or not images or all(row["trained"] > images - batch for row in epochs):
@@ -117,11 +137,11 @@ def describe_images(
 
 def _quartiles(loss_N: Tensor) -> str:
     """Return median and quartiles as text."""
-    known = loss_N[~loss_N.isnan()].double()
-    if not len(known):
+    finite = loss_N[~loss_N.isnan()].double()
+    if not len(finite):
         return "none"
-    low, middle, high = known.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return f"median {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(known)} images)"
+    low, middle, high = finite.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return f"median {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(finite)} images)"
 
 
 def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:

@@ -14,16 +14,10 @@ log = logging.getLogger("kd")
 
 
 class Trackers:
-    """Experiment trackers that are told every row of metrics."""
+    """Experiment trackers, which get every row of metrics."""
 
     def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Start trackers.
-
-        Args:
-            names: as accelerate calls them; none start nothing and import nothing.
-            project: name of the run.
-            folder: where file-based trackers write.
-            config: the resolved configuration, flattened to `section.key`.
+        """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`.
 
         Raises:
             ConfigError: unknown name.
@@ -72,14 +66,14 @@ def check(names: Sequence[str]) -> None:
 def _find(name: str) -> Any:
     from accelerate import tracking
 
-    known = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
-    if name not in known:
-        near = did_you_mean(name, known) or "Correct the name"
-        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(known))}", near)
+    trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    if name not in trackers:
+        near = did_you_mean(name, trackers) or "Correct the name"
+        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(trackers))}", near)
     if name not in {str(key) for key in tracking.get_available_trackers()}:
         remedy = "pip install 'kd[track]'" if name == "tensorboard" else f"pip install {name}"
         raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
-    return known[name]
+    return trackers[name]
 
 
 def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> Any:

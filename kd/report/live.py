@@ -9,11 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def server(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """Return a server of one page at `/`, bound to the loopback; the caller runs and closes it.
-
-    Args:
-        make: returns the page.
-        port: 0: any free one.
+    """Return a server of one page at `/`, bound to the loopback; the caller runs and closes it. Port 0: any free one.
 
     Raises:
         OSError: the port is taken.

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd import instances
-from kd.progress.console import NAMES
 from kd.report import sections
 from kd.report.answers import answers
 from kd.report.record import RunRecord, differences, label_of, price_rows
-from kd.report.sections import color, esc, section, table
+from kd.report.sections import card, color, esc, section, table
 from kd.report.svg import legend
 from kd.text import clock, money, percent
 
@@ -64,31 +63,15 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
         f"{machine.get('processor', '')}, {machine.get('cores', '?')} cores" if machine else "",
         f"kd {environment.get('packages', {}).get('kd', '')}" if environment else "",
     ]
-    named = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
+    names = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
     flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
-    return f'<header>{heading}{named}<div class="chips">{flag}{tags}</div></header>'
+    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div></header>'
 
 
 def _tiles(run: RunRecord) -> str:
-    best, alone = run.best, run.baseline.best if run.baseline is not None else {}
-    tiles: list[tuple[str, str, str]] = []
-    score = run.decides
-    if best and score not in ("accuracy", "map"):
-        name = "nearest neighbours" if "knn" in best else "agreement (cosine)"
-        name = "agrees with the teacher" if "kl" in best else name
-        tiles.append((percent(best[run.decides]), name, ""))
-    elif best:
-        beside = [f"teacher {percent(best[f'teacher_{score}'])}"] if f"teacher_{score}" in best else []
-        beside += [f"labels only {percent(alone[score])}"] if alone else []
-        tiles.append((percent(best[score]), f"validation {NAMES[score]}", ", ".join(beside)))
-        if "agreement" in best:
-            tiles.append((percent(best["agreement"]), "agrees with the teacher", f"KL {best['kl']:.3f} nats"))
-        if score == "map":
-            tiles.append((percent(best["f1_macro"]), "F1, mean of the classes", f"micro {percent(best['f1_micro'])}"))
-        else:
-            tiles.append((percent(best["ece"]), "calibration error", "15 bins"))
+    tiles = _score_tiles(run)
     if run.train:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
@@ -96,11 +79,28 @@ def _tiles(run: RunRecord) -> str:
             tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
     if run.cost:
         tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
-    drawn = "".join(
+    content = "".join(
         f'<div class="tile"><b>{esc(value)}</b><span>{esc(name)}</span><small>{esc(small)}</small></div>'
         for value, name, small in tiles
     )
-    return f'<div class="tiles">{drawn}</div>' if drawn else ""
+    return f'<div class="tiles">{content}</div>' if content else ""
+
+
+def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return value, name and small print: one tile for each own score, one for the student against its teacher."""
+    best, tiles = run.best, []
+    others = run.scores.of_teachers(best)
+    if run.baseline is not None:
+        others["labels only"] = dict(run.baseline.best)
+    for one in run.scores.own:
+        if one.key in best:
+            beside = [f"{name} {one.text(values[one.key])}" for name, values in others.items() if one.key in values]
+            tiles.append((one.text(best[one.key]), f"validation {one.title}", ", ".join(beside)))
+    pair = run.scores.pair_in(best)
+    if pair:
+        small = [pair[0].meaning, *(one.with_title(best[one.key]) for one in pair[1:])]
+        tiles.append((pair[0].text(best[pair[0].key]), pair[0].title, "; ".join(filter(None, small))))
+    return tiles
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:
@@ -111,38 +111,23 @@ def _compared(runs: Sequence[RunRecord]) -> str:
             entries.append((f"{run.name}, labels only", run.baseline))
     if len(entries) < 2:
         return ""
-    rows = []
-    for name, run in entries:
-        best = run.best
-        names = {
-            **NAMES,
-            "f1_macro": "F1 (macro)",
-            "f1_micro": "F1 (micro)",
-            "top5": "top-5",
-            "ece": "calibration error",
+    titles = {title: "-" for _, run in entries for title in run.scores.cells(run.best)}
+    rows = [
+        {
+            "run": name,
+            **titles,
+            **run.scores.cells(run.best),
+            "steps": f"{run.steps:,}",
+            "images/s": f"{run.images_per_second:,.0f}",
+            "training": clock(run.seconds),
         }
-        names["agreement"] = "agreement"
-        shown = {key: title for key, title in names.items() if any(key in one.best for _, one in entries)}
-        rows.append(
-            {
-                "run": name,
-                **{title: percent(best[key]) if key in best else "-" for key, title in shown.items()},
-                "steps": f"{run.steps:,}",
-                "images/s": f"{run.images_per_second:,.0f}",
-                "training": clock(run.seconds),
-            }
-        )
-    if len(runs) == 1:
-        return section(
-            "Side by side", "", sections.card("Distilled, and the same student on labels alone", table(rows))
-        )
-    changed = [
-        {"key": key, **{run.name: value for run, value in zip(runs, values, strict=True)}}
-        for key, values in differences(runs)
+        for name, run in entries
     ]
+    if len(runs) == 1:
+        return section("Side by side", "", card("Distilled, and the same student on labels alone", table(rows)))
     names = [run.name for run in runs]
-    cards = [sections.card("Results", table(rows))]
-    cards.append(sections.card("What differs in the configuration", table(changed, names)))
+    changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
+    cards = [card("Results", table(rows)), card("What differs in the configuration", table(changed, names))]
     return section("Side by side", "", *cards)
 
 
@@ -152,7 +137,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
     priced = any(not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost)
     hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
     hint += "Cost = price an hour x billable time. Billable is the time from start to end, with set-up and evaluations."
-    return section("Costs", hint, sections.card("", table(price_rows(runs))))
+    return section("Costs", hint, card("", table(price_rows(runs))))
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:
@@ -161,8 +146,8 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
     for key in {key: None for run in runs for key in run.keys}:
         values = [run.keys.get(key, "") for run in runs]
         kind = "text changed" if key in changed else "text"
-        shown = values if key in changed or key == "run.name" else values[:1]
-        cells = "".join(f'<td class="{kind}"><code>{esc(value)}</code></td>' for value in shown)
+        values = values if key in changed or key == "run.name" else values[:1]
+        cells = "".join(f'<td class="{kind}"><code>{esc(value)}</code></td>' for value in values)
         groups.setdefault(key.partition(".")[0], []).append(f"<tr><td>{esc(key)}</td>{cells}</tr>")
     details = "".join(
         f"<details><summary>{esc(name)}</summary><div><table>{''.join(rows)}</table></div></details>"

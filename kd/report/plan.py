@@ -15,51 +15,51 @@ from kd.instances import Instance
 from kd.report.report import read
 from kd.report.scaling import BUCKET_MIB, LATENCY_MS, MFU, Job, Line, StepCost, line, on, sizes
 from kd.setup.build import distributed
-from kd.setup.data import Data, open_sources, split_batch
+from kd.setup.data import open_sources
 from kd.setup.estimate import Measured, describe, measure
-from kd.setup.recipe import Recipe
+from kd.setup.loaders import split_batch
+from kd.setup.recipe import LoopPlan, Recipe
 from kd.text import money, percent, table
 
 
-def plan(recipe: Recipe, place: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
+def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
     """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
 
     Args:
         recipe: what is trained.
-        place: the machine and, optionally, how many: ["p4d.24xlarge", "x4"].
+        machine: its name and, optionally, how many: ["p4d.24xlarge", "x4"].
         mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
         run: a run folder made on one or more such devices, whose step is taken instead.
 
     Raises:
         ConfigError: no such machine, several processes, or a batch that does not divide.
     """
-    instance, machines = parse(place)
+    instance, machines = parse(machine)
     if recipe.price.per_hour:
         instance = replace(instance, per_hour=recipe.price.per_hour)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "WORLD_SIZE", "is more than 1, but a plan measures one process", "", "Start it without torchrun"
-        )
+        raise ConfigError("WORLD_SIZE", "is above 1, but a plan measures one process", "", "Start it without torchrun")
     if not 0 < mfu <= 1:
         raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
     data = open_sources(recipe.data)
-    split = split_batch(recipe.data, 1, len(data.train))
+    split = split_batch(data.section, 1, len(data.train))
     with distributed(recipe.backend) as backend:
-        found = measure(recipe, data, split, backend)
-    here = step_cost(found, recipe)
-    cost, told = of_run(run, here) if run is not None else elsewhere(instance, here, found, mfu)
-    job = Job(len(data.train), _epochs(recipe, data, split.batch_size), split.batch_size, recipe.data.micro_batch)
+        measured = measure(recipe.teacher, recipe.student, data, split, backend)
+    here = step_cost(measured, recipe.loop, recipe.teacher.needed)
+    cost, origin = of_run(run, here) if run is not None else elsewhere(instance, here, measured, mfu)
+    epochs = recipe.loop.images(len(data.train), split.batch_size) / len(data.train)
+    job = Job(len(data.train), epochs, split.batch_size, data.section.micro_batch)
     lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
-    return "\n".join([_table(lines, instance), "", told, *_assumptions(lines[-1], here, instance, job)])
+    return "\n".join([_table(lines, instance), "", origin, *_assumptions(lines[-1], here, instance, job)])
 
 
-def parse(place: Sequence[str]) -> tuple[Instance, int]:
+def parse(machine: Sequence[str]) -> tuple[Instance, int]:
     """Return the machine and how many of `["p4d.24xlarge", "x4"]`.
 
     Raises:
         ConfigError: not in the table, or not a number.
     """
-    name, *rest = place
+    name, *rest = machine
     instance = instances.find(name)
     if instance is None:
         near = did_you_mean(name, [one.removeprefix("ml.") for one in instances.TABLE]) or "See kd-plan --instances"
@@ -71,30 +71,29 @@ def parse(place: Sequence[str]) -> tuple[Instance, int]:
     return instance, int(count[1])
 
 
-def elsewhere(instance: Instance, here: StepCost, found: Measured, mfu: float) -> tuple[StepCost, str]:
+def elsewhere(instance: Instance, here: StepCost, measured: Measured, mfu: float) -> tuple[StepCost, str]:
     """Return the cost of a step on a device of a machine, from what was measured here, and lines about it.
 
     Raises:
         ConfigError: the machine has no accelerator, and the step was measured on one.
     """
-    told = f"step      measured here: {describe(found)}"
+    origin = f"step      measured here: {describe(measured)}"
     if not instance.tflops:
-        if found.accelerator:
-            wrong = f"{instance.name} has no accelerator, but the step is measured on {found.device}"
+        if measured.accelerator:
+            wrong = f"{instance.name} has no accelerator, but the step is measured on {measured.device}"
             raise ConfigError("--on", wrong, "A CPU for a CPU", "Add backend.kind=cpu")
         scale = cores() / (instance.vcpus / 2)
         cost = replace(here, fixed=scale * here.fixed, image=scale * here.image, backward=scale * here.backward)
-        return (
-            cost,
-            f"{told}\n          {instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)",
-        )
-    if found.accelerator:
-        return here, f"{told}\n          taken for a device of {instance.name} (an assumption where it is another one)"
+        note = f"{instance.vcpus / 2:g} cores instead of {cores()}, each as fast (an assumption)"
+        return cost, f"{origin}\n          {note}"
+    if measured.accelerator:
+        note = f"taken for a device of {instance.name} (an assumption where it is another one)"
+        return here, f"{origin}\n          {note}"
     cost = on(instance, here, mfu)
-    if found.uncounted:
-        told += f"\n          left out: the teacher, which runs in {found.uncounted}; --run RUN has it"
+    if measured.uncounted:
+        origin += f"\n          left out: the teacher, which runs in {measured.uncounted}; --run RUN has it"
     return cost, (
-        f"{told}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
+        f"{origin}\n          on {instance.name}: {cost.image:.4f} ms an image, from {cost.gflop:.2f} GFLOP at "
         f"{percent(mfu)} of {instance.tflops:g} TFLOP/s, at least {cost.launch:.1f} ms for {cost.kernels} kernels\n"
         "          (assumptions: --mfu, or --run RUN made on such devices)"
     )
@@ -114,24 +113,21 @@ def listing() -> str:
         }
         for one in instances.TABLE.values()
     ]
-    return (
-        f"{table(rows)}\n\nOn-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
-    )
+    note = f"On-demand list prices of {instances.PRICED_ON}, us-east-1; price.per_hour takes their place."
+    return f"{table(rows)}\n\n{note}"
 
 
-def step_cost(found: Measured, recipe: Recipe) -> StepCost:
-    """Return what was measured as the input of a plan."""
-    asked = "teacher" in recipe.needs
-    kept = recipe.teacher.cache.views
-    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
+def step_cost(measured: Measured, loop: LoopPlan, teacher: bool) -> StepCost:
+    """Return the measured cost of a step; the teacher's forward, if a loss needs it, counts while its cache fills."""
+    share = loop.teacher_share if teacher else 0.0
     return StepCost(
-        fixed=found.fixed,
-        image=found.step + (share * found.teacher if asked else 0.0),
-        backward=max(0.0, found.step - found.score),
-        load=found.load,
-        gradient_mib=found.gradient_mib,
-        gflop=found.gflop + (share * found.teacher_gflop if asked else 0.0),
-        kernels=found.kernels,
+        fixed=measured.fixed,
+        image=measured.step + share * measured.teacher,
+        backward=max(0.0, measured.step - measured.score),
+        load=measured.load,
+        gradient_mib=measured.gradient_mib,
+        gflop=measured.gflop + share * measured.teacher_gflop,
+        kernels=measured.kernels,
     )
 
 
@@ -146,12 +142,8 @@ def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
         raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")
     devices = int(run.manifest.get("world_size", 1))
     image = 1000 * devices / run.images_per_second
-    told = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
-    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), told
-
-
-def _epochs(recipe: Recipe, data: Data, batch_size: int) -> float:
-    return recipe.run.images(len(data.train), batch_size) / len(data.train)
+    origin = f"step      of run '{run.name}': {run.images_per_second:.0f} images/s on {devices} device(s)"
+    return replace(cost, fixed=0.0, image=image, backward=image * cost.backward / cost.image), origin
 
 
 def _table(lines: Sequence[Line], instance: Instance) -> str:
@@ -175,9 +167,7 @@ def _table(lines: Sequence[Line], instance: Instance) -> str:
 
 def _assumptions(last: Line, here: StepCost, instance: Instance, job: Job) -> list[str]:
     bound = "loading" if last.load_ms >= last.compute_ms + last.exposed_ms else "the step"
-    loading = (
-        f"{here.load:.2f} ms an image in one process" if here.load else "not measured: the images do not exist yet"
-    )
+    loading = f"{here.load:.2f} ms an image in one process" if here.load else "not measured: there are no images yet"
     return [
         f"gradient  {here.gradient_mib:.1f} MiB a step; a ring all-reduce takes {last.communication_ms:.3f} ms on "
         f"{last.devices} devices; all but its last {BUCKET_MIB:g} MiB hide behind the backward pass",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
-from kd.progress.console import scored_by
+from kd.scores import Column, Scores
 from kd.text import clock, money
 
 SPANS = (
@@ -84,6 +84,8 @@ class RunRecord:
     train: Sequence[Mapping[str, Any]]
     val: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
+    scores: Scores
+    """The columns of `val`."""
     timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Log windows by rank."""
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -102,14 +104,15 @@ class RunRecord:
     """Why something is missing."""
 
     @property
-    def decides(self) -> str:
-        """The score that says which checkpoint is best: accuracy, mAP, knn or agreement."""
-        return str(self.manifest.get("decides", scored_by(self.val[0] if self.val else {})))
+    def decides(self) -> Column:
+        """The score that says which checkpoint is the best."""
+        return self.scores.deciding(self.val[0] if self.val else {})
 
     @property
     def best(self) -> Mapping[str, Any]:
         """The validation row with the highest score, the first of several; empty before an evaluation."""
-        return max(self.val, key=lambda row: row.get(self.decides, -1.0), default={})
+        key = self.decides.key
+        return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
 
     @property
     def steps(self) -> int:
@@ -145,8 +148,8 @@ class RunRecord:
     def per_hour(self) -> float:
         """US dollars an hour for all machines; 0: no price is known."""
         own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
-        known = instances.find(str(self.keys.get("price.instance", "")))
-        return self.machines * (own or (known.per_hour if known else 0.0))
+        listed = instances.find(str(self.keys.get("price.instance", "")))
+        return self.machines * (own or (listed.per_hour if listed else 0.0))
 
     @property
     def cost(self) -> float:
@@ -161,13 +164,12 @@ class RunRecord:
 
 def points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
     """Return the steps of rows and their values of a key, without rows that lack it, and without NaN and infinity."""
-    found = [(float(row["step"]), float(row[key])) for row in rows if key in row]
-    kept = [(step, value) for step, value in found if math.isfinite(value)]
-    return [step for step, _ in kept], [value for _, value in kept]
+    finite = [(float(row["step"]), float(row[key])) for row in rows if key in row and math.isfinite(row[key])]
+    return [step for step, _ in finite], [value for _, value in finite]
 
 
 def label_of(run: RunRecord) -> str:
-    """Return what a run is: the student, and what it learned from."""
+    """Return the title `STUDENT, distilled from TEACHER`."""
     student = short_model(str(run.keys.get("student.model", "")))
     teacher = short_model(str(run.keys.get("teacher.model", "") or ""))
     return f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
@@ -188,8 +190,8 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 def time_parts(run: RunRecord) -> dict[str, float]:
     """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
     rows = run.timeline.get(0, ())
-    found = {name for row in rows for name in row["ms"]}
-    names = [*(name for name in SPANS if name in found), *sorted(found - set(SPANS))]
+    recorded = {name for row in rows for name in row["ms"]}
+    names = [*(name for name in SPANS if name in recorded), *sorted(recorded - set(SPANS))]
     return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
 
 
@@ -203,8 +205,9 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     rows = []
     for run in runs:
         saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
-        score = 100 * float(run.best.get(run.decides, 0.0))
-        epochs = run.epochs_done
+        score, epochs = run.decides, run.epochs_done
+        value = float(run.best.get(score.key, 0.0))
+        gained = 100 * value if score.unit == "%" else 0.0
         rows.append(
             {
                 "run": run.name,
@@ -213,8 +216,8 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
                 "USD": money(run.cost) if run.cost else "-",
                 "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
-                "USD a point": money(run.cost / score) if run.cost and score else "-",
-                "score": f"{run.decides} {score:.1f} %" if score else "-",
+                "USD a point": money(run.cost / gained) if run.cost and gained else "-",
+                "score": score.with_title(value) if run.best else "-",
                 "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
             }
         )

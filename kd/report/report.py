@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kd import config
+from kd import config, parts
 from kd.errors import RunError
 from kd.files.storage import read_rows, write_text
 from kd.references import redact
@@ -17,11 +17,9 @@ from kd.report import text
 from kd.report.page import render
 from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
+from kd.scores import Scores
 from kd.setup.finished import opened_run
-from kd.setup.recipe import Recipe
-
-BASELINE = "labels_only"
-"""Folder of the baseline inside a run folder."""
+from kd.setup.recipe import BASELINE, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +41,14 @@ def report(
     Args:
         paths: run folders.
         target: of the page; None: report.html in the first run folder.
-        images: validation images on which the models are asked, evenly spaced; 0: all.
+        images: validation images that the models answer, evenly spaced; 0: all.
         overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
 
     Raises:
         RunError: a folder is no run folder, or the page cannot be written.
     """
     file = target or paths[0] / "report.html"
-    with _told(paths):
+    with _damage_as_one_line(paths):
         runs = distinct([read(path, images, overrides) for path in paths])
         page, summary = redact(render(runs)), redact(text.summary(runs))
     write_text(file, page, "--to")
@@ -63,7 +61,7 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[st
     Raises:
         RunError: no run has a price.
     """
-    with _told(paths):
+    with _damage_as_one_line(paths):
         runs = distinct([read(path, -1, overrides) for path in paths])
         if not any(run.cost for run in runs):
             remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
@@ -72,18 +70,14 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[st
 
 
 def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = ()) -> str:
-    """Return the page of runs as they stand now; the models are not asked."""
-    with _told(paths):
+    """Return the page of runs as they stand now, without the models' answers."""
+    with _damage_as_one_line(paths):
         return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
 
 
 @contextmanager
-def _told(paths: Sequence[Path]) -> Iterator[None]:
-    """Turn what goes wrong with values that kd does not write into one line.
-
-    Raises:
-        RunError: a file of a run holds such values.
-    """
+def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -101,37 +95,48 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
-    """Read a run folder.
-
-    Args:
-        path: the folder.
-        images: as for `report`; negative: the models are not asked.
-        overrides: as for `report`.
+    """Read a run folder; a negative number of images leaves out the models' answers.
 
     Raises:
         RunError: it is no run folder.
     """
     folder, stored = opened_run(path)
-    recipe = Recipe(config.load(config.to_dict(stored), overrides, here=False))
-    asked = answers(folder, recipe, images) if images >= 0 and folder.best_row() else None
+    recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
+    manifest, val = folder.manifest(), folder.metrics("val")
+    counted, note = None, ""
+    if images >= 0 and folder.best_row():
+        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images)
     sheet = path / "sifting.jpg"
     return RunRecord(
-        name=recipe.name,
-        keys=recipe.shown,
-        manifest=folder.manifest(),
+        name=recipe.record.name,
+        keys=recipe.record.shown,
+        manifest=manifest,
         train=folder.metrics("train"),
-        val=folder.metrics("val"),
+        val=val,
         epochs=folder.metrics("epoch"),
+        scores=Scores.read(manifest["scores"]) if "scores" in manifest else scores_of(val[0] if val else {}),
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
-        answers=asked.answers if asked is not None else None,
+        answers=counted,
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1) if (path / BASELINE / "config.yaml").is_file() else None,
-        notes=(asked.note,) if asked is not None and asked.note else (),
+        notes=(note,) if note else (),
     )
+
+
+def scores_of(row: Mapping[str, Any]) -> Scores:
+    """Return the built-in task that fits a validation row best, for runs of older builds, which recorded no columns."""
+
+    def fit(scores: Scores) -> tuple[bool, bool, int]:
+        pair = [column.key in row for column in scores.pair]
+        return scores.own[0].key in row, all(pair), sum(pair)
+
+    names = ("single_label", *parts.names("tasks"))  # the first of equals, for a run without rows
+    tasks = [parts.build("tasks", name, parts.default_options("tasks", name), "task") for name in names]
+    return max((task.scores for task in tasks), key=fit)
 
 
 def content(file: Path, otherwise: Any) -> Any:

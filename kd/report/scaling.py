@@ -95,14 +95,7 @@ def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
 
 
 def all_reduce_ms(mib: float, devices: int, machines: int, rates: Links) -> float:
-    """Return the milliseconds of reducing gradients over all devices of all machines.
-
-    Args:
-        mib: of the gradients.
-        devices: of one machine.
-        machines: as many of them.
-        rates: of the links.
-    """
+    """Return the milliseconds of reducing so many MiB of gradients over machines with so many devices each."""
     buckets = -(-mib // BUCKET_MIB)
     hops = 2 * (devices - 1 + machines - 1)
     time = rates.latency_ms * buckets * hops
@@ -131,15 +124,7 @@ class Job:
 
 
 def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: int = 0) -> Line:
-    """Return what a number of devices makes of a job.
-
-    Args:
-        job: what is trained; its batch is divided over all devices.
-        cost: of a step on one such device.
-        instance: the kind of machine.
-        machines: how many.
-        devices: of each machine that work; 0: all.
-    """
+    """Return time and cost of a job whose batch is divided over machines with so many devices each; 0: all of them."""
     devices = devices or instance.devices
     count = machines * devices
     share = job.batch_size / count
@@ -169,5 +154,4 @@ def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: i
 def sizes(instance: Instance, machines: int) -> list[tuple[int, int]]:
     """Return (machines, devices of each) to show: one device, one machine, then doubled up to all."""
     counts = [2**power for power in range(machines.bit_length()) if 2**power < machines]
-    shown = [(1, 1), *((count, instance.devices) for count in [*counts, machines])]
-    return list(dict.fromkeys(shown))
+    return list(dict.fromkeys([(1, 1), *((count, instance.devices) for count in [*counts, machines])]))

@@ -8,14 +8,15 @@ from typing import Any
 
 from kd.progress.sifting import saving_text
 from kd.report.record import SPANS, RunRecord, points, time_parts
-from kd.report.svg import Series, bars, esc, heat, legend, lines, number, stack
+from kd.report.svg import Series, bars, esc, evenly, heat, legend, lines, number, stack
+from kd.scores import Column
 from kd.text import clock, percent
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")
 """Parts of the time that are no part of a step."""
-COLUMNS = 240
-"""Columns of a heat map at most."""
+COLUMNS, WINDOWS = 240, 80
+"""Columns of a heat map at most; bars of the chart of log windows."""
 
 
 def color(number: int) -> str:
@@ -32,8 +33,8 @@ def section(title: str, hint: str, *content: str) -> str:
     """Return a titled section; empty where there is no content."""
     body = "".join(content)
     anchor = title.lower().replace(" ", "-")
-    told = f'<p class="hint">{esc(hint)}</p>' if hint else ""
-    return f'<section id="{anchor}"><h2>{esc(title)}</h2>{told}{body}</section>' if body else ""
+    text = f'<p class="hint">{esc(hint)}</p>' if hint else ""
+    return f'<section id="{anchor}"><h2>{esc(title)}</h2>{text}{body}</section>' if body else ""
 
 
 def card(title: str, *content: str) -> str:
@@ -58,60 +59,47 @@ def _left(name: str, text: Sequence[str]) -> str:
     return ' class="text"' if name in text else ""
 
 
-# ------------------------------------------------------------------------------------------------------------ findings
-
-
 def findings(runs: Sequence[RunRecord]) -> str:
-    """Say first what the rules found."""
+    """Show the findings of the rules."""
     if not any("findings" in run.manifest or run.findings or run.timeline for run in runs):
         return ""
-    found = []
+    entries = []
     for run in runs:
         who = f"{run.name}: " if len(runs) > 1 else ""
         for one in run.findings:
-            told, change = esc(one["evidence"]), esc(f"{one['key']}={one['value']}")
-            found.append(
-                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {told}. '
+            evidence, change = esc(one["evidence"]), esc(f"{one['key']}={one['value']}")
+            entries.append(
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {evidence}. '
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
                 f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
             )
-    if not found:
-        found = [
-            '<div class="finding none"><b>Nothing found.</b> No rule saw a bottleneck in the recorded windows.</div>'
-        ]
-    return section("Findings", "", *found)
-
-
-# -------------------------------------------------------------------------------------------------------------- curves
+    nothing = '<div class="finding none"><b>Nothing found.</b> No rule saw a bottleneck in the recorded windows.</div>'
+    return section("Findings", "", *(entries or [nothing]))
 
 
 def curves(runs: Sequence[RunRecord]) -> str:
-    """Draw loss, accuracy and agreement over the steps."""
-    loss, agreement = [], []
-    scores: dict[str, list[Series]] = {"accuracy": [], "map": [], "f1_macro": []}
-    neighbours = [_line(run.name, color(i), run.val, "knn") for i, run in enumerate(runs)]
-    for i, run in enumerate(runs):
-        loss.append(_line(run.name, color(i), run.train, "loss"))
-        for key, series in scores.items():
-            series.append(_line(run.name, color(i), run.val, key))
-            if run.baseline is not None:
-                series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, key))
-        agreement.append(_line(run.name, color(i), run.val, "agreement"))
-    for key, series in scores.items():
-        rows = [run.val[-1] for run in runs if run.val and f"teacher_{key}" in run.val[-1]]
-        teachers = {round(float(row[f"teacher_{key}"]), 3) for row in rows}
-        ends = [x for one in series for x in one.x]
-        for value in sorted(teachers)[:2] if ends else ():
-            series.append(Series("teacher", "--c4", [0, max(ends)], [value, value], dashed=True))
-    cards = [
-        _chart("Training loss", loss, ""),
-        _chart("Validation accuracy", scores["accuracy"], "%"),
-        _chart("Validation mAP", scores["map"], "%"),
-        _chart("F1 at the threshold 0.5, mean of the classes", scores["f1_macro"], "%"),
-        _chart("Accuracy of nearest neighbours (knn)", neighbours, "%"),
-        _chart("Agreement with the teacher", agreement, "%"),
-    ]
+    """Draw the loss and the scores over the steps."""
+    loss = [_line(run.name, color(i), run.train, "loss") for i, run in enumerate(runs)]
+    columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
+    cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
+
+
+def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
+    """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
+    series, teachers = [], set()
+    for i, run in enumerate(runs):
+        if column not in run.scores.columns:
+            continue
+        series.append(_line(run.name, color(i), run.val, column.key))
+        if run.baseline is not None:
+            series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
+        of_teachers = run.scores.of_teachers(run.val[-1]).values() if run.val else ()
+        teachers |= {round(float(values[column.key]), 3) for values in of_teachers if column.key in values}
+    last = max((x for one in series for x in one.x), default=0.0)
+    for value in sorted(teachers)[:2] if last else ():
+        series.append(Series("teacher", "--c4", [0, last], [value, value], dashed=True))
+    return _chart(f"Validation {column.title}", series, column.unit)
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
@@ -119,16 +107,13 @@ def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) ->
 
 
 def _chart(title: str, series: Sequence[Series], unit: str) -> str:
-    drawn = [one for one in series if one.x]
-    if not drawn:
+    series = [one for one in series if one.x]
+    if not series:
         return ""
-    if all(len(one.x) == 1 or one.dashed for one in drawn):  # evaluated once: there is no curve
-        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in drawn], unit))
-    named = legend([(one.name, one.color) for one in drawn]) if len(drawn) > 1 else ""
-    return card(title, lines(drawn, 350, 220, "step", unit), named)
-
-
-# ---------------------------------------------------------------------------------------------------------------- time
+    if all(len(one.x) == 1 or one.dashed for one in series):  # evaluated once: there is no curve
+        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in series], unit))
+    names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
+    return card(title, lines(series, 350, 220, "step", unit), names)
 
 
 def time(runs: Sequence[RunRecord]) -> str:
@@ -137,23 +122,23 @@ def time(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         parts = time_parts(run)
         if parts:
-            cards.append(card(run.name if len(runs) > 1 else "The whole run", _whole(run, parts), _windows(run, parts)))
+            cards.append(card(run.name if len(runs) > 1 else "The whole run", _total(run, parts), _windows(run, parts)))
     hint = "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is one log window."
     return section("Where the time went", hint, *cards)
 
 
-def _whole(run: RunRecord, parts: Mapping[str, float]) -> str:
+def _total(run: RunRecord, parts: Mapping[str, float]) -> str:
     total = sum(parts.values()) or 1.0
-    drawn = {name: ms for name, ms in parts.items() if ms / total >= 0.0005}
-    bar, named = "", []
-    for name, ms in drawn.items():
+    bar, entries = "", []
+    for name, ms in parts.items():
         share = 100 * ms / total
-        bar += (
-            f'<i style="width:{share:.2f}%;background:var({span_color(name)})" title="{esc(name)} {share:.1f} %"></i>'
-        )
-        named.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
-    told = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
-    return f'{told}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(named)}'
+        if share < 0.05:
+            continue
+        style = f"width:{share:.2f}%;background:var({span_color(name)})"
+        bar += f'<i style="{style}" title="{esc(name)} {share:.1f} %"></i>'
+        entries.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
+    hint = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
+    return f'{hint}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(entries)}'
 
 
 def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
@@ -161,7 +146,7 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
     rows = [row for row in run.timeline[0] if row["kind"] == "steady"]
     if not rows:
         return ""
-    rows = rows if len(rows) <= 80 else [rows[i * (len(rows) - 1) // 79] for i in range(80)]
+    rows = [rows[i] for i in evenly(len(rows), WINDOWS)]
     inside = [name for name, ms in parts.items() if ms and name not in APART]
     steps = [float(row["step"]) for row in rows]
     layers = [
@@ -170,14 +155,10 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
     ]
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
     names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
-    told = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
-    told += [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."] if slow else []
-    text = " ".join(told)
+    hints = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
+    hints += [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."] if slow else []
     chart = stack(layers, 1060, 240, "last step of the window", "ms")
-    return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(text)}</p>'
-
-
-# ------------------------------------------------------------------------------------------------------------- machine
+    return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(" ".join(hints))}</p>'
 
 
 def machine(runs: Sequence[RunRecord]) -> str:
@@ -188,14 +169,9 @@ def machine(runs: Sequence[RunRecord]) -> str:
             if len(rows) > 1:
                 host = name.rpartition("_")[0]
                 title = f"{run.name}, {host}" if len(runs) > 1 else host
-                cards.append(_host(title, _sampled(rows)))
+                cards.append(_host(title, [rows[i] for i in evenly(len(rows), COLUMNS)]))
     hint = "Samples of the machine, one a second. The stronger the colour, the busier the core."
     return section("The machine", hint, *cards)
-
-
-def _sampled(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    count = len(rows)
-    return rows if count <= COLUMNS else [rows[i * (count - 1) // (COLUMNS - 1)] for i in range(COLUMNS)]
 
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -207,9 +183,10 @@ def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     names = [f"core {i}" for i in range(len(cores))]
     load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
     small = [
-        card("Memory, MiB", _over(times, {"machine": "memory_mib", "this run": "process_mib"}, rows, "MiB")),
-        card("Disk and network, MiB/s", _over(times, MOVED, rows, "MiB/s")),
-        *_gpus(times, rows),
+        _samples("Memory, MiB", times, _columns(rows, {"machine": "memory_mib", "this run": "process_mib"}), "MiB"),
+        _samples("Disk and network, MiB/s", times, _columns(rows, MOVED), "MiB/s"),
+        _samples("GPU load", times, _of_gpus(rows, "utilization", 100), "%"),
+        _samples("GPU power, W", times, _of_gpus(rows, "power_w", 1), "W"),
     ]
     return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
 
@@ -218,30 +195,26 @@ CLOCK = "seconds since the first sample"
 MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "network_mib_s"}
 
 
-def _over(times: Sequence[float], keys: Mapping[str, str], rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    series = [
-        Series(name, color(i), times, [float(row.get(key) or 0.0) for row in rows])
-        for i, (name, key) in enumerate(keys.items())
-        if any(key in row for row in rows)
-    ]
+def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, list[float]]:
+    """Return the values of those keys that the samples have, by name."""
+    sampled = {name: key for name, key in keys.items() if any(key in row for row in rows)}
+    return {name: [float(row.get(key) or 0.0) for row in rows] for name, key in sampled.items()}
+
+
+def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
+    """Return the values of a key of each GPU, by name."""
+    count = len(rows[0].get("gpu") or ())
+    return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
+
+
+def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Draw sampled values over the time; empty where there are none."""
+    series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     if not series:
         return ""
-    return lines(series, 515, 200, CLOCK, unit, zero=True) + legend([(one.name, one.color) for one in series])
-
-
-def _gpus(times: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    count = len(rows[0].get("gpu") or ())
-    if not count:
-        return []
-    found = []
-    for title, key, unit, scale in (("GPU load", "utilization", "%", 100), ("GPU power, W", "power_w", "W", 1)):
-        series = [
-            Series(f"GPU {i}", color(i), times, [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows])
-            for i in range(count)
-        ]
-        named = legend([(one.name, one.color) for one in series]) if count > 1 else ""
-        found.append(card(title, lines(series, 515, 200, CLOCK, unit, True), named))
-    return found
+    return card(
+        title, lines(series, 515, 200, CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
+    )
 
 
 def operators(runs: Sequence[RunRecord]) -> str:
@@ -254,36 +227,37 @@ def operators(runs: Sequence[RunRecord]) -> str:
     ]
     names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
     rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
-    named = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
-    whole = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
-    hint = f"Own time of each operator in the profiled steps ({whole} in all). profile/trace.json.gz opens in Perfetto."
+    legend_of_runs = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
+    totals = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
+    hint = (
+        f"Own time of each operator in the profiled steps (in all {totals}). profile/trace.json.gz opens in Perfetto."
+    )
     memory = [
         Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])
         for i, run in enumerate(profiled)
+        if run.memory
     ]
-    drawn = [one for one in memory if one.x]
-    curve = lines(drawn, 1060, 180, "milliseconds of the profile", "MiB", True) if drawn else ""
-    held = card("Allocated memory, MiB", curve, named) if drawn else ""
-    return section("Operators", hint, card("Top operators", bars(rows, "ms"), named), held)
-
-
-# ------------------------------------------------------------------------------------------------------------- sifting
+    cards = [card("Top operators", bars(rows, "ms"), legend_of_runs)]
+    if memory:
+        curve = lines(memory, 1060, 180, "milliseconds of the profile", "MiB", True)
+        cards.append(card("Allocated memory, MiB", curve, legend_of_runs))
+    return section("Operators", hint, *cards)
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:
-    """Show what a sifter kept, and the images it kept and left out most."""
+    """Show the share of images that a sifter trained in each epoch, and its contact sheet."""
     cards = []
     for i, run in enumerate(runs):
-        told = saving_text(run.epochs, run.manifest)
-        if not told:
+        saving = saving_text(run.epochs, run.manifest)
+        if not saving:
             continue
-        kept = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
-        series = Series("kept", color(i), [float(epoch) for epoch in range(len(kept))], kept)
+        shares = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
+        series = Series("trained", color(i), [float(epoch) for epoch in range(len(shares))], shares)
         title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
-        cards.append(card(title, lines([series], 1060, 180, "epoch", "%", True), f'<p class="hint">{esc(told)}</p>'))
+        cards.append(card(title, lines([series], 1060, 180, "epoch", "%", True), f'<p class="hint">{esc(saving)}</p>'))
         if run.sheet:
             data = base64.b64encode(run.sheet).decode()
             image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'
-            told = "Above: never left out, highest loss (often label errors). Below: left out most."
-            cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{told}</p>'))
+            hint = "Above: never left out, highest loss (often label errors). Below: left out most."
+            cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{hint}</p>'))
     return section("Sifting", "", *cards)

@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plot area of a chart, and how numbers become places in it."""
+    """The plot area of a chart, and the position of values in it."""
 
     width: int
     height: int
@@ -48,12 +48,12 @@ class Frame:
     high_y: float
 
     def x(self, value: float) -> float:
-        """Return the horizontal place of a value, pixels."""
+        """Return the horizontal position of a value, pixels."""
         span = (self.high_x - self.low_x) or 1.0
         return LEFT + (value - self.low_x) / span * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical place of a value, pixels."""
+        """Return the vertical position of a value, pixels."""
         span = (self.high_y - self.low_y) or 1.0
         return self.height - BOTTOM - (value - self.low_y) / span * (self.height - TOP - BOTTOM)
 
@@ -83,23 +83,17 @@ def number(value: float, unit: str = "") -> str:
 
 
 def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: str = "", zero: bool = False) -> str:
-    """Draw lines over a common x axis.
+    """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
 
-    Args:
-        series: at least one with at least one point.
-        width: pixels.
-        height: pixels.
-        x_name: of the horizontal axis, with its unit.
-        unit: of the values; "%" takes shares.
-        zero: the vertical axis begins at 0.
+    `zero`: the vertical axis begins at 0.
     """
     series = [thinned(one) for one in series if len(one.x)]
     values = [value for one in series for value in one.y]
     low, high = (0.0 if zero else min(values)), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    places = [place for one in series for place in one.x]
+    xs = [x for one in series for x in one.x]
     low_y = 0.0 if zero else low - margin
-    frame = Frame(width, height, min(places), max(places), low_y, high + margin)
+    frame = Frame(width, height, min(xs), max(xs), low_y, high + margin)
     parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
     for one in series:
         points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
@@ -131,11 +125,11 @@ def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
                     f'style="fill:var({one.color})"/>'
                 )
             tops[i] += value
-    shown = range(0, len(xs), max(1, -(-len(xs) // 10)))
-    parts += [_text(frame.x(i), height - BOTTOM + 16, f"{xs[i]:g}", "middle") for i in shown]
+    marks = range(0, len(xs), max(1, -(-len(xs) // 10)))
+    parts += [_text(frame.x(i), height - BOTTOM + 16, f"{xs[i]:g}", "middle") for i in marks]
     parts.append(_text(width - RIGHT, height - 2, x_name, "end", "axis"))
-    places = [Series(one.name, one.color, range(len(xs)), one.y) for one in series]
-    return _svg(frame, parts, _numbers(places, frame, unit, x_name, [f"{x:g}" for x in xs]))
+    by_index = [Series(one.name, one.color, range(len(xs)), one.y) for one in series]
+    return _svg(frame, parts, _numbers(by_index, frame, unit, x_name, [f"{x:g}" for x in xs]))
 
 
 def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, names: Sequence[str], x_name: str) -> str:
@@ -161,23 +155,23 @@ def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, na
         _text(LEFT - 6, TOP + cell * i + cell / 2 + 4, name, "end") for i, name in enumerate(names) if i % step == 0
     ]
     parts += _x_axis(frame, x_name)
-    kept = [Series(name, "--accent", times, row) for name, row in zip(names, rows, strict=True)]
-    return _svg(frame, parts, _numbers(kept, frame, "%", x_name) if len(rows) <= 16 else "")
+    series = [Series(name, "--accent", times, row) for name, row in zip(names, rows, strict=True)]
+    return _svg(frame, parts, _numbers(series, frame, "%", x_name) if len(rows) <= 16 else "")
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> str:
     """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width."""
     most = max((value for _, values in rows for value, _ in values), default=0.0) or 1.0
-    drawn_rows = []
+    rows_html = []
     for name, values in rows:
-        drawn = "".join(
+        content = "".join(
             f'<span class="bar"><i style="width:{100 * value / most:.1f}%;background:var({color})"></i>'
             f"<b>{number(value, unit)}</b></span>"
             for value, color in values
         )
-        told = f'<span class="name" title="{esc(name)}">{esc(name)}</span>'
-        drawn_rows.append(f'<div class="row">{told}<span>{drawn}</span></div>')
-    return f'<div class="bars">{"".join(drawn_rows)}</div>'
+        title = f'<span class="name" title="{esc(name)}">{esc(name)}</span>'
+        rows_html.append(f'<div class="row">{title}<span>{content}</span></div>')
+    return f'<div class="bars">{"".join(rows_html)}</div>'
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -192,13 +186,15 @@ def esc(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
+def evenly(count: int, most: int) -> Sequence[int]:
+    """Return at most so many of the first `count` numbers, evenly spaced, the last one always."""
+    return range(count) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
+
+
 def thinned(one: Series) -> Series:
-    """Keep at most `POINTS` points of a line, evenly, the last one always."""
-    count = len(one.x)
-    if count <= POINTS:
-        return one
-    kept = [i * (count - 1) // (POINTS - 1) for i in range(POINTS)]
-    return Series(one.name, one.color, [one.x[i] for i in kept], [one.y[i] for i in kept], one.dashed)
+    """Keep at most `POINTS` points of a line."""
+    picks = evenly(len(one.x), POINTS)
+    return Series(one.name, one.color, [one.x[i] for i in picks], [one.y[i] for i in picks], one.dashed)
 
 
 def _grid(frame: Frame, unit: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What SageMaker needs of kd: archives of an export, and the handler of its PyTorch container."""
+"""SageMaker: requests, jobs of several hosts, archives of an export, the handler of its PyTorch container."""

@@ -11,8 +11,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd.files import manifest as exported
-from kd.files import pixels
+from kd.files import manifest, pixels
 from kd.files.storage import atomic_folder
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
@@ -22,40 +21,27 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archives(export: Path) -> list[Path]:
-    """Write both `model.tar.gz` into the folder `<export>-sagemaker` and return their paths.
+    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
 
     Raises:
         RunError: the disk is full or not writable.
     """
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
-    code = {
-        "inference.py": Path(handler.__file__).read_bytes(),
-        "exported.py": Path(exported.__file__).read_bytes(),
-        "pixels.py": Path(pixels.__file__).read_bytes(),
-        "requirements.txt": REQUIREMENTS.encode(),
+    files = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
+    files |= {
+        "code/inference.py": Path(handler.__file__).read_bytes(),
+        "code/exported.py": Path(manifest.__file__).read_bytes(),
+        "code/pixels.py": Path(pixels.__file__).read_bytes(),
+        "code/requirements.txt": REQUIREMENTS.encode(),
     }
-    return archives(export, export.parent / f"{export.name}-sagemaker", code)
-
-
-def archives(export: Path, target: Path, code: Mapping[str, bytes]) -> list[Path]:
-    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` below `target`, replacing older ones.
-
-    Args:
-        export: the export folder.
-        target: where.
-        code: the files of `code/` for the PyTorch container, by name.
-
-    Raises:
-        RunError: the disk is full or not writable.
-    """
-    loaded = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
-    loaded |= {f"code/{name}": content for name, content in code.items()}
-    with atomic_folder(target, where="--sagemaker") as draft:
-        for kind, packed in (("container", container_archive(export)), ("pytorch", _archive(loaded))):
-            (draft / kind).mkdir()
-            (draft / kind / "model.tar.gz").write_bytes(packed)
-    return [target / kind / "model.tar.gz" for kind in ("container", "pytorch")]
+    archives = {"container": container_archive(export), "pytorch": _archive(files)}
+    folder = export.parent / f"{export.name}-sagemaker"
+    with atomic_folder(folder, where="--sagemaker") as draft:
+        for name, content in archives.items():
+            (draft / name).mkdir()
+            (draft / name / "model.tar.gz").write_bytes(content)
+    return [folder / name / "model.tar.gz" for name in archives]
 
 
 def container_archive(export: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Send what `launch` built to AWS, wait for its end, and print its log."""
+"""Send requests to AWS, wait until they are done, and print the log of a training job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +19,50 @@ from kd.sagemaker.archives import container_archive
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0
 LATE_MS = 60_000
-"""Log events may appear up to so long after younger ones of another host."""
+"""An event may appear so long after younger events of another host."""
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 Request = Mapping[str, Any]
 
 
-def train(request: Request, follow: bool = True, poll: float = POLL_SECONDS) -> None:
+def train(request: Request, follow: bool = True) -> None:
     """Start a training job. Print its log until it ends.
 
     Raises:
         RunError: AWS refuses the request, cannot be reached, or the job failed.
     """
     name = request["TrainingJobName"]
-    with _told("CreateTrainingJob"):
+    with _aws_errors("CreateTrainingJob"):
         sagemaker = _client("sagemaker")
         sagemaker.create_training_job(**request)
         print(f"training job {name} is created", flush=True)
         if not follow:
             return
         print(f"Ctrl-C ends this log and not the job: aws sagemaker stop-training-job --training-job-name {name}")
-        log = _Log(name)
         try:
-            _wait(lambda: sagemaker.describe_training_job(TrainingJobName=name), "TrainingJobStatus", name, poll, log)
+            _wait(lambda: sagemaker.describe_training_job(TrainingJobName=name), "TrainingJobStatus", name, _Log(name))
         except KeyboardInterrupt:
             print(f"training job {name} goes on")
 
 
-def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Sequence[str]) -> str:
-    """Upload an export, create its endpoint, wait until it is in service, and ask it for one image.
-
-    Args:
-        requests: what `launch.hosting_requests` returned.
-        export: the export folder.
-        model: `s3://.../model.tar.gz`, where it is uploaded.
-        labels: of the export; the answer must be one of them.
+def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
+    """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
 
     Returns:
         What the endpoint answered, and how to remove it.
 
     Raises:
-        RunError: a step failed. What was created before stays, and is named.
+        RunError: a step failed, or the answer is none of `labels`. What was created stays, and is named.
     """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
-    with _told("deploy"):
-        _upload(export, model)
-        sagemaker = _client("sagemaker")
-        sagemaker.create_model(**requests["CreateModel"])
-        sagemaker.create_endpoint_config(**requests["CreateEndpointConfig"])
-        sagemaker.create_endpoint(**requests["CreateEndpoint"])
+    with _aws_errors("deploy"):
+        sagemaker = _create(requests, export)
         print(f"endpoint {name} is created", flush=True)
-        with _going_on(f"endpoint {name} goes on. {remove}"):
-            _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name, POLL_SECONDS)
+        try:
+            _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name)
+        except KeyboardInterrupt:
+            print(f"endpoint {name} goes on. {remove}", flush=True)
+            raise
         grey = io.BytesIO()
         Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
         question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
@@ -79,8 +71,8 @@ def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Se
         )
         body = answer["Body"].read()
     try:
-        found = json.loads(body)["predictions"][0]
-        label = found["top"][0]["label"] if "labels" in found else found["label"]
+        prediction = json.loads(body)["predictions"][0]
+        label = prediction["top"][0]["label"] if "labels" in prediction else prediction["label"]
     except (ValueError, KeyError, IndexError, TypeError):
         label = None
     if label not in labels:
@@ -89,62 +81,55 @@ def deploy(requests: Mapping[str, Request], export: Path, model: str, labels: Se
     return f"endpoint {name} is in service; a grey image is '{label}'. {remove}"
 
 
-def transform(requests: Mapping[str, Request], export: Path, model: str, poll: float = POLL_SECONDS) -> None:
-    """Upload an export, start a batch transform and wait for its end.
+def transform(requests: Mapping[str, Request], export: Path) -> None:
+    """Upload an export, send `requests.transform_requests`, and wait for the end of the job.
 
     Raises:
-        RunError: a step failed, or the job did.
+        RunError: a step or the job failed.
     """
     name = requests["CreateTransformJob"]["TransformJobName"]
-    with _told("transform"):
-        _upload(export, model)
-        sagemaker = _client("sagemaker")
-        sagemaker.create_model(**requests["CreateModel"])
-        sagemaker.create_transform_job(**requests["CreateTransformJob"])
+    with _aws_errors("transform"):
+        sagemaker = _create(requests, export)
         print(f"transform job {name} is created", flush=True)
-        stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
-        with _going_on(f"transform job {name} goes on. {stop}"):
-            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name, poll)
+        try:
+            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name)
+        except KeyboardInterrupt:
+            stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            print(f"transform job {name} goes on. {stop}", flush=True)
+            raise
 
 
-@contextmanager
-def _going_on(line: str) -> Iterator[None]:
-    """After Ctrl-C, say what AWS goes on with."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(line, flush=True)
-        raise
-
-
-def _upload(export: Path, target: str) -> None:
+def _create(requests: Mapping[str, Request], export: Path) -> Any:
+    """Upload an export to where CreateModel reads it, send all requests, and return the client."""
+    sagemaker = _client("sagemaker")
+    target = requests["CreateModel"]["PrimaryContainer"]["ModelDataUrl"]
     bucket, _, key = target.removeprefix("s3://").partition("/")
     _client("s3").put_object(Bucket=bucket, Key=key, Body=container_archive(export))
     print(f"uploaded {target}", flush=True)
+    methods = {operation: method for method, operation in sagemaker.meta.method_to_api_mapping.items()}
+    for operation, request in requests.items():
+        getattr(sagemaker, methods[operation])(**request)
+    return sagemaker
 
 
 def _wait(
-    describe: Callable[[], Mapping[str, Any]],
-    key: str,
-    name: str,
-    poll: float,
-    tick: Callable[[], None] = lambda: None,
+    describe: Callable[[], Mapping[str, Any]], key: str, name: str, print_log: Callable[[], None] = lambda: None
 ) -> None:
     """Ask for the status until it is final; print it when it changes."""
     before = ""
     while True:
-        told = describe()
-        status = told[key]
-        shown = " ".join({status: 0, told.get("SecondaryStatus", status): 0})
-        if shown != before:
-            print(f"{name}: {shown}", flush=True)
-        before = shown
-        tick()
+        answer = describe()
+        status = answer[key]
+        line = " ".join({status: 0, answer.get("SecondaryStatus", status): 0})
+        if line != before:
+            print(f"{name}: {line}", flush=True)
+        before = line
+        print_log()
         if status in DONE:
             return
         if status in FAILED:
-            raise RunError("kd-launch", f"{name}: {status}: {told.get('FailureReason', 'no reason is given')}")
-        time.sleep(poll)
+            raise RunError("kd-launch", f"{name}: {status}: {answer.get('FailureReason', 'no reason is given')}")
+        time.sleep(POLL_SECONDS)
 
 
 class _Log:
@@ -155,22 +140,17 @@ class _Log:
         self._since, self._seen = 0, set[str]()
 
     def __call__(self) -> None:
-        """Print what is new."""
-        told: dict[str, Any] = {"logGroupName": LOGS, "logStreamNamePrefix": f"{self._job}/", "startTime": self._since}
+        """Print the new events."""
+        pages = self._client.get_paginator("filter_log_events").paginate(
+            logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
+        )
         newest = self._since
-        while True:
-            try:
-                page = self._client.filter_log_events(**told)
-            except self._client.exceptions.ResourceNotFoundException:  # nothing is logged yet
-                return
-            for event in page["events"]:
+        with suppress(self._client.exceptions.ResourceNotFoundException):  # nothing is logged yet
+            for event in (event for page in pages for event in page["events"]):
                 if event["eventId"] not in self._seen:
                     self._seen.add(event["eventId"])
                     print(event["message"], flush=True)
                 newest = max(newest, event["timestamp"])
-            if not page.get("nextToken"):
-                break
-            told["nextToken"] = page["nextToken"]
         self._since = max(0, newest - LATE_MS)
 
 
@@ -183,7 +163,7 @@ def _client(service: str) -> Any:
 
 
 @contextmanager
-def _told(step: str) -> Iterator[None]:
+def _aws_errors(step: str) -> Iterator[None]:
     """Turn an error of AWS into one line."""
     try:
         yield
@@ -191,6 +171,5 @@ def _told(step: str) -> Iterator[None]:
         if not type(error).__module__.startswith(("botocore.", "boto3.")):
             raise
         reason = " ".join(str(error).split())
-        raise RunError(
-            step, reason, "", "Check credentials, region and names, then run the same command again"
-        ) from error
+        remedy = "Check credentials, region and names, then run the same command again"
+        raise RunError(step, reason, "", remedy) from error

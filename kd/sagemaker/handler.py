@@ -35,7 +35,7 @@ MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5
 
 
 class Student:
-    """The model, and what must happen to an image before it."""
+    """The network, its labels, and the preprocessing of an image."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / WEIGHTS).is_file():  # timm would take a pickle, which may run code
@@ -45,18 +45,18 @@ class Student:
         config: dict[str, Any] = self.network.pretrained_cfg  # type: ignore[assignment]
         self.embeds = manifest.get("output", {}).get("name") == "embedding"
         self.labels = [] if self.embeds else list(config["label_names"])
-        limits = manifest.get("output", {}).get("thresholds", {})
-        self.thresholds = [limits[label]["threshold"] for label in self.labels] if limits else []
-        self.version, given = manifest["version"], manifest["input"]
-        self.size, self.crop, self.target = given["size"], given["crop"], given["network_size"]
+        thresholds = manifest.get("output", {}).get("thresholds", {})
+        self.thresholds = [thresholds[label]["threshold"] for label in self.labels] if thresholds else []
+        self.version, pixels = manifest["version"], manifest["input"]
+        self.size, self.crop, self.network_size = pixels["size"], pixels["crop"], pixels["network_size"]
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
 
     def __call__(self, images: list[Image.Image]) -> torch.Tensor:
         """Return the probabilities of RGB images, [B, C], or the vectors of an embedding model, [B, D], of length 1."""
         crops = [np.asarray(centre_crop(image, self.size, self.crop)).copy() for image in images]
         pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float()
-        if self.target != self.size:
-            size = (self.target, self.target)
+        if self.network_size != self.size:
+            size = (self.network_size, self.network_size)
             pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 255)
         with torch.inference_mode():
             output = self.network((pixels / 255 - self.mean) / self.std)
@@ -108,17 +108,18 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images, or return their vectors; where an image may have several labels, those above a threshold."""
+    """Classify the images or embed them; where an image may have several labels, return those above their threshold."""
     if model.embeds:
         return {"version": model.version, "predictions": [{"embedding": row} for row in model(data).tolist()]}
     predictions = []
     for row in model(data):
-        scores, classes = row.sort(descending=True, stable=True)
-        pairs = list(zip(scores.tolist(), classes.tolist(), strict=True))
-        top = [{"label": model.labels[i], "score": round(p, 6)} for p, i in pairs[:TOP]]
-        above = [(p, i) for p, i in pairs if model.thresholds and p > model.thresholds[i]]
-        labels = {"labels": [{"label": model.labels[i], "score": round(p, 6)} for p, i in above]}
-        predictions.append({**(labels if model.thresholds else top[0]), "top": top})
+        order = row.argsort(descending=True, stable=True).tolist()
+        ranked = [{"label": model.labels[i], "score": round(float(row[i]), 6)} for i in order]
+        if model.thresholds:
+            above = [entry for i, entry in zip(order, ranked, strict=True) if row[i] > model.thresholds[i]]
+            predictions.append({"labels": above, "top": ranked[:TOP]})
+        else:
+            predictions.append({**ranked[0], "top": ranked[:TOP]})
     return {"version": model.version, "predictions": predictions}
 
 
@@ -141,5 +142,5 @@ def _decode(body: bytes) -> Image.Image:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")
             image.load()
             return to_rgb(image)
-    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+    except Exception as error:  # on damaged data Pillow raises errors of every type
         raise ValueError(f"the body is not a whole image in {', '.join(FORMATS)} ({type(error).__name__})") from error

@@ -1,4 +1,4 @@
-"""The hosts of a SageMaker job, as one of them sees them, and the processes that this one has started."""
+"""The hosts of a SageMaker job, read by one of them, and the processes that this host has started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,14 @@ from kd.errors import BackendError
 
 INPUT = Path("/opt/ml/input/config")
 MEETING, RAY, TORCH = 6378, 6379, 29500
-"""Ports of the first trainer: the launcher's own, of Ray, of torch's rendezvous."""
+"""Ports of the first trainer: the meeting point, Ray, torch's rendezvous."""
 MARK = "KD_HOST"
-"""The variable by which a host finds all processes that it has started, and theirs."""
+"""The environment variable of all processes that a host starts, and of their children."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a job by what they do."""
+    """The hosts of a job by their role."""
 
     me: str
     trainers: tuple[str, ...]
@@ -39,16 +39,16 @@ class Hosts:
 
 
 def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
-    """Return the hosts of this job; this machine alone where there is no job.
+    """Return the hosts of this job; outside a job, this machine alone.
 
-    Groups whose name begins with `data` decode, the others train. Variables SM_* (SageMaker's training toolkit sets
-    them) come first, then the file that every container of a job has.
+    Groups whose name begins with `data` decode, the others train. The variables SM_* of SageMaker's training toolkit
+    come first, then the file that every container of a job has.
 
     Raises:
-        BackendError: the description makes no sense.
+        BackendError: the description cannot be read, or this host is in no group.
     """
     try:
-        config = _described(environ, file)
+        config = _resource_config(environ, file)
         me = str(config.get("current_host") or "localhost")
         groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
         groups = groups or {"all": list(config.get("hosts") or [me])}
@@ -66,8 +66,8 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
     return Hosts(me, trainers, data, (ports[0], ports[1], ports[2]) if ports else (MEETING, RAY, TORCH))
 
 
-def _described(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """Return what resourceconfig.json holds, from the variables or from the file."""
+def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Return the content of resourceconfig.json, from the variables or from the file."""
     if "SM_CURRENT_HOST" not in environ:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
@@ -79,10 +79,10 @@ def _described(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
-    """Return the hyperparameters of a job as `key=value` texts; those that SageMaker adds are left out.
+    """Return the hyperparameters of a job as `key=value`, without those that SageMaker adds.
 
     Raises:
-        BackendError: the file is not there, or is no JSON object.
+        BackendError: the file is missing or no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -93,10 +93,10 @@ def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
 
 
 def processes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many trainers this host runs: one an accelerator, else one.
+    """Return the number of trainers on this host: one per accelerator, else one.
 
     Raises:
-        BackendError: there are Neuron devices, and nobody says how many cores they have.
+        BackendError: there are Neuron devices and no variable has the number of their cores.
     """
     for name in ("KD_PROCESSES", "SM_NUM_NEURONS", "SM_NUM_GPUS"):
         if environ.get(name, "").isdigit() and int(environ[name]):
@@ -108,15 +108,15 @@ def processes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def accelerated() -> bool:
-    """Return whether this host computes on something else than its CPU."""
+    """Return whether this host has an NVIDIA or Neuron device."""
     return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses now."""
-    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in with_sockets]
-    for each in with_sockets:
+    """Return ports that no process uses now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
         each.close()
     return ports
 
@@ -125,7 +125,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def marks(mark: str, name: str = MARK) -> dict[str, str]:
-    """Return variables for processes that `marked` shall find.
+    """Return the variables by which `marked` finds a process.
 
     Two, because a process that sets its title may overwrite one: Ray's agents do.
     """
@@ -133,9 +133,9 @@ def marks(mark: str, name: str = MARK) -> dict[str, str]:
 
 
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the living processes, without this one, that were started with these `marks` in their environment.
+    """Yield the running processes that have one of these `marks` in their environment, except this one.
 
-    Unlike a process group, this finds what has become a daemon; unlike `ray stop`, nothing that is somebody else's.
+    Unlike a process group, this finds daemons too. Unlike `ray stop`, it finds no process of another job.
     """
     wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
@@ -145,24 +145,18 @@ def marked(mark: str, name: str = MARK) -> Iterator[int]:
 
 
 def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
-    """End the marked processes, by SIGTERM first, and return how many there were."""
+    """End the marked processes, by SIGTERM and after `grace` seconds by SIGKILL, and return how many there were."""
     pids, deadline = set(marked(mark, name)), time.monotonic() + grace
-    for pid in pids:
-        _signal(pid, signal.SIGTERM)
+    signal_all(pids, signal.SIGTERM)
     while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
         if time.monotonic() > deadline:
-            for pid in left:
-                _signal(pid, signal.SIGKILL)
+            signal_all(left, signal.SIGKILL)
         time.sleep(0.1)
     return len(pids)
 
 
-def signal_all(pids: Sequence[int], number: int) -> None:
-    """Send a signal to each of these processes that still lives."""
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each of these processes that still runs."""
     for pid in pids:
-        _signal(pid, number)
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -18,23 +18,19 @@ from kd.host import cores
 from kd.sagemaker.hosts import end_marked, free_ports, marks
 
 RUN_MARK = "KD_RUN"
-"""The variable that all processes of a local job have."""
+"""The environment variable of all processes of a local job."""
 LEAVE_SECONDS = 30.0
-"""How long a host may take to leave after the training has ended."""
+"""How long a host may take to end after the training has ended."""
 
 
 class LocalJob:
-    """Hosts 127.0.0.2, 127.0.0.3, ... of a job; each is a process that is told of them as by SageMaker."""
+    """Hosts 127.0.0.2, 127.0.0.3, ... of a job: one process each, with the variables that SageMaker sets."""
 
     def __init__(self, groups: Mapping[str, int], argv: Sequence[str]) -> None:
-        """Start all hosts with `kd.sagemaker.group ARGV`.
-
-        Args:
-            groups: hosts of each group, by its name; see `kd.sagemaker.hosts.read_hosts`.
-            argv: CONFIG and `key=value`.
+        """Start all hosts with `kd.sagemaker.group ARGV`. `groups` has the number of hosts in each group.
 
         Raises:
-            BackendError: this system cannot do it.
+            BackendError: this is not Linux.
         """
         if sys.platform != "linux":
             raise BackendError("--local", "needs Linux, where all of 127.0.0.0/8 is this machine", "", "Use Docker")
@@ -58,34 +54,35 @@ class LocalJob:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """Start a host, or start it again after its end."""
+        """Start a host, also a second time."""
         command = [sys.executable, "-m", "kd.sagemaker.group", *self.argv]
         self.processes[host] = subprocess.Popen(command, env={**self._environ, "SM_CURRENT_HOST": host})
 
     def wait(self) -> int:
-        """Wait until all hosts have left, and return the exit code of the training."""
-        trainers = [host for name, group in self.groups.items() if not name.startswith("data") for host in group]
-        codes = [self.processes[host].wait() for host in trainers]
+        """Wait until all hosts have ended, and return the exit code of the training."""
+        codes = [self.processes[host].wait() for host in self._trainers()]
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVE_SECONDS)
         return next((code for code in codes if code), 0)
 
     def stop(self) -> None:
-        """Ask the trainers to stop, as a SIGTERM from outside does."""
-        for name, group in self.groups.items():
-            for host in group if not name.startswith("data") else ():
-                self.processes[host].send_signal(signal.SIGTERM)
+        """Send SIGTERM to the trainers."""
+        for host in self._trainers():
+            self.processes[host].send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End whatever is left."""
+        """End all processes that still run."""
         end_marked(self.mark, RUN_MARK)
         for process in self.processes.values():
             process.wait()
 
+    def _trainers(self) -> list[str]:
+        return [host for name, group in self.groups.items() if not name.startswith("data") for host in group]
 
-def launch(groups: Mapping[str, int], argv: Sequence[str]) -> int:
-    """Run a job on this machine and return its exit code; no process of it is left."""
+
+def run_job(groups: Mapping[str, int], argv: Sequence[str]) -> int:
+    """Run a job on this machine and return its exit code; all its processes have ended then."""
     job = LocalJob(groups, argv)
 
     def forward(number: int, frame: FrameType | None) -> None:

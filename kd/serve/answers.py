@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,10 +54,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(1, keepdims=True)
 
 
-def present(logits: np.ndarray, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sigmoid of logits [B, C], float64, and whether each exceeds its class's threshold."""
-    scores = np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
-    return scores, scores > np.asarray(thresholds)
+def independent_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the probability of each class alone, the sigmoid of logits [B, C], float64."""
+    return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
 
 
 def predictions(logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = ()) -> list[dict]:
@@ -65,16 +65,20 @@ def predictions(logits: np.ndarray, labels: Sequence[str], top: int, thresholds:
     With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
     their threshold.
     """
-    several = len(thresholds) > 0
-    scores, there = present(logits, thresholds) if several else (probabilities(logits), None)
-    found = []
-    for number, row in enumerate(scores):
-        order = np.argsort(-row, kind="stable")[: None if several else top]
-        ranked = [(i, {"label": labels[i], "score": round(float(row[i]), DIGITS)}) for i in order]
-        best = [pair for _, pair in ranked[:top]]
-        above = {"labels": [pair for i, pair in ranked if there is not None and there[number, i]]}
-        found.append({**(above if several else best[0]), "top": best})
-    return found
+    if not thresholds:
+        return [{**best[0], "top": best} for best in (_ranked(row, labels, top) for row in probabilities(logits))]
+    answers = []
+    for row in independent_probabilities(logits):
+        above = row > np.asarray(thresholds)
+        present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
+        answers.append({"labels": present, "top": _ranked(row, labels, top)})
+    return answers
+
+
+def _ranked(scores: np.ndarray, labels: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Return the `count` labels of the highest scores [C], best first."""
+    order = np.argsort(-scores, kind="stable")[:count]
+    return [{"label": labels[i], "score": round(float(scores[i]), DIGITS)} for i in order]
 
 
 def embeddings(vectors: np.ndarray) -> list[dict]:
@@ -82,19 +86,17 @@ def embeddings(vectors: np.ndarray) -> list[dict]:
     return [{"embedding": row.tolist()} for row in vectors]
 
 
-def write(kind: str, found: Sequence[dict], model: str, version: str) -> bytes:
-    """Write the answer.
+def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes:
+    """Write one answer per image.
 
-    Returns:
-        JSON: {"predictions": [...], "model", "version"}, one prediction per image, as `predictions` makes them.
-        CSV: one row per image: label, score, label, score, ..., best first; where it may have several labels, those
-        above their threshold. Of an embedding model its numbers. No header line.
+    JSON is {"predictions": [...], "model", "version"}. CSV has no header, and a row per image: label, score, label,
+    score, ..., best first; those above their threshold where an image may have several labels; or the embedding.
     """
     if kind == JSON:
-        return json.dumps({"predictions": found, "model": model, "version": version}).encode()
+        return json.dumps({"predictions": answers, "model": model, "version": version}).encode()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for row in found:
-        ranked = [item[key] for item in row.get("labels", row.get("top", ())) for key in ("label", "score")]
-        writer.writerow(row.get("embedding", ranked))
+    for answer in answers:
+        pairs = answer.get("labels", answer.get("top", ()))
+        writer.writerow(answer.get("embedding", [pair[key] for pair in pairs for key in ("label", "score")]))
     return text.getvalue().encode()

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kd.serve import answers, bodies, v2
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
-from kd.serve.request_body import RequestBody
+from kd.serve.request_body import request_body
 from kd.serve.service import Service
 
 log = logging.getLogger("kd.serve")
@@ -35,6 +35,7 @@ MAX_QUERY = 256
 
 def build(service: Service, ui: bool = True) -> Starlette:
     """Return the application. `service` may still be loading."""
+    model = service.description
 
     async def ping(request: Request) -> Response:
         if service.ready:
@@ -46,22 +47,19 @@ def build(service: Service, ui: bool = True) -> Starlette:
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def invocations(request: Request) -> Response:
-        kind = bodies.media_type(request.headers.get("content-type", ""))
+        content_type = request.headers.get("content-type", "")
+        kind = bodies.media_type(content_type)
         accept = answers.negotiate(request.headers.get("accept", ""))
-        top = _top(request, len(service.description.labels))
-        header = request.headers.get("content-type", "")
-        async with RequestBody(request, service) as body:
+        top = _top(request, len(model.labels))
+        async with request_body(request, service) as body:
             values, request.state.summary = await service.run(
-                lambda model: service.classify(model, kind, header, body), request.receive
+                lambda model: service.classify(model, kind, content_type, body), request.receive
             )
-        output = service.description.output
-        if output.embeds:
-            found = answers.embeddings(values)
+        if model.output.embeds:
+            rows = answers.embeddings(values)
         else:
-            found = answers.predictions(values, service.description.labels, top, output.thresholds)
-        return Response(
-            answers.write(accept, found, service.description.name, service.description.version), media_type=accept
-        )
+            rows = answers.predictions(values, model.labels, top, model.output.thresholds)
+        return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [
         Route("/ping", ping, methods=["GET"]),
@@ -69,9 +67,9 @@ def build(service: Service, ui: bool = True) -> Starlette:
         Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
         *v2.Protocol(service).routes(lambda handler: observed(service, "v2", handler)),
     ]
-    if ui and not service.description.output.embeds:  # the page shows labels
+    if ui and not model.output.embeds:  # the page shows labels
         routes.append(Route("/", _page(service), methods=["GET"]))
-    handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _http_error, Exception: _bug}
+    handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _problem, Exception: _problem}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -104,24 +102,20 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         start, identity = time.perf_counter(), uuid.uuid4().hex[:16]
         request.state.summary = ""
-        status = 500
         try:
             response = await handler(request)
         except Problem as problem:
             response = problem.response()
             request.state.summary = problem.detail
-        except HTTPException:
-            raise
         except MemoryError:
             response = no_memory().response()
         except Exception as error:
             response = _bug_response(error, identity)
-        status = response.status_code
         seconds = time.perf_counter() - start
-        service.metrics.request(route, status, seconds)
-        if status != CLIENT_GONE:
-            description = request.state.summary
-            log.info("%s %s %d %.1fms %s", identity, route, status, 1000 * seconds, description)
+        service.metrics.request(route, response.status_code, seconds)
+        if response.status_code != CLIENT_GONE:
+            summary = request.state.summary
+            log.info("%s %s %d %.1fms %s", identity, route, response.status_code, 1000 * seconds, summary)
         response.headers["x-request-id"] = identity
         if service.draining:
             response.headers["connection"] = "close"
@@ -131,18 +125,12 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
 
 
 async def _problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem)
-    return error.response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    detail = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
-    problem = Problem(error.status_code, detail.get(error.status_code, str(error.detail)), error.headers or {})
-    return problem.response()
-
-
-async def _bug(request: Request, error: Exception) -> Response:
+    if isinstance(error, Problem):
+        return error.response()
+    if isinstance(error, HTTPException):
+        detail = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
+        text = detail.get(error.status_code, str(error.detail))
+        return Problem(error.status_code, text, error.headers or {}).response()
     return _bug_response(error, "-")
 
 
@@ -151,32 +139,32 @@ def _bug_response(error: Exception, identity: str) -> Response:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
-    log.error("%s bug: %s at %s", identity, type(error).__name__, place)
+    line = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
+    log.error("%s bug: %s at %s", identity, type(error).__name__, line)
     return Problem(500, "This is a bug of the server, not of the request.").response()
 
 
 def _page(service: Service) -> Handler:
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     description = service.description
-    for key, value in (
-        ("NAME", description.name),
-        ("VERSION", description.version),
-        ("CLASSES", str(len(description.labels))),
-    ):
+    values = {
+        "NAME": description.name,
+        "VERSION": description.version,
+        "CLASSES": str(len(description.labels)),
+        "LIMIT": f"{service.limits.max_body / 2**20:g}",
+    }
+    for key, value in values.items():
         text = text.replace(f"[[{key}]]", html.escape(value))
-    text = text.replace("[[LIMIT]]", f"{service.limits.max_body / 2**20:g}")
 
-    def allowed(tag: str) -> str:
-        found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in found)
+    def hashes(tag: str) -> str:
+        contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in contents)
 
-    policy = (
-        f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; img-src blob: data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
     headers = {
-        "content-security-policy": policy,
+        "content-security-policy": (
+            f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",

@@ -28,40 +28,33 @@ def media_type(header: str) -> str:
     kind = header.partition(";")[0].strip().lower()
     kind = {"image/jpg": "image/jpeg", "image/x-image": "application/x-image"}.get(kind, kind)
     if kind not in ALLOWED:
-        given = "There is no content-type." if not kind else "This content-type is not supported."
-        raise Problem(415, f"{given} Allowed are {', '.join(ALLOWED)}.", {"accept": ", ".join(ALLOWED)})
+        wrong = "There is no content-type." if not kind else "This content-type is not supported."
+        raise Problem(415, f"{wrong} Allowed are {', '.join(ALLOWED)}.", {"accept": ", ".join(ALLOWED)})
     return kind
 
 
 def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
-    """Return the image files in a body.
-
-    Args:
-        kind: the result of `media_type`.
-        header: the whole content-type header; a multipart boundary is read from it.
-        body: the whole body.
-        max_images: the largest number of images.
+    """Return the image files in a body. `kind` is the result of `media_type`; `header` may have a multipart boundary.
 
     Raises:
         Problem: 400 (the body does not match its type), 413 (too many images or values).
     """
-    found = [body]
+    files = [body]
     if kind == JSON:
-        found = _from_json(body, max_images)
+        files = _from_json(body, max_images)
     elif kind == MULTIPART:
-        found = _from_multipart(header, body, max_images)
-    if not found:
+        files = _from_multipart(header, body, max_images)
+    if not files:
         raise Problem(400, "There is no image in the request.")
-    return found
+    if len(files) > max_images:
+        raise Problem(413, f"There are more than {max_images} images in the request.")
+    return files
 
 
 def parse_json(body: bytes, max_values: int) -> Any:
-    """Parse a JSON document.
+    """Parse a JSON document of at most `max_values` values.
 
-    Args:
-        body: the whole document.
-        max_values: the largest number of values. They are counted before parsing, because a list of empty lists takes
-            25 bytes of memory for each byte of text.
+    They are counted before parsing, because a list of empty lists takes 25 bytes of memory for each byte of text.
 
     Raises:
         Problem: 400 (not JSON), 413 (too many values).
@@ -81,7 +74,6 @@ def _from_json(body: bytes, max_images: int) -> list[bytes]:
     texts = content["images"] if "images" in content else [content["image"]]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise Problem(400, f"{SHAPE}; what is not a string was found.")
-    _check_count(len(texts), max_images)
     try:
         return [base64.b64decode(text, validate=True) for text in texts]
     except (binascii.Error, ValueError) as error:
@@ -105,10 +97,4 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> list[bytes]:
         if not separator or len(head) > MAX_PART_HEADER:
             raise Problem(400, "A part of the multipart body has no end of its header.")
         parts.append(content)
-    _check_count(len(parts), max_images)
     return parts
-
-
-def _check_count(count: int, max_images: int) -> None:
-    if count > max_images:
-        raise Problem(413, f"There are more than {max_images} images in the request.")

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -21,16 +23,14 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
 MAX_PAUSE = 30.0
 ALL_LABELS = 999_999
+NAME_THE_FOLDER = "Name the folder whose folders are the classes: images/val"
 
 
 class Endpoint:
     """One connection to an endpoint. Not thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Prepare a connection. It is opened by the first request.
-
-        Args:
-            url: the endpoint's address, with or without /invocations.
+        """Prepare a connection to an address with or without /invocations. The first request opens it.
 
         Raises:
             KdError: not an HTTP address.
@@ -43,7 +43,7 @@ class Endpoint:
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
-        """Send an image file and return the status and the JSON answer. Retries after a 503.
+        """Send an image file, again after a 503, and return the status and the JSON answer.
 
         Raises:
             KdError: no answer, an answer that is not JSON, or 503 after all retries.
@@ -91,11 +91,7 @@ def pause(retry_after: str) -> float:
 
 
 def evaluate(url: str, folder: Path) -> dict[str, float]:
-    """Evaluate an endpoint on a folder of class folders.
-
-    Args:
-        url: the endpoint's address.
-        folder: images at `folder/<label>/...`. A label may be a path, as in training.
+    """Evaluate an endpoint on images at `folder/<label>/...`. A label may be a path, as in training.
 
     Returns:
         `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
@@ -107,21 +103,19 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
     """
     files = sorted(_listing(folder))
     if not files:
-        remedy = "Name the folder whose folders are the classes: images/val"
-        raise DataError(
-            "--data", f"'{folder}' has no class folders with images", f"Allowed: {', '.join(ENDINGS)}", remedy
-        )
+        allowed = f"Allowed: {', '.join(ENDINGS)}"
+        raise DataError("--data", f"'{folder}' has no class folders with images", allowed, NAME_THE_FOLDER)
     _check_labels(url, folder, files)
     start = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        parts = list(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)))
-    correct, in_top, answered, refused = (sum(part[i] for part in parts) for i in range(4))
+        counts = sum(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)), Counter())
     seconds = time.perf_counter() - start
+    answered = counts["answered"]
     return {
         "images": answered,
-        "accuracy": correct / max(1, answered),
-        "top5": in_top / max(1, answered),
-        "refused": refused,
+        "accuracy": counts["correct"] / max(1, answered),
+        "top5": counts["in top 5"] / max(1, answered),
+        "refused": counts["refused"],
         "images_per_second": answered / seconds,
     }
 
@@ -135,44 +129,44 @@ def _listing(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None:
     """Get all labels of the model with the first image that the endpoint accepts, and compare the folders' names."""
-    endpoint = Endpoint(url)
-    try:
-        for path, _ in files:
-            status, content = endpoint.classify(path.read_bytes(), ALL_LABELS)
-            if status == 200:
-                break
-            if status in (404, 405):
-                raise KdError(
-                    "--endpoint", f"'{url}' has no /invocations", "", "Give the address that kd-serve printed"
-                )
-        else:
-            raise DataError("--data", f"the endpoint refuses every image in '{folder}'", "", "See its log for why")
-    finally:
-        endpoint.close()
-    if "embedding" in content["predictions"][0]:
+    prediction = _first_prediction(url, folder, files)
+    remedy = "Evaluate the run: kd-evaluate RUN"
+    if "embedding" in prediction:
         wrong = f"'{url}' serves an embedding model, which has no labels to be right about"
-        raise KdError("--endpoint", wrong, "An endpoint of a classifier", "Evaluate the run: kd-evaluate RUN")
-    if "labels" in content["predictions"][0]:
+        raise KdError("--endpoint", wrong, "An endpoint of a classifier", remedy)
+    if "labels" in prediction:
         wrong = f"'{url}' answers with several labels an image, but a folder names one"
-        raise KdError("--endpoint", wrong, "An endpoint of one label an image", "Evaluate the run: kd-evaluate RUN")
-    labels = {entry["label"] for entry in content["predictions"][0]["top"]}
+        raise KdError("--endpoint", wrong, "An endpoint of one label an image", remedy)
+    labels = {entry["label"] for entry in prediction["top"]}
     unknown = sorted({label for _, label in files} - labels)
     if unknown:
-        remedy = did_you_mean(unknown[0], labels) or "Name the folder whose folders are the classes: images/val"
+        remedy = did_you_mean(unknown[0], labels) or NAME_THE_FOLDER
         allowed = f"Its labels are {', '.join(sorted(labels)[:8])}{', ...' if len(labels) > 8 else ''}"
         raise DataError("--data", f"the folder '{unknown[0]}' is no label of the endpoint", allowed, remedy)
 
 
-def _score(url: str, files: list[tuple[Path, str]]) -> tuple[int, int, int, int]:
-    endpoint, correct, in_top, answered, refused = Endpoint(url), 0, 0, 0, 0
-    try:
+def _first_prediction(url: str, folder: Path, files: list[tuple[Path, str]]) -> dict[str, Any]:
+    with closing(Endpoint(url)) as endpoint:
+        for path, _ in files:
+            status, answer = endpoint.classify(path.read_bytes(), ALL_LABELS)
+            if status == 200:
+                return answer["predictions"][0]
+            if status in (404, 405):
+                remedy = "Give the address that kd-serve printed"
+                raise KdError("--endpoint", f"'{url}' has no /invocations", "", remedy)
+    raise DataError("--data", f"the endpoint refuses every image in '{folder}'", "", "See its log for why")
+
+
+def _score(url: str, files: list[tuple[Path, str]]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    with closing(Endpoint(url)) as endpoint:
         for path, label in files:
-            status, content = endpoint.classify(path.read_bytes())
+            status, answer = endpoint.classify(path.read_bytes())
             if status != 200:
-                refused += 1
+                counts["refused"] += 1
                 continue
-            found = [entry["label"] for entry in content["predictions"][0]["top"]]
-            answered, correct, in_top = answered + 1, correct + (found[0] == label), in_top + (label in found)
-    finally:
-        endpoint.close()
-    return correct, in_top, answered, refused
+            labels = [entry["label"] for entry in answer["predictions"][0]["top"]]
+            counts["answered"] += 1
+            counts["correct"] += labels[0] == label
+            counts["in top 5"] += label in labels
+    return counts

@@ -1,36 +1,79 @@
-"""uvicorn's connections and server, with deadlines for slow clients, health checks under load, and a clean shutdown."""
+"""uvicorn's connections and server with limits on hostile clients, health checks under load, and a clean shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import functools
 import logging
+import re
 import socket
-import struct
-import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kd.serve.limits import Limits
-from kd.serve.loop_budget import LoopBudget
-from kd.serve.parser import Parser
-from kd.serve.problems import MEDIA_TYPE
+from kd.serve.problems import MEDIA_TYPE, Problem
 from kd.serve.service import Service
 
-ACCEPTED_AT_ONCE, QUEUE = 64, 1024
 READ_SIZE = 65_536
 DISCARD_SECONDS = 1.0
 HEALTH_CHECKS, HEALTH_BYTES = (b"GET /ping ", b"GET /v2/health/"), 2048
-ACCEPT_SECONDS, SETTLE_SECONDS = 0.2, 1.0
+SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06
+END_OF_HEADERS = re.compile(rb"\n\r?\n")
+FREE_CHUNKS = 64
+"""Chunks of a body that may be smaller than `Limits.min_chunk`."""
+
+
+class Parser(h11.Connection):
+    """h11's parser of one connection, with limits on CPU time per byte received.
+
+    h11 is written in Python. It needs time for every header line and every chunk, however small: 2 MB/s of one-byte
+    chunks keep a core busy. So header lines are counted before they are parsed, and chunks must have a mean size.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(h11.SERVER, limits.max_header_bytes)
+        self._limits = limits
+        self._chunks = self._bytes = 0
+        self.problem = Problem(400, "This is not an HTTP request.")
+        """The answer to the request for which `next_event` raises."""
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether bytes of a next request arrived before this one was answered."""
+        return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
+
+    def next_event(self) -> Any:
+        """Return h11's next event.
+
+        Raises:
+            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
+        """
+        if self.their_state is h11.IDLE:
+            headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
+            if headers.count(b"\n") > self._limits.max_header_lines:
+                self._reject(431, f"The request has more than {self._limits.max_header_lines} header lines.")
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // self._limits.min_chunk:
+                self._reject(400, f"The chunks of the body have less than {self._limits.min_chunk} bytes on average.")
+        elif isinstance(event, h11.EndOfMessage) and len(event.headers) > self._limits.max_header_lines:
+            self._reject(431, f"The request has more than {self._limits.max_header_lines} trailer lines.")
+        return event
+
+    def _reject(self, status: int, detail: str) -> NoReturn:
+        self.problem = Problem(status, detail)
+        raise h11.RemoteProtocolError(detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +85,25 @@ class Shared:
     """The application for connections beyond `Limits.max_connections`."""
     spare: dict[Connection, None] = field(default_factory=dict)
     """The open spare connections, oldest first."""
-    budget: LoopBudget = field(default_factory=LoopBudget)
+    _jobs: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def parse_later(self, job: Callable[[], None]) -> None:
+        """Run a parsing job when its turn comes: one job in an iteration of the event loop, first in, first out.
+
+        asyncio reads every ready connection in one iteration, and a health check takes about five iterations. h11 needs
+        85 ms for 64 KiB of trailer lines, so that 500 such connections would keep a health check waiting for seconds.
+        """
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            asyncio.get_running_loop().call_soon(self._parse_next)
+
+    def _parse_next(self) -> None:
+        try:
+            self._jobs[0]()
+        finally:
+            self._jobs.popleft()
+            if self._jobs:
+                asyncio.get_running_loop().call_soon(self._parse_next)
 
 
 class Connection(H11Protocol):
@@ -60,7 +121,7 @@ class Connection(H11Protocol):
         self.shared, self.limits = shared, shared.limits
         self.conn = Parser(self.limits)
         self._spare = False
-        self._held: bytearray | None = None
+        self._received = bytearray()
         self._discarding = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -68,7 +129,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:  # type: ignore[override]
         """Start the deadline for headers."""
         super().connection_made(transport)
-        transport.max_size = READ_SIZE  # the default is 256 KiB; `_held` may keep this much
+        transport.max_size = READ_SIZE  # asyncio's default is 256 KiB, of which h11 parses trailers for 260 ms
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as bytes cannot be sent
         self._start_reading()
         if len(self.connections) - len(self.shared.spare) > self.limits.max_connections:
@@ -84,27 +145,25 @@ class Connection(H11Protocol):
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes now, or in a later iteration of the event loop if this one is long. Health checks do not wait."""
+        """Keep bytes until it is this connection's turn to parse. Health checks do not wait."""
         if self._discarding:
             return
-        if self._held is not None:
-            self._held += data
-        elif self.shared.budget.free or (data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES):
-            self.shared.budget.run(functools.partial(self._parse, data))
+        waiting = bool(self._received)
+        self._received += data
+        if waiting:
+            return
+        if data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES:
+            self._parse_received()
         else:
-            self._held = bytearray(data)
             self.transport.pause_reading()
-            self.shared.budget.wait(self._parse_held)
+            self.shared.parse_later(self._parse_received)
 
-    def _parse_held(self) -> None:
-        data, self._held = bytes(self._held or b""), None
-        if not self.transport.is_closing():
-            self._parse(data)
-            if not self.flow.read_paused:
-                self.transport.resume_reading()
-
-    def _parse(self, data: bytes) -> None:
-        """Parse bytes. A request that has begun must send its headers before the deadline."""
+    def _parse_received(self) -> None:
+        """Parse the bytes. A request that has begun must send its headers before the deadline."""
+        data = bytes(self._received)
+        self._received.clear()
+        if self._discarding or self.transport.is_closing():
+            return
         before = self.cycle
         idle = before is None or before.response_complete
         if idle and self._read_timer is None:
@@ -112,6 +171,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not before and not self._discarding:
             self._stop_reading()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def handle_events(self) -> None:
         """Handle parsed events. A pipelining client gets one answer and must reconnect, which HTTP allows."""
@@ -129,12 +190,14 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the deadline: everything is sent."""
         super().resume_writing()
-        self._stop_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers and forget the connection."""
         self._stop_reading()
-        self._stop_writing()
+        self.resume_writing()
         self.shared.spare.pop(self, None)
         super().connection_lost(exc)
 
@@ -146,12 +209,9 @@ class Connection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
+        response = h11.Response(status_code=problem.status, headers=headers)
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
-            for event in (
-                h11.Response(status_code=problem.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the handler stops waiting for the rest of the body
@@ -173,11 +233,6 @@ class Connection(H11Protocol):
             self._read_timer.cancel()
             self._read_timer = None
 
-    def _stop_writing(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
     def _header_timeout(self) -> None:
         self._read_timer = None
         if self.cycle is None or self.cycle.response_complete:
@@ -191,35 +246,35 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.service = service
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen. asyncio uses `backlog` as queue length and as the number of accepts per loop iteration."""
-        await super().startup(sockets)
-        for opened in sockets or []:
-            opened.listen(QUEUE)
-
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Answer every connection in the accept queue, take no new ones, then stop."""
+        """Take no new connections, let those that were accepted send their request, answer all, then stop."""
         self.service.draining = True
         logging.getLogger("kd.serve").info("ending: %d requests are being answered", self.service.in_flight)
-        for opened in sockets or []:
-            _drop_new_connections(opened)
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < SETTLE_SECONDS:
-            connections: Any = self.server_state.connections
-            if waited > ACCEPT_SECONDS and all(connection.cycle is not None for connection in connections):
+        connections: Any = self.server_state.connections
+        queued = [connection for listener in sockets or [] for connection in _accept_queue(listener)]
+        for server in self.servers:
+            server.close()
+        for connection in queued:
+            await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
+        for _ in range(SETTLE_CHECKS):
+            await asyncio.sleep(
+                SETTLE_SECONDS / SETTLE_CHECKS
+            )  # first: asyncio may not have announced a connection yet
+            if all(connection.cycle is not None for connection in connections):
                 break
-            await asyncio.sleep(ACCEPT_SECONDS / 10)
         await super().shutdown(sockets)
 
+    def _connection(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-def _drop_new_connections(listener: socket.socket) -> None:
-    """Let a listening socket drop every new connection attempt, and still accept those in its queue.
 
-    Closing the socket at once would reset the connections in the queue, which may have sent a request. A client whose
-    attempt is dropped tries again a second later and is then refused. Without socket filters (Linux has them) the queue
-    is only made as short as possible.
-    """
-    listener.listen(0)
-    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
-    with suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+def _accept_queue(listener: socket.socket) -> list[socket.socket]:
+    """Accept every connection in a listener's queue. Closing the listener would reset them: clients saw them open."""
+    accepted = []
+    with suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            accepted.append(connection)
+    return accepted

@@ -30,13 +30,7 @@ class Picture:
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
-    """Decode an image file and crop it in the same way as evaluation.
-
-    Args:
-        data: the whole file.
-        size: side of the result, pixels.
-        crop: share of the shorter side that the crop keeps.
-        limits: limits on pixels, sides, aspect and scans.
+    """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
 
     Raises:
         Problem: 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format), 422 (too small, too
@@ -51,15 +45,15 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
     Raises:
         Problem: as `prepare`. 413 also if all images together have too many pixels.
     """
-    opened, together = [], 0
+    opened, pixels = [], 0
     for data in files:
         if not data:
             raise Problem(400, "The image is empty (0 bytes).")
         image = _open(data)
         _check(image, data, limits)
-        together += image.width * image.height
-        if together > limits.pixels_together:
-            allowed = f"Allowed are {limits.pixels_together / 1e6:g} million in a request."
+        pixels += image.width * image.height
+        if pixels > limits.max_pixels_in_request:
+            allowed = f"Allowed are {limits.max_pixels_in_request / 1e6:g} million in a request."
             raise Problem(413, f"The images have more pixels than allowed together. {allowed}")
         opened.append(image)
     return opened
@@ -97,8 +91,7 @@ def _open(data: bytes) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as in `decode`; a damaged header is enough
-        known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
-        if known:
+        if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
             raise Problem(400, "The image is damaged in its first bytes.") from error
         raise Problem(415, f"This is not an image in one of the formats {', '.join(FORMATS)}.") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,6 @@ class Limits:
     """Bytes of a request. SageMaker's real-time endpoints have the same limit."""
     max_pixels: int = 25_000_000
     """Width x height of an image. Read from its header, before pixels are decoded."""
-    max_request_pixels: int = 0
-    """Width x height, summed over all images of a request. 0: twice `max_pixels`."""
     max_images: int = 16
     """Images in one request."""
     min_side: int = 4
@@ -49,9 +48,9 @@ class Limits:
     """From SIGTERM to the end of the process. SageMaker and Kubernetes kill after 30."""
 
     @property
-    def pixels_together(self) -> int:
-        """The largest sum of pixels over all images of a request."""
-        return self.max_request_pixels or 2 * self.max_pixels
+    def max_pixels_in_request(self) -> int:
+        """Width x height, summed over all images of a request."""
+        return 2 * self.max_pixels
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -62,43 +61,30 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = _quota(root)
-    return max(1, min(cores, int(quota))) if quota else cores
-
-
-def _quota(root: Path) -> float | None:
-    """Return the cgroup's CPU quota (version 2 or 1) in cores, or None without a quota."""
-    quotas = [_version_2(folder) for folder in _groups(root, "", root / "sys/fs/cgroup")]
-    quotas += [_version_1(folder) for folder in _groups(root, "cpu", root / "sys/fs/cgroup/cpu")]
-    found = [quota for quota in quotas if quota]
-    return min(found) if found else None
+    version_2 = [folder / "cpu.max" for folder in _groups(root, "", root / "sys/fs/cgroup")]
+    version_1 = [folder / "cpu.cfs_quota_us" for folder in _groups(root, "cpu", root / "sys/fs/cgroup/cpu")]
+    quotas = [quota for quota in map(_quota, [*version_2, *version_1]) if quota]
+    return max(1, min(cores, *map(int, quotas))) if quotas else cores
 
 
 def _groups(root: Path, controller: str, top: Path) -> list[Path]:
     """Return this process' cgroup folder and its parents. Each of them may set a quota."""
-    inside = "/"
-    try:
+    group = "/"
+    with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
-                inside = path
-    except (OSError, ValueError):
-        pass
-    folder = top / inside.lstrip("/")
+                group = path
+    folder = top / group.lstrip("/")
     return [folder, *(parent for parent in folder.parents if parent == top or top in parent.parents)]
 
 
-def _version_2(folder: Path) -> float | None:
+def _quota(file: Path) -> float | None:
+    """Return the CPU quota in cores, or None without a quota. Version 1 has the period in a file of its own."""
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _version_1(folder: Path) -> float | None:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+        quota, *period = file.read_text().split()
+        if quota in ("max", "-1"):
+            return None
+        return int(quota) / int(period[0] if period else file.with_name("cpu.cfs_period_us").read_text())
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -6,6 +6,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections import defaultdict
+from pathlib import Path
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,51 +43,42 @@ class Metrics:
 
     def text(self, ready: bool, in_flight: int, buffered: int) -> str:
         """Return all metrics as text."""
+        info = f'{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1'
         with self._lock:
-            lines = [
-                *_head("kd_model_info", "gauge", "The model that answers."),
-                f'kd_model_info{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1',
-                *_head("kd_ready", "gauge", "1 when the model is loaded and warmed up and the server is not ending."),
-                f"kd_ready {int(ready)}",
-                *_head("kd_in_flight", "gauge", "Requests being answered or waiting for it."),
-                f"kd_in_flight {in_flight}",
-                *_head("kd_buffered_bytes", "gauge", "Bytes of bodies in memory."),
-                f"kd_buffered_bytes {buffered}",
-                *_head("kd_images_total", "counter", "Images answered."),
-                f"kd_images_total {self._images}",
-                *_head("kd_requests_total", "counter", "Requests by route and status."),
+            requests = [
+                f'{{route="{route}",status="{status}"}} {count}'
+                for (route, status), count in sorted(self._requests.items())
             ]
-            for (route, status), count in sorted(self._requests.items()):
-                lines.append(f'kd_requests_total{{route="{route}",status="{status}"}} {count}')
-            lines += _head("kd_seconds", "histogram", "Where the time of a request goes.")
-            for name, buckets in sorted(self._buckets.items()):
-                below = 0
-                for bound, count in zip((*BOUNDS, float("inf")), buckets, strict=True):
-                    below += count
-                    le = "+Inf" if bound == float("inf") else f"{bound:g}"
-                    lines.append(f'kd_seconds_bucket{{stage="{name}",le="{le}"}} {below}')
-                lines += [
-                    f'kd_seconds_sum{{stage="{name}"}} {self._sums[name]:.6f}',
-                    f'kd_seconds_count{{stage="{name}"}} {below}',
-                ]
-        lines += [
-            *_head("process_resident_memory_bytes", "gauge", "Memory of this process."),
-            f"process_resident_memory_bytes {resident_bytes()}",
-        ]
+            lines = [
+                *_metric("kd_model_info", "gauge", "The model that answers.", info),
+                *_metric("kd_ready", "gauge", "1 while a load balancer should send requests.", f" {int(ready)}"),
+                *_metric("kd_in_flight", "gauge", "Requests being answered or waiting for it.", f" {in_flight}"),
+                *_metric("kd_buffered_bytes", "gauge", "Bytes of bodies in memory.", f" {buffered}"),
+                *_metric("kd_images_total", "counter", "Images answered.", f" {self._images}"),
+                *_metric("kd_requests_total", "counter", "Requests by route and status.", *requests),
+                *_metric("kd_seconds", "histogram", "Where the time of a request goes."),
+            ]
+            for stage, buckets in sorted(self._buckets.items()):
+                total = 0
+                for bound, count in zip((*(f"{bound:g}" for bound in BOUNDS), "+Inf"), buckets, strict=True):
+                    total += count
+                    lines.append(f'kd_seconds_bucket{{stage="{stage}",le="{bound}"}} {total}')
+                lines.append(f'kd_seconds_sum{{stage="{stage}"}} {self._sums[stage]:.6f}')
+                lines.append(f'kd_seconds_count{{stage="{stage}"}} {total}')
+        lines += _metric("process_resident_memory_bytes", "gauge", "Memory of this process.", f" {resident_bytes()}")
         return "\n".join(lines) + "\n"
 
 
-def resident_bytes(pid: int | str = "self") -> int:
-    """Return the resident memory of a process, or 0 where /proc does not exist."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process, or 0 where /proc does not exist."""
     try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 
 
-def _head(name: str, kind: str, meaning: str) -> list[str]:
-    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+def _metric(name: str, kind: str, meaning: str, *samples: str) -> list[str]:
+    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", *(name + sample for sample in samples)]
 
 
 def _escape(text: str) -> str:

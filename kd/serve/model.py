@@ -7,7 +7,7 @@ import importlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A loaded export."""
+class Description:
+    """The metadata of an export folder. It is read before the socket opens."""
 
+    folder: Path
+    file: str
     name: str
     version: str
     """First digits of the weights' hash, then the kind of graph unless it is model.onnx."""
@@ -50,6 +52,15 @@ class Model:
     size: int
     """Side of the crop, pixels."""
     crop: float
+    """Share of the shorter side that the crop keeps."""
+    files: dict[str, str]
+    """The sha256 of each file, as manifest.json has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model(Description):
+    """A loaded export."""
+
     engine: Engine
 
     def warm_up(self, times: int = 3) -> None:
@@ -69,22 +80,6 @@ class Model:
                 raise _invalid_export(wrong)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The metadata of an export folder. It is read before the socket opens."""
-
-    folder: Path
-    file: str
-    name: str
-    version: str
-    labels: tuple[str, ...]
-    output: Output
-    size: int
-    crop: float
-    files: dict[str, str]
-    """The sha256 of each file, as manifest.json has it."""
-
-
 def describe(folder: Path, file: str = "model.onnx") -> Description:
     """Read an export's manifest and labels, not the graph.
 
@@ -97,23 +92,22 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
     try:
         size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
         files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
-        given = manifest.get("output", {"name": "logits"})  # older exports: logits alone
-        embeds = given["name"] == "embedding"
+        output = manifest.get("output", {"name": "logits"})  # older exports: logits alone
+        embeds = output["name"] == "embedding"
         labels = () if embeds else tuple(map(str, config["label_names"]))
-        limits = given.get("thresholds", {})
-        each = tuple(float(limits[label]["threshold"]) for label in labels) if limits else ()
-        output = Output(str(given["name"]), int(given["width"]) if embeds else len(labels), each)
+        entries = output.get("thresholds", {})
+        thresholds = tuple(float(entries[label]["threshold"]) for label in labels) if entries else ()
+        output = Output(str(output["name"]), int(output["width"]) if embeds else len(labels), thresholds)
         name, version = str(manifest["name"]), str(manifest["version"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     if not (size > 0 and 0 < crop <= 1):
         raise _invalid_export(f"'{folder}' has the input size {size} and the crop {crop} in manifest.json")
     if file not in files or file not in ENDINGS:
-        there = ", ".join(sorted(ENDINGS.keys() & files.keys())) or "no graph at all"
+        graphs = ", ".join(sorted(ENDINGS.keys() & files.keys())) or "no graph at all"
         option = {"model.int8.onnx": " --int8", "openvino.xml": " --openvino"}.get(file, "")
-        raise ModelError(
-            "--file", f"'{folder}' has no '{file}'", f"There is {there}", f"Export anew: kd-export RUN{option}"
-        )
+        remedy = f"Export anew: kd-export RUN{option}"
+        raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     _read_verified(folder, "config.json", files)
     return Description(folder, file, name, version + ENDINGS[file], labels, output, size, crop, files)
 
@@ -141,8 +135,7 @@ def load(description: Description, threads: int, slots: int) -> Model:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
         raise _invalid_export(f"'{description.file}' cannot be loaded ({_first_line(error)})") from error
-    given = description
-    return Model(given.name, given.version, given.labels, given.output, given.size, given.crop, engine)
+    return Model(**{field.name: getattr(description, field.name) for field in fields(description)}, engine=engine)
 
 
 def _onnx(content: bytes, threads: int) -> Engine:
@@ -199,9 +192,8 @@ def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
     except OSError as error:
         raise _invalid_export(f"'{folder / name}' cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != files.get(name):
-        raise _invalid_export(
-            f"'{folder / name}' is not the file that was exported (its sha256 differs from manifest.json)"
-        )
+        wrong = f"'{folder / name}' is not the file that was exported (its sha256 differs from manifest.json)"
+        raise _invalid_export(wrong)
     return content
 
 

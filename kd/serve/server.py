@@ -42,7 +42,7 @@ def serve(settings: Settings) -> None:
 
     Raises:
         MissingExtra: starlette, uvicorn or the runtime is not installed.
-        ModelError: the folder is not a whole export.
+        ModelError: the folder is not a complete export.
         KdError: the address is taken.
     """
     # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
@@ -52,7 +52,7 @@ def serve(settings: Settings) -> None:
         import uvicorn
 
         from kd.serve import app
-        from kd.serve.connection import ACCEPTED_AT_ONCE, Connection, DrainingServer, Shared
+        from kd.serve.connection import Connection, DrainingServer, Shared
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
@@ -65,14 +65,13 @@ def serve(settings: Settings) -> None:
     cores = settings.cores or usable_cores()
     slots = settings.slots or cores
     service = Service(description, settings.limits, slots, max(1, cores // slots))
-    opened = _listen(settings.host, settings.port)
+    listener = _listen(settings.host, settings.port)
     application = app.build(service, settings.ui)
     shared = Shared(settings.limits, app.health_only(application))
     config = uvicorn.Config(
         application,
         http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
         loop="asyncio",
-        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -82,56 +81,55 @@ def serve(settings: Settings) -> None:
         timeout_graceful_shutdown=int(settings.limits.drain_seconds),
     )
     server = DrainingServer(config, service)
-    failed: list[KdError | Exception] = []
-    threading.Thread(target=_load, args=(service, server, failed), name="kd-load", daemon=True).start()
-    address = opened.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    errors: list[Exception] = []
+    threading.Thread(target=_load, args=(service, server, errors), name="kd-load", daemon=True).start()
+    host, port = listener.getsockname()[:2]
     print(
         f"kd-serve: {description.name} {description.version}, {len(description.labels)} classes, "
-        f"at http://{shown}:{address[1]} ({slots} slots x {service.threads} threads)",
+        f"at http://{f'[{host}]' if ':' in host else host}:{port} ({slots} slots x {service.threads} threads)",
         flush=True,
     )
-    _run(server, opened)
+    _run(server, listener)
     service.close()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-def _load(service, server, failed: list[KdError | Exception]) -> None:
+def _load(service, server, errors: list[Exception]) -> None:
     try:
         service.load()
         gc.collect()
         gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
         log.info("ready")
     except Exception as error:
-        failed.append(error)
+        errors.append(error)
         server.should_exit = True
 
 
-def _run(server, opened: socket.socket) -> None:
+def _run(server, listener: socket.socket) -> None:
     # uvicorn raises the signal again after its shutdown. These handlers keep it from killing the process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
-        server.run(sockets=[opened])
+        server.run(sockets=[listener])
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
-        opened.close()
+        listener.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is IPPROTO_TCP. Without it an answer waits 40 ms for an ACK.
-    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((host, port))
-        opened.listen(1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
     except (OSError, OverflowError) as error:
-        opened.close()
+        listener.close()
         reason = getattr(error, "strerror", None) or error
         raise KdError("--port", f"cannot listen at {host}:{port} ({reason})", "", "Choose another --port") from error
-    return opened
+    return listener
 
 
 def _logging(quiet: bool) -> None:

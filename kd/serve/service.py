@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -47,8 +47,8 @@ class Service:
         """
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
-        for done in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
-            done.result()
+        for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
+            warming.result()
         self.model = model
 
     @property
@@ -69,43 +69,27 @@ class Service:
         return None
 
     async def run(self, job: Callable[[Model], Result], disconnected: Callable[[], Any]) -> Result:
-        """Run a job on the next free thread.
+        """Run a job, all CPU work of a request, on the next free thread.
 
-        A request that times out still counts as in flight until its thread has finished the job.
-
-        Args:
-            job: all CPU work of the request.
-            disconnected: returns an awaitable that completes when the client has disconnected.
+        A request that times out still counts as in flight until its thread has finished the job. `disconnected()` is
+        an awaitable that completes when the client has disconnected.
 
         Raises:
             Problem: whatever the job raises. 503: too many requests, or the deadline has passed. 499: the client has
                 disconnected.
         """
-        error = self.admission_error()
-        if error or self.model is None:
-            raise error or busy("The model is still being loaded.")
-        model, submitted = self.model, time.perf_counter()
-
-        def timed() -> Result | Problem:
-            self.metrics.stage("wait", time.perf_counter() - submitted)
-            try:
-                return job(model)
-            except Problem as problem:
-                # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
-                return Problem(problem.status, problem.detail, problem.headers)
-            except MemoryError:
-                return no_memory()
-
+        if error := self.admission_error():
+            raise error
         self.in_flight += 1
         loop = asyncio.get_running_loop()
-        future: Future[Result | Problem] = self._pool.submit(timed)
+        future = self._pool.submit(self._timed, job, time.perf_counter())
 
-        def ended(_: object) -> None:
+        def release(_: object) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the server stopped before this job finished
                 loop.call_soon_threadsafe(self._release)
 
-        future.add_done_callback(ended)
-        answer = asyncio.ensure_future(asyncio.wrap_future(future))
+        future.add_done_callback(release)
+        answer = asyncio.wrap_future(future)
         watch = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({answer, watch}, timeout=self.limits.deadline, return_when=asyncio.FIRST_COMPLETED)
@@ -122,6 +106,17 @@ class Service:
             for task in (watch, answer):
                 task.cancel()
 
+    def _timed(self, job: Callable[[Model], Result], submitted: float) -> Result | Problem:
+        self.metrics.stage("wait", time.perf_counter() - submitted)
+        assert self.model is not None
+        try:
+            return job(self.model)
+        except Problem as problem:
+            # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
+            return Problem(problem.status, problem.detail, problem.headers)
+        except MemoryError:
+            return no_memory()
+
     def _release(self) -> None:
         self.in_flight -= 1
 
@@ -134,16 +129,16 @@ class Service:
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
         opened = open_all(files, self.limits)
-        rows, summaries, decoding = [], [], 0.0
+        rows, summary, decoding = [], f"{len(files)} images", 0.0
         while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
             before = time.perf_counter()
             picture = decode(opened.pop(0), model.size, model.crop)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
-            summaries.append(picture.summary)
-        whole = time.perf_counter() - start
+            if len(files) == 1:
+                summary = picture.summary
+        inference = time.perf_counter() - start - decoding
         self.metrics.stage("decode", decoding)
-        self.metrics.stage("infer", whole - decoding)
+        self.metrics.stage("infer", inference)
         self.metrics.images(len(files))
-        summary = summaries[0] if len(summaries) == 1 else f"{len(summaries)} images"
-        return np.concatenate(rows), f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * (whole - decoding):.1f}ms"
+        return np.concatenate(rows), f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"

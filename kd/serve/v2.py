@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kd.serve.answers import present
+from kd.serve.answers import independent_probabilities
 from kd.serve.bodies import SPARE_VALUES, parse_json
 from kd.serve.model import Model
 from kd.serve.problems import Problem, busy
-from kd.serve.request_body import RequestBody
+from kd.serve.request_body import request_body
 from kd.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
 MAX_ID = 256
 PRESENT = "present"
-"""The output that says which labels exceed their thresholds, where an image may have several."""
+"""The second output, where an image may have several labels: which of them exceed their thresholds."""
 
 
 class Protocol:
@@ -35,18 +35,11 @@ class Protocol:
 
     def routes(self, observed: Callable[[Handler], Handler]) -> list[Route]:
         """Return the routes. `observed` wraps the handler of inference, to count and log it."""
-        found = [
-            Route("/v2", self.server),
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
-        ]
+        routes = [Route("/v2", self.server), Route("/v2/health/live", self.live), Route("/v2/health/ready", self.ready)]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            found += [
-                Route(path, self.metadata),
-                Route(f"{path}/ready", self.ready),
-                Route(f"{path}/infer", observed(self.infer), methods=["POST"]),
-            ]
-        return found
+            routes += [Route(path, self.metadata), Route(f"{path}/ready", self.ready)]
+            routes.append(Route(f"{path}/infer", observed(self.infer), methods=["POST"]))
+        return routes
 
     async def server(self, request: Request) -> Response:
         """Return the server's name and version."""
@@ -69,21 +62,27 @@ class Protocol:
         self._check_names(request)
         description = self.description
         image = {"name": "image", "datatype": "UINT8", "shape": [-1, 3, description.size, description.size]}
-        output = {"name": description.output.name, "datatype": "FP32", "shape": [-1, description.output.width]}
-        outputs = (
-            [output, {**output, "name": PRESENT, "datatype": "BOOL"}] if description.output.thresholds else [output]
+        shape = [-1, description.output.width]
+        outputs = [{"name": description.output.name, "datatype": "FP32", "shape": shape}]
+        if description.output.thresholds:
+            outputs.append({"name": PRESENT, "datatype": "BOOL", "shape": shape})
+        return JSONResponse(
+            {
+                "name": description.name,
+                "versions": [description.version],
+                "platform": "openvino_ir" if description.file.endswith(".xml") else "onnxruntime_onnx",
+                "inputs": [image],
+                "outputs": outputs,
+            }
         )
-        platform = "openvino_ir" if description.file.endswith(".xml") else "onnxruntime_onnx"
-        facts = {"name": description.name, "versions": [description.version], "platform": platform}
-        return JSONResponse({**facts, "inputs": [image], "outputs": outputs})
 
     async def infer(self, request: Request) -> Response:
-        """Return the logits, or the vectors, of uint8 images; where an image may have several labels, also which."""
+        """Return the logits, or the embeddings, of uint8 images; where an image may have several labels, also which."""
         self._check_names(request)
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Problem(415, "Tensors are sent as application/json.", {"accept": "application/json"})
-        async with RequestBody(request, self.service) as body:
+        async with request_body(request, self.service) as body:
             answer = await self.service.run(lambda model: _infer(self.service, model, body), request.receive)
         return Response(answer, media_type="application/json")
 
@@ -96,22 +95,27 @@ class Protocol:
 def _infer(service: Service, model: Model, body: bytes) -> bytes:
     start = time.perf_counter()
     content = parse_json(body, _values(model.size, service.limits.max_images))
-    offered = (model.output.name, PRESENT) if model.output.thresholds else (model.output.name,)
-    pixels, wanted = _tensor(content, model.size, offered, service.limits.max_images)
+    names = (model.output.name, PRESENT) if model.output.thresholds else (model.output.name,)
+    pixels, requested = _tensor(content, model.size, names, service.limits.max_images)
     identity = _identity(content)
     values = np.concatenate([model.engine(image[None]) for image in pixels])
     service.metrics.stage("infer", time.perf_counter() - start)
     service.metrics.images(len(pixels))
-    shape, data = list(values.shape), values.ravel().tolist()
-    outputs = [{"name": model.output.name, "datatype": "FP32", "shape": shape, "data": data}]
-    if model.output.thresholds:
-        there = present(values, model.output.thresholds)[1].ravel().tolist()
-        outputs.append({"name": PRESENT, "datatype": "BOOL", "shape": shape, "data": there})
-    outputs = [output for output in outputs if output["name"] in wanted]
-    answer = {"model_name": model.name, "model_version": model.version, "outputs": outputs}
+    outputs = []
+    if model.output.name in requested:
+        outputs.append(_output(model.output.name, "FP32", values))
+    if PRESENT in requested:
+        outputs.append(
+            _output(PRESENT, "BOOL", independent_probabilities(values) > np.asarray(model.output.thresholds))
+        )
+    answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version, "outputs": outputs}
     if identity is not None:
         answer["id"] = identity
     return json.dumps(answer).encode()  # ASCII: an `id` with a lone surrogate cannot be encoded as UTF-8
+
+
+def _output(name: str, datatype: str, values: np.ndarray) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(values.shape), "data": values.ravel().tolist()}
 
 
 def _values(size: int, max_images: int) -> int:
@@ -120,19 +124,11 @@ def _values(size: int, max_images: int) -> int:
 
 
 def _identity(content: dict[str, Any]) -> str | None:
-    """Return the `id` of the request, which the answer repeats, or None.
-
-    Raises:
-        Problem: 400.
-    """
+    """Return the `id` of the request, which the answer repeats, or None."""
     identity = content.get("id")
     if identity is not None and not (isinstance(identity, str) and len(identity) <= MAX_ID):
         raise Problem(400, f"`id` must be a string of up to {MAX_ID} characters.")
     return identity
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and len(shape) == 4 and all(type(n) is int for n in shape)
 
 
 def _flat(data: Any, shape: list[int]) -> np.ndarray:
@@ -159,8 +155,8 @@ def _flat(data: Any, shape: list[int]) -> np.ndarray:
     return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
 
 
-def _tensor(content: Any, size: int, offered: Sequence[str], max_images: int) -> tuple[np.ndarray, Sequence[str]]:
-    """Return the one input of a request, uint8 [B, 3, S, S], and the names of the outputs that it asks for.
+def _tensor(content: Any, size: int, outputs: Sequence[str], max_images: int) -> tuple[np.ndarray, Sequence[str]]:
+    """Return the one input of a request, uint8 [B, 3, S, S], and the names of the requested outputs.
 
     Raises:
         Problem: 400, 413.
@@ -168,19 +164,22 @@ def _tensor(content: Any, size: int, offered: Sequence[str], max_images: int) ->
     inputs = content.get("inputs") if isinstance(content, dict) else None
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
         raise Problem(400, "`inputs` must be a list of one tensor.")
-    given: dict[str, Any] = inputs[0]
-    shape: Any = given.get("shape")
-    if (given.get("name"), given.get("datatype")) != ("image", "UINT8"):
+    tensor: dict[str, Any] = inputs[0]
+    shape: Any = tensor.get("shape")
+    if (tensor.get("name"), tensor.get("datatype")) != ("image", "UINT8"):
         raise Problem(400, "The input must be called `image` and have the datatype UINT8.")
-    if not _is_shape(shape) or shape[1:] != [3, size, size] or shape[0] < 1:
+    integers = isinstance(shape, list) and len(shape) == 4 and all(type(n) is int for n in shape)
+    if not integers or shape[1:] != [3, size, size] or shape[0] < 1:
         raise Problem(400, f"The shape must be [images, 3, {size}, {size}].")
     if shape[0] > max_images:
         raise Problem(413, f"There are more than {max_images} images in the request.")
-    wanted = content.get("outputs") or []
-    if not isinstance(wanted, list) or any(not isinstance(o, dict) or o.get("name") not in offered for o in wanted):
-        only = f"The only output is `{offered[0]}`." if len(offered) == 1 else f"The outputs are {', '.join(offered)}."
+    requested = content.get("outputs") or []
+    if not isinstance(requested, list) or any(
+        not isinstance(o, dict) or o.get("name") not in outputs for o in requested
+    ):
+        only = f"The only output is `{outputs[0]}`." if len(outputs) == 1 else f"The outputs are {', '.join(outputs)}."
         raise Problem(400, only)
     try:
-        return _flat(given.get("data"), shape), [one["name"] for one in wanted] or offered
+        return _flat(tensor.get("data"), shape), [output["name"] for output in requested] or outputs
     except ValueError as error:
         raise Problem(400, "`data` must hold whole numbers from 0 to 255, as many as the shape says.") from error

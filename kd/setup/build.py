@@ -1,41 +1,51 @@
-"""Recipe -> Run: the only place where a run is assembled."""
+"""Plans -> Run: the only place where a run is assembled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from kd import parts
-from kd.config.schema import BackendSection, OptimizerSection, RunSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
+from kd.config.schema import BackendSection, OptimizerSection
+from kd.contracts import (
+    Backend,
+    Evaluation,
+    Evaluator,
+    Loader,
+    Logger,
+    RunStore,
+    Sifter,
+    Split,
+    Teacher,
+    TeacherModel,
+)
 from kd.data.loader import evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
-from kd.engine.embedding import EmbeddingEvaluator, Split
-from kd.engine.evaluate import Evaluator
-from kd.engine.label_sets import LabelSetEvaluator
 from kd.engine.run import Run, RunLength
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
+from kd.seeds import evenly_spaced
 from kd.setup.batch import choose_batch, provisional_batch
-from kd.setup.cache import open_cache
-from kd.setup.data import BatchSplit, Data, evaluation_loader, evenly_spaced, loaders, split_batch, views
-from kd.setup.gate import choose_sifter, sift_context
-from kd.setup.recipe import Choices, Recipe, Session
-from kd.setup.student import apply_mode, build_criterion, build_student, choose_student, sizes
-from kd.setup.teacher import TeacherReport, choose_teacher
+from kd.setup.gate import choose_sifter
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
+from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
+from kd.setup.student import apply_mode, build_distillation, choose_student
+from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
+from kd.types import BackendFacts
 
 BANK = 10_000
-"""Training images at most, evenly spaced, that an embedding student's neighbours are looked for among."""
+"""Most training images in the k-NN index that scores an embedding student."""
 
 
 @contextmanager
@@ -62,21 +72,21 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
 def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
-    context = {"precision": precision, "timeout_seconds": section.timeout_seconds}
-    return parts.build("backends", section.kind, section.options, "backend.kind", **context)
+    kind, options, seconds = section.kind, section.options, section.timeout_seconds
+    return parts.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
 
 
-def run_length(section: RunSection, split: BatchSplit, views: int) -> RunLength:
+def run_length(plan: LoopPlan, split: BatchSplit, views: int) -> RunLength:
     """Return how long the run is."""
     return RunLength(
-        epochs=section.epochs,
-        steps=section.steps,
+        epochs=plan.epochs,
+        steps=plan.steps,
         batch_size=split.batch_size,
         accumulate=split.accumulate,
         views=views,
-        log=section.every.log,
-        evaluate=section.every.evaluate,
-        checkpoint=section.every.checkpoint,
+        log=plan.every.log,
+        evaluate=plan.every.evaluate,
+        checkpoint=plan.every.checkpoint,
     )
 
 
@@ -93,50 +103,51 @@ def build_optimizer(section: OptimizerSection, module: Distillation, backend: Ba
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, fused=fused, **options)
 
 
-def assemble(
-    section: OptimizerSection,
-    seed: int,
-    length: RunLength,
-    backend: Backend,
-    distillation: Distillation,
-    teacher: Teacher,
-    loader: Loader,
-    sifter: Sifter,
-    evaluator: Evaluator | EmbeddingEvaluator,
-    store: RunStore,
-    logger: Logger,
-) -> Run:
-    """Put a run together from its parts.
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where the rows of a run go."""
 
-    Args:
-        section: the optimizer, its schedule and its averaged weights.
-        seed: of the run.
-        length: how long it is.
-        backend: set up.
-        distillation: the student and its losses, on the device.
-        teacher: answers in a step: live, or behind its cache.
-        loader: of the training images.
-        sifter: plans the epochs.
-        evaluator: of the validation split.
-        store: metrics and checkpoints.
-        logger: shows them.
-    """
+    store: RunStore
+    """Metrics and checkpoints."""
+    logger: Logger
+    """Shows them."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """Choices of an earlier start of this run, so that a resumed run computes the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop drives."""
+
+    distillation: Distillation
+    """The student and its losses, on the device."""
+    teacher: Teacher
+    """Answers in a step: live, or behind its cache."""
+    loader: Loader
+    """Of the training images."""
+    sifter: Sifter
+    evaluator: Evaluator
+
+
+def assemble(plan: LoopPlan, length: RunLength, backend: Backend, made: Parts, results: Results) -> Run:
+    """Put a run together from its parts; the backend is set up."""
+    section, distillation = plan.optimizer, made.distillation
     return Run(
-        seed=seed,
+        seed=plan.seed,
         length=length,
         max_norm=section.clip,
         backend=backend,
         module=backend.wrap(distillation),
         distillation=distillation,
-        teacher=teacher,
-        loader=loader,
-        sifter=sifter,
+        teacher=made.teacher,
+        loader=made.loader,
+        sifter=made.sifter,
         optimizer=build_optimizer(section, distillation, backend),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(distillation.student, section.ema) if section.ema else None,
-        evaluator=evaluator,
-        store=store,
-        logger=logger,
+        evaluator=made.evaluator,
+        store=results.store,
+        logger=results.logger,
         skip_nonfinite=section.on_nonfinite == "skip",
     )
 
@@ -150,149 +161,132 @@ class Built:
     """For the manifest: what was chosen and measured."""
 
 
-def build_run(
-    recipe: Recipe,
-    data: Data,
-    backend: Backend,
-    teacher: TeacherModel | None,
-    store: RunStore,
-    logger: Logger,
-    recorded: Mapping[str, Any] = {},
-) -> Built:
-    """Build the run of a recipe.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a run takes place: its teachers with their data, and the backend, set up."""
 
-    Args:
-        recipe: what is trained.
-        data: both splits.
-        backend: set up.
-        teacher: the loaded teacher, or None for labels alone.
-        store: where results go.
-        logger: who shows them.
-        recorded: choices of an earlier start of this run, so that a resumed run computes the same bits.
-    """
-    seed, kept = recipe.seed, recipe.teacher.cache.views
-    chosen = _with_threads(Choices.read(recorded), recipe.backend, backend)
-    searching = recipe.data.batch_size == "auto" and not chosen.batch_size
-    provisional = provisional_batch(len(data.train), backend) if searching else chosen.batch_size
-    split = split_batch(recipe.data, backend.world_size, len(data.train), provisional)
-    session = Session(backend, data, split)
-    distillation = _distillation(recipe, data, teacher)
+    teachers: Teachers
+    backend: Backend
+    section: BackendSection
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What the options of the backend say."""
+        return parts.facts("backends", self.section.kind, self.section.options, "backend.kind")
+
+
+def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, results: Results) -> Built:
+    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
+    backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
+    logger, section, num_images = results.logger, data.section, len(data.train)
+    chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
+    searching = section.batch_size == "auto" and not chosen.batch_size
+    provisional = provisional_batch(num_images, backend) if searching else chosen.batch_size
+    session = Session(backend, data, split_batch(section, backend.world_size, num_images, provisional))
+    distillation = build_distillation(student, data, setting.teachers)
     distillation.to(backend.device)
 
-    visits = recipe.run.images(len(data.train), split.batch_size) // backend.world_size
-    asked = min(visits, kept * len(data.train) // backend.world_size) if kept else visits
-    reads = "teacher" in recipe.needs
+    visits = loop.images(num_images, session.split.batch_size) // backend.world_size
+    asked = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
     with region("choose teacher"):
-        report = choose_teacher(session, recipe.teacher, teacher, asked if reads else 0, chosen.teacher)
+        report = choose_teacher(session, teacher.section, model, asked, chosen.teacher)
     with region("open cache"):
-        answering = _answering(recipe, session, report, teacher)
-    student = (session, distillation, recipe.student, recipe.backend.precision)
+        answering = step_teacher(teacher, report, model, session)
     with region("choose student"):
-        mode = choose_student(*student, report.live, visits, chosen.student)
+        mode = choose_student(session, distillation, student, report.live, visits, chosen.student)
         apply_mode(mode.mode, distillation, backend)
-    for name, summary in (("teacher", report.summary), ("student", mode.summary)):
-        logger.info(f"{name}: {summary}" if summary else "")
+    for name, found in (("teacher", report.chosen), ("student", mode)):
+        logger.info(f"{name}: {found.summary}" if found and found.summary else "")
     search = ""
     if searching:
         with region("choose batch size"):
-            found = choose_batch(session, distillation, report.live, recipe.optimizer)
-        chosen, search = replace(chosen, batch_size=found.size * backend.world_size), found.summary
-        split = split_batch(recipe.data, backend.world_size, len(data.train), chosen.batch_size)
-        session = replace(session, split=split)
+            size = choose_batch(session, distillation, report.live, loop.optimizer)
+        chosen, search = replace(chosen, batch_size=size.size * backend.world_size), size.summary
+        session = replace(session, split=split_batch(section, backend.world_size, num_images, chosen.batch_size))
 
-    loader, val_loader = loaders(views(data, seed), recipe.data, split, backend, recipe.backend.timeout_seconds)
-    length = run_length(recipe.run, split, recipe.views)
-    context = sift_context(len(data.train), data.labels, backend, split, seed, length.views)
-    share = min(1.0, kept / recipe.run.epochs) if kept and not recipe.run.steps else 1.0
-    steps = length.steps or length.epochs * (len(data.train) // split.batch_size)
-    gated = (session, distillation, recipe.sifter, context, loader, answering, share, steps)
+    loader, val_loader = loaders(data.views(), section, session.split, backend, setting.section.timeout_seconds)
     with region("choose sifter"):
-        sifter, decision, summary = choose_sifter(*gated, chosen.sifter)
-    logger.info(summary)
-    chosen = replace(chosen, teacher=report.mode, student=str(mode.mode), sifter=decision)
-    evaluator = _evaluator(recipe, session, distillation, report.live.validation(), teacher, val_loader)
-    parts = (distillation, answering, loader, sifter, evaluator, store, logger)
-    run = assemble(recipe.optimizer, seed, length, backend, *parts)
-    steps = recipe.run.images(len(data.train), split.batch_size) // split.batch_size
-    run = _tuned(run, recipe, steps, chosen.threads)
+        gate = choose_sifter(session, loop, distillation, answering, loader, chosen.sifter)
+    logger.info(gate.summary)
+    chosen = replace(chosen, teacher=report.mode, student=mode.mode, sifter=gate.decision)
+    evaluation = evaluation_of(setting, session, distillation, report.live.validation(), val_loader)
+    if model is None or not (teacher.logits or not student.task.logits):
+        evaluation = replace(evaluation, teacher=None)
+    made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
+    run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
+    steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
+    run = compare_threads(run, setting.facts, steps, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    facts = {"decides": evaluator.decides, "choices": chosen.record(), "batch": str(split), "workers": loader.workers}
-    facts["measured_ms"] = {k: v for k, v in (("teacher", report.table), ("student", mode.table)) if v}
+    measured = {"teacher": report.chosen.record if report.chosen else {}, "student": mode.record}
+    facts = {
+        "decides": run.evaluator.decides,
+        "task": student.task.name,
+        "scores": student.task.scores.record(),
+        "choices": chosen.record(),
+        "batch": str(session.split),
+        "workers": loader.workers,
+        "measured_ms": {name: table for name, table in measured.items() if table},
+    }
     return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
 
 
-def _tuned(run: Run, recipe: Recipe, steps: int, threads: int) -> Run:
+def compare_threads(run: Run, facts: BackendFacts, steps: int, threads: int) -> Run:
     """Let a long run on a CPU compare threads on its own steps, where they are left to it."""
-    left = run.backend.device.type == "cpu" and getattr(recipe.backend.options, "threads", 1) == 0 and threads > 1
-    if left and steps >= threads_of_a_step.SHORTEST:
+    if facts.cpu and not facts.threads and threads > 1 and steps >= threads_of_a_step.SHORTEST:
         run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
     return run
 
 
-def _answering(recipe: Recipe, session: Session, report: TeacherReport, teacher: TeacherModel | None) -> Teacher:
-    """Return who answers in a step: the live teacher, its cache, or nobody where no loss reads a teacher."""
-    if teacher is None or "teacher" not in recipe.needs:
+def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel | None, session: Session) -> Teacher:
+    """Return the step's teacher: live, cached, or NoTeacher if no loss needs one."""
+    if model is None or not plan.needed:
         return NoTeacher()
-    if not recipe.teacher.cache.views:
+    if not plan.section.cache.views:
         return report.live
-    answers = len(session.data.classes) if recipe.reads.teacher_logits else 0
-    given = (report, teacher, session, answers, recipe.reads.sigmoid)
-    return open_cache(recipe.teacher, recipe.run.folder, recipe.seed, *given)
+    from kd.setup.cache import open_cache  # only where answers are stored
+
+    return open_cache(plan, report, model, session)
 
 
-def _evaluator(
-    recipe: Recipe,
-    session: Session,
-    distillation: Distillation,
-    live: Teacher,
-    teacher: TeacherModel | None,
-    loader: Loader,
-) -> Evaluator | EmbeddingEvaluator:
-    """Return what scores the student: on its answers, or on its vectors where it has no classifier."""
-    backend, data, reads = session.backend, session.data, recipe.reads
+def evaluation_of(
+    setting: Setting, session: Session, distillation: Distillation, live: Teacher, loader: Loader
+) -> Evaluation:
+    """Return what the evaluator of a run is made from."""
+    data, backend = session.data, session.backend
     plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
-    classes = len(data.classes)
-    if reads.student_logits:
-        answers = teacher is not None and reads.teacher_logits
-        kind = LabelSetEvaluator if reads.sigmoid else Evaluator
-        return kind(backend, loader, plan, live, answers, classes, data.labelled)
-    known = data.labelled and classes > 1
-    bank = bank_split(session, recipe.seed, recipe.backend.timeout_seconds) if known else None
-    members = len(getattr(teacher, "members", [teacher]))
-    return EmbeddingEvaluator(backend, Split(loader, plan), bank, live, distillation.criterion, classes, members)
+    return Evaluation(
+        backend=backend,
+        val=Split(loader, plan),
+        teacher=live,
+        num_classes=len(data.classes),
+        labelled=data.labelled,
+        bank=partial(bank_split, session, setting.section.timeout_seconds),
+        agreement=distillation.criterion.agreement,
+        members=len(setting.teachers.members),
+    )
 
 
-def bank_split(session: Session, seed: int, timeout_seconds: float) -> Split:
+def bank_split(session: Session, timeout_seconds: float) -> Split:
     """Return training images without augmentation, up to `BANK`, for evaluations to search in."""
     data, backend, split = session.data, session.backend, session.split
-    source, section = (data.kept or (data.train, data.val))[0], data.section
-    shown = Views(source, data.evaluate(), section.image_size, seed, on_corrupt=section.on_corrupt)
-    batch = split.eval_batch * split.world_size
+    source, section = (data.stored or (data.train, data.val))[0], data.section
+    shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt=section.on_corrupt)
     loader = evaluation_loader(shown, section, split, backend, timeout_seconds)
     ids = torch.tensor(evenly_spaced(len(source), BANK))
-    plan = evaluation_plan(len(ids), batch)
+    plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 
 
-def _with_threads(chosen: Choices, section: BackendSection, backend: Backend) -> Choices:
+def with_threads(chosen: Choices, facts: BackendFacts, backend: Backend) -> Choices:
     """Set torch's threads on a CPU as they were when the run began: the bits depend on them.
 
     An earlier run of this process, such as a teacher's fit, may have left another number.
     """
     if backend.device.type != "cpu":
         return chosen
-    rule = getattr(section.options, "threads", 0) or max(1, cores() // backend.local_world_size)
+    rule = facts.threads or max(1, cores() // backend.local_world_size)
     torch.set_num_threads(chosen.threads or rule)
     return replace(chosen, threads=torch.get_num_threads())
-
-
-def _distillation(recipe: Recipe, data: Data, teacher: TeacherModel | None) -> Distillation:
-    """Build the student and what it minimizes as one module."""
-    classes, size, reads = data.classes, data.section.image_size, recipe.reads
-    student = build_student(recipe.student, recipe.seed, classes if reads.student_logits else (), size, reads.features)
-    dims = sizes(len(classes), student, teacher, size)
-    shares = getattr(teacher, "shares", (1.0,))
-    return Distillation(student, build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share()))
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.config.schema import TeacherSection
-from kd.contracts import Teacher, TeacherModel
+from kd.config.schema import Cache
+from kd.contracts import Dataset, Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
-from kd.files.storage import hashed_folder, record_bytes
+from kd.files.records import record_bytes
+from kd.files.storage import hashed_folder
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
-from kd.setup.data import Data, evenly_spaced, views
+from kd.seeds import evenly_spaced
+from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Session
+from kd.setup.recipe import Session, TeacherPlan
 from kd.setup.teacher import TeacherReport
 from kd.types import Batch
 
@@ -40,69 +42,59 @@ log = logging.getLogger("kd")
 
 
 def cache_identity(
-    section: TeacherSection,
-    model: dict[str, Any],
-    numerics: str,
-    data: Data,
-    seed: int,
-    kept: Codec,
-    sigmoid: bool = False,
+    plan: TeacherPlan, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
 ) -> dict[str, Any]:
     """Return all that the stored outputs depend on, by name; JSON values.
 
     Args:
-        section: of the configuration.
+        plan: of the teacher.
         model: the teacher's own identity: weights, architecture, what its pixels go through.
-        numerics: of its execution mode.
+        mode: in which it is executed.
         data: the training split, and what its images go through.
-        seed: of the run, which the views depend on.
-        kept: what a record holds.
-        sigmoid: whether each logit answers for its class alone.
+        codec: what a record holds.
     """
     made_from: dict[str, Any] = {
         **model,
-        "precision": numerics,
+        "precision": mode.numerics,
         "transform": data.transform(),
         "data": data.train.fingerprint,
         "images": len(data.train),
         "classes": list(data.classes),
-        "seed": seed,
-        "dtype": section.cache.dtype,
-        "topk": kept.topk,
+        "seed": data.plan.seed,
+        "dtype": plan.section.cache.dtype,
+        "topk": codec.topk,
     }
-    if kept.features:
-        made_from["features"] = {name: list(shape) for name, shape in kept.features.items()}
-    if sigmoid:
-        made_from["outputs"] = "sigmoid"
-    if not kept.num_classes:  # labels and their names play no part
+    if codec.features:
+        made_from["features"] = {name: list(shape) for name, shape in codec.features.items()}
+    if plan.task.logits not in ("", "softmax"):
+        made_from["outputs"] = plan.task.logits
+    if not codec.num_classes:  # labels and their names play no part
         del made_from["classes"]
     return made_from
 
 
-def codec(
-    section: TeacherSection, classes: int, features: Mapping[str, tuple[int, ...]] | None = None, sigmoid: bool = False
-) -> Codec:
-    """Return how logits of so many classes, and features of these shapes, are kept; all of them where no softmax is."""
-    cache = section.cache
-    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and not sigmoid else 0)
+def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
+    """Return how logits of so many classes, and features of these shapes, are stored."""
+    cache, classes = plan.section.cache, num_classes if plan.logits else 0
+    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and plan.task.keeps_topk else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
 
 
-def price(section: TeacherSection, kept: Codec, num_images: int) -> str:
+def price(cache: Cache, codec: Codec, num_images: int) -> str:
     """Say how large a whole cache becomes.
 
     Raises:
         ConfigError: larger than `teacher.cache.max_gb`.
     """
-    views, size = section.cache.views, record_bytes(kept.record.itemsize)
+    views, size = cache.views, record_bytes(codec.record.itemsize)
     total = views * num_images * size / 1e9
-    arrays = ", ".join(f"{name} {list(shape)}" for name, shape in kept.features.items()) or "logits"
+    arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
     shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"
     whole = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
     text = f"{whole} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
-    if total > section.cache.max_gb:
+    if total > cache.max_gb:
         remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
-        allowed = f"At most {section.cache.max_gb:g} GB (teacher.cache.max_gb)"
+        allowed = f"At most {cache.max_gb:g} GB (teacher.cache.max_gb)"
         raise ConfigError("teacher.cache.max_gb", f"the cache would take {text}", allowed, remedy)
     return text
 
@@ -117,60 +109,41 @@ def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
     return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
 
 
-def open_cache(
-    section: TeacherSection,
-    run_folder: str,
-    seed: int,
-    report: TeacherReport,
-    model: TeacherModel,
-    session: Session,
-    classes: int,
-    sigmoid: bool = False,
-) -> CachedTeacher:
+def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, session: Session) -> CachedTeacher:
     """Put the cache of a configuration before the live teacher.
 
     One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
-
-    Args:
-        section: of the configuration.
-        run_folder: `run.folder`, below which the cache lies unless it names its path.
-        seed: of the run, which the views depend on.
-        report: the live teacher and its mode.
-        model: the loaded teacher.
-        session: backend and data.
-        classes: of the teacher's logits; 0: they are not read, and not kept.
-        sigmoid: whether each logit answers for its class alone.
 
     Raises:
         ConfigError: it would be larger than allowed.
         ModelError: a record is not what the teacher answers.
         RunError: the cache was made from something else (the field is named), or its folder cannot be used.
     """
-    backend, data, path = session.backend, session.data, section.cache.path
-    mode = ExecutionMode.parse(report.mode)
-    kept = codec(section, classes, feature_shapes(model, session.image_size), sigmoid)
-    size = price(section, kept, len(data.train))
-    made_from = cache_identity(section, model.identity(), mode.numerics, data, seed, kept, sigmoid)
-    name = Path(section.model).name.replace(":", "_")
-    folder = Path(path) if path else hashed_folder(Path(run_folder) / "caches", name, made_from)
+    backend, data, section, mode = session.backend, session.data, plan.section, report.mode
+    assert mode is not None
+    codec = cache_codec(plan, len(data.classes), feature_shapes(model, session.image_size))
+    size = price(section.cache, codec, len(data.train))
+    made_from = cache_identity(plan, model.identity(), mode, data, codec)
+    name, path = Path(section.model).name.replace(":", "_"), section.cache.path
+    folder = Path(path) if path else hashed_folder(Path(data.plan.folder) / "caches", name, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
     if backend.rank == 0 and not writable:
         log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
-    if backend.rank == 0 and kept.features:
+    if backend.rank == 0 and codec.features:
         log.info("teacher.cache: %s", size)
     store = None
     for turn in (True, False):  # rank 0 begins the folder, then the others find it
         if turn == (backend.rank == 0):
-            store = open_store(folder, made_from, kept, len(data.train), writable)
+            store = open_store(folder, made_from, codec, len(data.train), writable)
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
-    check_records(cached, seed, session, tolerance(mode, section.cache.dtype, backend.device))
+    check_records(cached, session, tolerance(mode, section.cache.dtype, backend.device))
     return cached
 
 
-def check_records(cached: CachedTeacher, seed: int, session: Session, tolerance: float) -> None:
+def check_records(cached: CachedTeacher, session: Session, tolerance: float) -> None:
     """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes.
 
     This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
@@ -183,7 +156,7 @@ def check_records(cached: CachedTeacher, seed: int, session: Session, tolerance:
     ids = _records(cached.store) if backend.rank == 0 else []
     if cached.fixed_shape:
         ids = [ids[number % len(ids)] for number in range(session.split.micro_batch)] if ids else []
-    batch = _batch(ids, session.data, seed)
+    batch = _batch(ids, session.data.views()[0])
     if batch is not None:
         found |= compare(cached.store, cached.live, batch.to(backend.device))
     shared = backend.reduce_sum(torch.tensor(list(found.values()), device=backend.device)).tolist()
@@ -236,9 +209,9 @@ def _records(store: Store) -> list[int]:
     return ids[evenly_spaced(len(ids), CHECKED)].tolist()
 
 
-def _batch(ids: list[int], data: Data, seed: int) -> Batch | None:
+def _batch(ids: list[int], train: Dataset) -> Batch | None:
     """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
-    train, samples, kept = views(data, seed)[0], [], []
+    samples, kept = [], []
     for id in ids:
         try:
             sample = train.load(id, 0)

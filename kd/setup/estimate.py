@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,19 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kd import parts
-from kd.config.schema import LossSection
-from kd.contracts import Backend, Teacher, TeacherModel
+from kd.config.reads import build_task
+from kd.config.schema import LossSection, TaskSection
+from kd.contracts import Backend, Dataset, Teacher
 from kd.engine.criterion import Distillation
 from kd.errors import DataError
 from kd.host import cores
-from kd.models.classifier import Classifier, Ensemble
-from kd.models.load import Spec, load
+from kd.models.classifier import Classifier
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.data import BatchSplit, Data, default_workers, views
+from kd.setup.data import Data
 from kd.setup.gate import loading_ms
-from kd.setup.recipe import Recipe
-from kd.setup.student import build_criterion, build_student, sizes
-from kd.setup.teacher import load_teacher
+from kd.setup.loaders import BatchSplit, default_workers
+from kd.setup.recipe import Recipe, StudentPlan, TeacherPlan, resolve
+from kd.setup.student import build_criterion, build_distillation
+from kd.setup.teacher import RANDOM, load_teachers
 from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
 from kd.types import Dims
 
@@ -64,31 +64,32 @@ class Measured:
     precision: str
 
 
-def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False) -> Measured:
+def measure(
+    teacher: TeacherPlan, student: StudentPlan, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False
+) -> Measured:
     """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
 
     Args:
-        recipe: what is trained.
+        teacher: teachers of timm get random weights, the others their own.
+        student: its plan.
         data: both splits; images that do not exist are not made.
         split: of the batch.
         backend: set up, one process.
         fitting: also time a training step of the teacher.
     """
-    teacher, data = _teacher(recipe, data)
-    classes, size = data.classes, recipe.data.image_size
-    section = replace(recipe.student, init="scratch", checkpoint="")
-    answers = classes if recipe.reads.student_logits else ()
-    student = build_student(section, recipe.seed, answers, size, recipe.reads.features)
-    dims, shares = sizes(len(classes), student, teacher, size), getattr(teacher, "shares", (1.0,))
-    criterion = build_criterion(recipe.losses, dims, recipe.seed, shares)
-    distillation = Distillation(student, criterion).to(backend.device)
+    named = data.required_classes is not None  # else only its weights say how many classes it has
+    random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
+    teachers = load_teachers(teacher, data, random)
+    model, data, size = teachers.model, teachers.data, data.section.image_size
+    fresh = replace(student, section=replace(student.section, init="scratch", checkpoint=""))
+    distillation = build_distillation(fresh, data, teachers).to(backend.device)
     dtype = backend.autocast_dtype or torch.float32
-    live: Teacher = LiveTeacher(teacher, backend.device, dtype) if teacher is not None else NoTeacher()
+    live: Teacher = LiveTeacher(model, backend.device, dtype) if model is not None else NoTeacher()
     count = trial_images(split.micro_batch, backend)
     few = max(1, count // 4)
     with ExitStack() as stack:
         small = stack.enter_context(Trial(distillation, live, backend, size, few))
-        gflop, teacher_gflop, kernels = _arithmetic(small, teacher is not None)
+        gflop, teacher_gflop, kernels = _arithmetic(small, model is not None)
         if milliseconds(small.step, backend) > SLOW_MS:
             count = few
         whole = stack.enter_context(Trial(distillation, live, backend, size, count))
@@ -97,10 +98,10 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
             "step": partial(whole.step, _adamw(distillation)),
             "score": whole.score,
         }
-        if teacher is not None:
+        if model is not None:
             work["teacher"] = whole.ask
-        if fitting and recipe.fits and isinstance(teacher, Classifier):
-            fitted = _fitting(teacher, classes, recipe.seed, backend)
+        if fitting and teacher.fits and isinstance(model, Classifier):
+            fitted = _fitting(model, fresh, backend)
             training = stack.enter_context(Trial(fitted, NoTeacher(), backend, size, count))
             work["fit"] = partial(training.step, _adamw(fitted))
         table = fastest(work, backend, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
@@ -111,11 +112,11 @@ def measure(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fit
         score=table["score"] / count,
         teacher=table.get("teacher", 0.0) / count,
         fit=table.get("fit", 0.0) / count,
-        load=_load_ms(data, recipe.seed),
+        load=_load_ms(data.views()[0]),
         gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
         gflop=gflop / few,
         teacher_gflop=teacher_gflop / few,
-        uncounted="" if teacher is None or teacher.runs_in == "a table" else teacher.runs_in,
+        uncounted="" if model is None or model.runtime in ("torch", "a table") else model.runtime,
         kernels=kernels,
         device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
         accelerator=backend.device.type != "cpu",
@@ -156,41 +157,27 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, found: Measured, fits: int) -> Estimate:
-    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations.
-
-    Args:
-        recipe: what is trained.
-        data: both splits.
-        split: of the batch.
-        backend: of the process.
-        found: what was measured.
-        fits: teachers that are still to be fitted.
-    """
-    workers = default_workers(backend) if recipe.data.workers == "auto" else int(recipe.data.workers)
-    images = recipe.run.images(len(data.train), split.batch_size)
-    kept = recipe.teacher.cache.views
-    asked = min(1.0, kept * len(data.train) / images) if kept else 1.0
+    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations."""
+    loop, teacher, num_images = recipe.loop, recipe.teacher, len(data.train)
+    workers = default_workers(backend) if data.section.workers == "auto" else int(data.section.workers)
+    images = loop.images(num_images, split.batch_size)
+    share = loop.teacher_images(num_images, split.batch_size) / images if teacher.needed else 0.0
     fixed = found.fixed / split.micro_batch
 
     def seconds(count: float, compute: float) -> float:
         return count * _with_loading(compute, found.load, workers, backend) / 1000
 
-    distilling = seconds(images, fixed + found.step + (asked * found.teacher if "teacher" in recipe.needs else 0.0))
+    distilling = seconds(images, fixed + found.step + share * found.teacher)
     parts = {"fitting the teacher": 0.0, "distillation": distilling}
-    for plan in list(recipe.fits.values())[:fits]:
-        per_fit = plan.run.images(len(data.train), split.batch_size)
-        parts["fitting the teacher"] += seconds(per_fit, found.fit)
+    for plan in list(teacher.fits.values())[:fits]:
+        parts["fitting the teacher"] += seconds(resolve(plan).loop.images(num_images, split.batch_size), found.fit)
     if recipe.baseline is not None:
         parts["labels only"] = seconds(images, fixed + found.step)
-    runs = 2 if recipe.baseline is not None else 1
-    times = runs * _evaluations(recipe, images, split.batch_size, len(data.train)) + 1  # one before step 1
+    runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
+    times = max(1.0, images / split.batch_size / every if every else images / num_images)
+    times = runs * times + 1  # one before step 1
     parts["evaluations"] = seconds(times * len(data.val), found.score) + len(data.val) * found.teacher / 1000
     return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
-
-
-def _evaluations(recipe: Recipe, images: int, batch_size: int, num_images: int) -> float:
-    every = recipe.run.every.evaluate
-    return max(1.0, images / batch_size / every if every else images / num_images)
 
 
 def _with_loading(compute: float, load: float, workers: int, backend: Backend) -> float:
@@ -200,27 +187,12 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
     return max(compute, load / workers) if workers else compute + load
 
 
-def _teacher(recipe: Recipe, data: Data) -> tuple[TeacherModel | None, Data]:
-    """Build the teachers, those of timm with random weights; return the data with their classes."""
-    models: list[TeacherModel] = []
-    size, reads, images = recipe.data.image_size, recipe.reads, data.images(recipe.seed, recipe.views)
-    for where, one in recipe.teachers.items():
-        if one.kind == "timm" and data.asked is not None:
-            named = data.classes if reads.teacher_logits else ()
-            models.append(load(Spec(where, one.model, one.args, named), size, reads.features))
-        else:
-            given: Any = {"where": where, "images": images, "logits": reads.teacher_logits, "sigmoid": reads.sigmoid}
-            models.append(load_teacher(one, data.asked, size, reads.features, **given))
-        data = data.with_classes(models[0].classes)
-    weights = [1.0, *(member.weight for member in recipe.teacher.also)]
-    return None if not models else models[0] if len(models) == 1 else Ensemble(models, weights), data
-
-
-def _fitting(teacher: Classifier, classes: Sequence[str], seed: int, backend: Backend) -> Distillation:
+def _fitting(teacher: Classifier, student: StudentPlan, backend: Backend) -> Distillation:
     """Return the teacher as a student of the labels."""
     ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))  # bce costs as much
-    criterion = build_criterion([ce], [Dims(len(classes), 0, 0)], seed)
-    return Distillation(copy.deepcopy(teacher), criterion).to(backend.device)
+    criterion = build_criterion([ce], [Dims(teacher.num_classes, 0, 0)], student.seed)
+    task = build_task(TaskSection(kind="single_label"))
+    return Distillation(copy.deepcopy(teacher), criterion, task).to(backend.device)
 
 
 def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -253,8 +225,8 @@ def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, float, int]:
     return (counter.get_total_flops() - teacher) / 1e9, teacher / 1e9, kernels.count
 
 
-def _load_ms(data: Data, seed: int) -> float:
+def _load_ms(dataset: Dataset) -> float:
     try:
-        return loading_ms(views(data, seed)[0])
+        return loading_ms(dataset)
     except DataError:  # not rendered or unpacked yet
         return 0.0

@@ -15,11 +15,12 @@ from yaml import YAMLError
 from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.config.schema import DataSection
 from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import StudentPlan
 from kd.setup.student import build_student
 
 
@@ -54,21 +55,22 @@ def parse(folder: RunDir, text: str) -> Config:
         ) from error
 
 
-def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
+def best_student(
+    folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
+) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(recipe.student, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    answers = classes if recipe.reads.student_logits else ()
-    student = build_student(section, recipe.seed, answers, recipe.data.image_size)
+    section = replace(plan.section, init="scratch", checkpoint="")  # the weights are loaded right afterwards
+    student = build_student(replace(plan, section=section, features=()), classes, data.image_size)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
         "kd": environment()["packages"]["kd"],
         "step": state.step,
         "metrics": rows[-1] if rows else {},
-        "run": recipe.name,
+        "run": folder.path.name,
         "digest": digest(student.network),
-        "eval_crop": recipe.data.eval_crop,
+        "eval_crop": data.eval_crop,
     }
     return student, provenance
 

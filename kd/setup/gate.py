@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from kd import parts
-from kd.config.schema import SifterSection
 from kd.contracts import Backend, Dataset, Sifter, Teacher
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
 from kd.errors import CorruptImage
-from kd.setup.data import BatchSplit, evenly_spaced
-from kd.setup.recipe import Session
+from kd.seeds import evenly_spaced
+from kd.setup.loaders import BatchSplit
+from kd.setup.recipe import LoopPlan, Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
 from kd.types import Costs, SiftContext
 
@@ -44,45 +45,47 @@ def sift_context(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The sifter of a run."""
+
+    sifter: Sifter
+    decision: str = ""
+    """To record: the sifter's kind, or "none"; "": there was nothing to decide."""
+    summary: str = ""
+    """For a person."""
+
+
 def choose_sifter(
-    session: Session,
-    distillation: Distillation,
-    section: SifterSection,
-    context: SiftContext,
-    loader: LocalLoader,
-    teacher: Teacher,
-    asked: float,
-    steps: int,
-    recorded: str,
-) -> tuple[Sifter, str, str]:
+    session: Session, loop: LoopPlan, distillation: Distillation, teacher: Teacher, loader: LocalLoader, recorded: str
+) -> Gate:
     """Build the sifter of the training images, or one that visits everything where it would lose time.
 
     Args:
         session: the backend and the sizes.
+        loop: the sifter's section, and how long the run is.
         distillation: the student and its losses on the device, not wrapped yet.
-        section: of the configuration.
-        context: what is sifted.
-        loader: of the training images.
         teacher: answers in the trials.
-        asked: share of the epochs in which the teacher's forward runs: with a cache, only while it fills.
-        steps: of the run, if nothing is sifted.
+        loader: of the training images.
         recorded: the decision of an earlier start of this run, or "".
-
-    Returns:
-        The sifter, the decision to record ("" where there was none to make), and a line for a person.
     """
+    section, data, split = loop.sifter, session.data, session.split
+    views = data.plan.views
+    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
-        return everything(context), recorded, ""
-    delay = getattr(section.options, "sift_delay", 0)
+        return Gate(visit_everything(context), recorded)
+    delay = parts.facts("sifters", section.kind, section.options, "sifter.kind").delay
+    steps = loop.steps or loop.epochs * (len(data.train) // split.batch_size)
     if not recorded and steps <= delay:
-        told = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
-        return everything(context), "none", f"{told}. Lower sifter.sift_delay"
+        why = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
+        return Gate(visit_everything(context), "none", f"{why}. Lower sifter.sift_delay")
     if section.kind == "none" or section.gate == "off" or recorded:
-        return made, recorded, ""
-    costs = measure(session, distillation, teacher, loader, asked)
+        return Gate(made, recorded)
+    share = loop.teacher_share
+    costs = measure(session, distillation, teacher, loader, share)
     pays, summary = saving(section.kind, made.cost(costs), costs)
-    return (made, section.kind, summary) if pays else (everything(context), "none", summary)
+    return Gate(made, section.kind, summary) if pays else Gate(visit_everything(context), "none", summary)
 
 
 def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
@@ -105,13 +108,18 @@ def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
     return False, f"{loses}; everything is visited. sifter.gate=off sifts all the same"
 
 
-def everything(context: SiftContext) -> Sifter:
+def visit_everything(context: SiftContext) -> Sifter:
     """Return the sifter that sifts nothing."""
     return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", context=context)
 
 
-def measure(session: Session, distillation: Distillation, teacher: Teacher, loader: LocalLoader, asked: float) -> Costs:
-    """Time the parts of a step on noise, and loading on a few images; all ranks take rank 0's numbers."""
+def measure(
+    session: Session, distillation: Distillation, teacher: Teacher, loader: LocalLoader, teacher_share: float
+) -> Costs:
+    """Time the parts of a step on noise, and loading on a few images; all ranks take rank 0's numbers.
+
+    `teacher_share`: share of the epochs in which the teacher's forward runs: with a cache, only while it fills.
+    """
     backend, size = session.backend, session.image_size
     count = trial_images(session.split.micro_batch, backend)
     with Trial(distillation, teacher, backend, size, count) as trial:
@@ -119,7 +127,7 @@ def measure(session: Session, distillation: Distillation, teacher: Teacher, load
         table = fastest(work, backend, warm=True)[1]  # a compiled student meets new shapes here
     load = loading_ms(loader.dataset) / max(1, loader.workers)
     numbers = of_rank_0([*(table[name] / count for name in work), load], backend)
-    return Costs(asked * numbers[0], *numbers[1:], overlapped=loader.workers > 0)
+    return Costs(teacher_share * numbers[0], *numbers[1:], overlapped=loader.workers > 0)
 
 
 def loading_ms(dataset: Dataset) -> float:

@@ -1,13 +1,14 @@
-"""How a model is executed, and when a compiled or exported form is worth a trial.
+"""How a model is executed: the fastest way that a configuration leaves open, found by timing.
 
 Precision is chosen first, then the attention kernel at that precision: on a processor without bfloat16 units one
-bfloat16 step can take as long as thirty others, and should run once only.
+bfloat16 step can take as long as thirty others, and should run once only. Compiled and exported forms are tried last,
+and only where the run is so long that the trial can pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
-from kd.setup.trial import Table, Work, attempt, fastest, in_short, milliseconds
+from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
 """What a trial of a form costs, with a second compilation where shapes change. A ViT-S at 224 px on two cores: its
@@ -33,23 +34,28 @@ class ExecutionMode:
     """
 
     precision: str
-    backend: str
+    kernel: str
     """The attention kernel of torch, or the runtime of an exported graph."""
     compiled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.precision}+{self.backend}{'+compiled' if self.compiled else ''}"
+        return f"{self.precision}+{self.kernel}{'+compiled' if self.compiled else ''}"
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
         """Read what `str` wrote."""
-        precision, backend, *rest = text.split("+")
-        return cls(precision, backend, bool(rest))
+        precision, kernel, *rest = text.split("+")
+        return cls(precision, kernel, bool(rest))
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is torch in float32: nothing to compare."""
+        return self.precision == "fp32" and not self.rebuilt
 
     @property
     def exported(self) -> bool:
         """Whether it is a graph outside torch."""
-        return self.backend in RUNTIMES
+        return self.kernel in RUNTIMES
 
     @property
     def quantized(self) -> bool:
@@ -58,18 +64,56 @@ class ExecutionMode:
 
     @property
     def numerics(self) -> str:
-        """What the logits depend on beyond rounding; each quantizer rounds in its own way."""
-        return f"{self.precision}+{self.backend if self.exported else 'torch'}" if self.quantized else self.precision
+        """Part of the cache's identity: modes with equal `numerics` give equal logits up to rounding."""
+        return f"{self.precision}+{self.kernel}" if self.quantized else self.precision
 
     @property
     def rebuilt(self) -> bool:
         """Whether making it takes more than moving weights."""
-        return self.exported or self.quantized or self.compiled
+        return self.exported or self.compiled
+
+    @property
+    def form(self) -> str:
+        """The compiler or runtime, as `TRIAL_SECONDS` names it."""
+        return "compiled" if self.compiled else self.kernel
 
     @property
     def key(self) -> str:
-        """The configuration's key that asks for what is rebuilt."""
-        return "runtime" if self.exported else "compile" if self.compiled else "precision"
+        """Config key that selects this mode: runtime or compile."""
+        return "runtime" if self.exported else "compile"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a configuration leaves open for one model."""
+
+    precision: str
+    """auto: float32 or bfloat16."""
+    attention: str
+    """auto: fused or unfused."""
+    compile: str
+    module: Any
+    """Whose attention layers are counted."""
+    exported: Sequence[ExecutionMode] = ()
+    """Graphs that may be compared with torch."""
+    rebuilt: bool = True
+    """Whether compiled and exported forms may be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How a model is executed, and what was measured."""
+
+    mode: ExecutionMode
+    table: Mapping[ExecutionMode, float] = field(default_factory=dict)
+    """Milliseconds of each candidate; empty where nothing was measured."""
+    summary: str = ""
+    """For a person, where a compiler or a runtime was tried; else ""."""
+
+    @property
+    def record(self) -> dict[str, float]:
+        """The table with modes as text, for manifest.json."""
+        return {str(mode): ms for mode, ms in self.table.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,98 +124,84 @@ class Workload:
     """That it will run on; 0: unknown, or none."""
     trial: int
     """Images of a trial."""
-    milliseconds: float
-    """Of a trial; 0: not measured yet."""
 
-    @property
-    def seconds(self) -> float:
-        """Of the whole run."""
-        return self.milliseconds / 1000 * self.images / self.trial
+    def seconds(self, milliseconds: float) -> float:
+        """Return the seconds of the whole run, where a trial takes so long."""
+        return milliseconds / 1000 * self.images / self.trial
 
 
-def worth_trying(work_seconds: float, form: str) -> bool:
-    """Return whether a run is so long that a form may be tried: a trial costs at most `TRIAL_SHARE` of its work."""
-    return TRIAL_SECONDS[form] <= TRIAL_SHARE * work_seconds
+def choose_mode(wanted: Wanted, work: Callable[[ExecutionMode], Work], workload: Workload, backend: Backend) -> Chosen:
+    """Return the fastest mode; a mode that is asked for by name is not compared."""
+    best, table = _plain(wanted, work, backend)
+    if wanted.compile == "on":
+        return Chosen(replace(best, compiled=True), table)
+    forms = [*wanted.exported, *([replace(best, compiled=True)] if wanted.compile == "auto" else [])]
+    if not forms or not workload.images or not wanted.rebuilt or backend.fixed_mode:
+        return Chosen(best, table)
+    found = _compare(best, forms, table.get(best, 0.0), work, workload, backend)
+    return replace(found, table={**table, **found.table})
 
 
-def choose_plain(
-    precision: str, attention: str, module: Any, work: Callable[[str], Work], backend: Backend
-) -> tuple[str, Table]:
-    """Return the name `precision+attention` of the fastest mode in plain torch, and the milliseconds measured.
-
-    Args:
-        precision: as configured; auto: float32 or bfloat16.
-        attention: as configured; auto: fused or unfused.
-        module: of which the attention layers are counted.
-        work: makes the work that a name stands for.
-        backend: with a fixed mode nothing is measured.
-    """
-    if attention == "auto" and not count_attention(module):
+def _plain(
+    wanted: Wanted, work: Callable[[ExecutionMode], Work], backend: Backend
+) -> tuple[ExecutionMode, dict[ExecutionMode, float]]:
+    """Return the fastest mode in plain torch, and the milliseconds measured."""
+    attention = wanted.attention
+    if attention == "auto" and not count_attention(wanted.module):
         attention = "unfused"  # no layer of this model has the other kernel
-    fixed = backend.fixed_mode.split("+") if backend.fixed_mode else []
-    precisions = (fixed[:1] or ["fp32", "bf16"]) if precision == "auto" else [precision]
-    attentions = (fixed[1:] or ["unfused", "fused"]) if attention == "auto" else [attention]
-    table: Table = {}
-    best = f"{precisions[0]}+{attentions[0]}"
-    for names in ([f"{p}+{attentions[0]}" for p in precisions], attentions):
-        full = [name if "+" in name else f"{best.split('+')[0]}+{name}" for name in names]
-        best, measured = fastest({name: work(name) for name in full}, backend, margin=MARGIN)
-        table |= measured
-    return best, table
+    fixed = ExecutionMode.parse(backend.fixed_mode) if backend.fixed_mode else None
+    precisions = [wanted.precision]
+    if wanted.precision == "auto":
+        precisions = [fixed.precision] if fixed else ["fp32", "bf16"]
+    attentions = [attention]
+    if attention == "auto":
+        attentions = [fixed.kernel] if fixed else ["unfused", "fused"]
+    modes = [ExecutionMode(precision, attentions[0]) for precision in precisions]
+    best, table = fastest({mode: work(mode) for mode in modes}, backend, margin=MARGIN)
+    modes = [replace(best, kernel=kernel) for kernel in attentions]
+    best, more = fastest({mode: work(mode) for mode in modes}, backend, margin=MARGIN)
+    return best, table | more
 
 
-def compare(
-    best: str, candidates: Sequence[str], work: Callable[[str], Work], workload: Workload, backend: Backend
-) -> tuple[str, Table, str]:
-    """Compare compiled and exported forms with the best mode in plain torch, where the run is long enough.
-
-    Args:
-        best: the fastest so far.
-        candidates: names of the others; the last word of each is its form.
-        work: makes, and so may compile or export, what a name stands for.
-        workload: what the run will ask.
-        backend: for the broadcasts.
-
-    Returns:
-        The winner, the milliseconds measured and a line for a person, empty where nothing was tried.
-    """
-    if not candidates or not workload.images:
-        return best, {}, ""
-    if not workload.milliseconds:
-        workload = replace(workload, milliseconds=milliseconds(work(best), backend))
+def _compare(
+    best: ExecutionMode,
+    forms: Sequence[ExecutionMode],
+    best_ms: float,
+    work: Callable[[ExecutionMode], Work],
+    workload: Workload,
+    backend: Backend,
+) -> Chosen:
+    """Compare compiled and exported forms with the best mode in plain torch; `best_ms` is 0 if not measured yet."""
+    seconds = workload.seconds(best_ms or milliseconds(work(best), backend))
     runs, lines = {best: work(best)}, []
 
-    def first(name: str):
-        runs[name] = work(name)
-        return runs[name]()
+    def first(mode: ExecutionMode):
+        runs[mode] = work(mode)
+        return runs[mode]()
 
-    for name in candidates:
-        if worth_trying(workload.seconds, name.rpartition("+")[2]):
-            reason = attempt(partial(first, name), backend)
+    for mode in forms:
+        if TRIAL_SECONDS[mode.form] <= TRIAL_SHARE * seconds:
+            reason = attempt(partial(first, mode), backend)
             if reason:
-                runs.pop(name, None)
-                lines.append(f"{name} cannot be run here ({reason})")
+                runs.pop(mode, None)
+                lines.append(f"{mode} cannot be run here ({reason})")
     winner, table = fastest(runs, backend, margin=MARGIN, warm=True)
-    lines += [f"{name} {table[best] / table[name]:.2f} times as fast as {best}" for name in runs if name != best]
+    lines += [f"{mode} {table[best] / table[mode]:.2f} times as fast as {best}" for mode in runs if mode != best]
     if not lines:
-        return best, {}, ""
-    asked = f", {100 * MARGIN:.0f} % are required" if winner == best and len(runs) > 1 else ""
-    size = f"{workload.trial} images, {workload.seconds:.0f} s of work"
-    return winner, table, f"{winner}: {'; '.join(lines)}{asked} ({size})"
+        return Chosen(best)
+    margin = f", {100 * MARGIN:.0f} % are required" if winner == best and len(runs) > 1 else ""
+    size = f"{workload.trial} images, {seconds:.0f} s of work"
+    return Chosen(winner, table, f"{winner}: {'; '.join(lines)}{margin} ({size})")
 
 
-def require(work: Work, where: str, wrong: str) -> None:
+def require(work: Work, where: str, mode: ExecutionMode) -> None:
     """Do once what a configuration asks for by name.
-
-    Args:
-        work: the piece of work.
-        where: config path that asked for it.
-        wrong: how the message begins.
 
     Raises:
         KdError: it cannot be done.
     """
-    allowed, remedy = "What this machine and this model can do", f"Set {where}=auto in a new run"
+    wrong, allowed = f"'{mode}' is asked for", "What this machine and this model can do"
+    remedy = f"Set {where}=auto in a new run"
     try:
         work().sum().item()
     except KdError as error:

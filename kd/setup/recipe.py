@@ -1,100 +1,193 @@
-"""A configuration, resolved once: what is trained, where it takes place, and what its start chose."""
+"""Recipe: the resolved configuration, a part for each floor. Session: backend, data, batch split. Choices: measured."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kd import config as configuration
+from kd.config.reads import build_task, reads
 from kd.config.schema import (
     BackendSection,
     Config,
-    DataSection,
     Intervals,
     LossSection,
     OptimizerSection,
     PriceSection,
-    ProfileSection,
     RunSection,
     SifterSection,
     StudentSection,
+    TaskSection,
     TeacherSection,
 )
-from kd.config.validate import Reads, needs, reads
-from kd.contracts import Backend
+from kd.contracts import Backend, Task
 from kd.parts import default_options
 from kd.references import Referenced
-from kd.setup.data import BatchSplit, Data
+from kd.setup.data import Data, DataPlan
+from kd.setup.loaders import BatchSplit
+from kd.setup.modes import ExecutionMode
+
+BASELINE = "labels_only"
+"""Folder of the baseline inside a run folder."""
 
 
-@dataclass(frozen=True, init=False)
-class Recipe:
-    """The training of one student. Everything below the jobs takes this, or a part of it, and no configuration."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the run folder keeps of a configuration; nothing that is computed reads it."""
 
     name: str
     path: Path
     """The run folder."""
-    seed: int
-    run: RunSection
-    data: DataSection
-    views: int
-    """How many views an image has; 0: a fresh one every epoch."""
-    teacher: TeacherSection
-    teachers: Mapping[str, TeacherSection]
-    """Each teacher alone, by its config path; empty without a teacher."""
-    fits: Mapping[str, Config]
-    """The runs that fit the teachers that have no checkpoint, by the same path."""
-    student: StudentSection
-    losses: tuple[LossSection, ...]
-    needs: frozenset[str]
-    """What the losses need: "teacher", "hard_labels", names of features such as "pooled"."""
-    reads: Reads
-    """Which outputs of both models the losses read."""
-    sifter: SifterSection
-    optimizer: OptimizerSection
-    backend: BackendSection
-    profile: ProfileSection
-    price: PriceSection
-    baseline: Config | None
-    """The run of the same student on the labels alone, where one is asked for."""
+    keep: int
+    """Checkpoints beside the best one."""
+    mirror: str
+    """URL of the copy of the run folder; "": none."""
+    trackers: tuple[str, ...]
     yaml: str
-    """The configuration, every key written out; the run folder keeps it. Texts from the environment are references."""
+    """The configuration, every key written out. Texts from the environment are references."""
     keys: Mapping[str, Any]
     """The same as {"section.key": value}, with the values of references, to compare."""
     shown: Mapping[str, Any]
     """The same with the references themselves, to show."""
 
-    def __init__(self, config: Config, path: Path | None = None) -> None:
-        """Resolve a configuration.
 
-        Args:
-            config: of the run.
-            path: the run folder, where it is not `run.folder`/`run.name`.
-        """
-        run, teachers = config.run, split_teachers(config.teacher)
-        keys = flatten(configuration.to_dict(config, values=True))
-        hashed = hashes(keys).items()
-        unfitted = [where for where, one in teachers.items() if one.fitted and not one.checkpoint]
-        values = {
-            **{section.name: getattr(config, section.name) for section in fields(config)},
-            "name": run.name,
-            "path": path or Path(run.folder) / run.name,
-            "seed": run.seed,
-            "views": config.data.views or config.teacher.cache.views,
-            "teachers": teachers,
-            "fits": {where: teacher_fit(config, teachers[where]) for where in unfitted},
-            "needs": frozenset().union(*needs(config.losses)),
-            "reads": reads(config.losses),
-            "baseline": labels_only(config) if run.baseline else None,
-            "yaml": configuration.dump(config) + "".join(f"# sha256 {each} {text}\n" for each, text in hashed),
-            "keys": keys,
-            "shown": flatten(configuration.to_dict(config)),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+@dataclass(frozen=True, slots=True)
+class TeacherPlan:
+    """Which teachers answer, and what is asked of them."""
+
+    section: TeacherSection
+    """How the frozen forward is executed and cached; of several teachers, the first one's model."""
+    members: Mapping[str, TeacherSection]
+    """Each teacher alone, by its config path; empty without a teacher."""
+    fits: Mapping[str, Config]
+    """The runs that fit the teachers that have no checkpoint, by the same path."""
+    task: Task
+    needed: bool
+    """Whether a loss reads a teacher."""
+    logits: bool
+    """Whether a loss reads its logits; else it is loaded without a classifier."""
+    features: tuple[str, ...]
+    """Names of the features that a loss reads."""
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each teacher in the average."""
+        return [1.0, *(member.weight for member in self.section.also)]
+
+
+@dataclass(frozen=True, slots=True)
+class StudentPlan:
+    """The student and what it minimizes."""
+
+    section: StudentSection
+    losses: tuple[LossSection, ...]
+    task: Task
+    features: tuple[str, ...]
+    """Names of the features that a loss reads."""
+    precision: str
+    """`backend.precision`: of its forward and backward."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """How long a run is, how its weights move and which images it visits."""
+
+    epochs: int
+    steps: int
+    """0: `epochs` decides."""
+    every: Intervals
+    optimizer: OptimizerSection
+    sifter: SifterSection
+    cached_views: int
+    """Views of an image whose teacher outputs are stored; 0: no cache."""
+    profile: tuple[int, ...]
+    """First and last step that are traced; empty: none."""
+    seed: int
+
+    def images(self, num_images: int, batch_size: int) -> int:
+        """Return how many images the run trains on, all ranks together, where nothing is sifted."""
+        return self.steps * batch_size if self.steps else self.epochs * num_images
+
+    @property
+    def teacher_share(self) -> float:
+        """Share of the epochs in which the teacher's forward runs: with a cache, only while it fills."""
+        return min(1.0, self.cached_views / self.epochs) if self.cached_views and not self.steps else 1.0
+
+    def teacher_images(self, num_images: int, batch_size: int) -> int:
+        """Return how many images the teacher's forward runs on, all ranks together, where nothing is sifted."""
+        visits = self.images(num_images, batch_size)
+        return min(visits, self.cached_views * num_images) if self.cached_views else visits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The training of one student. The floors below the jobs take a part of it."""
+
+    record: Record
+    backend: BackendSection
+    data: DataPlan
+    teacher: TeacherPlan
+    student: StudentPlan
+    loop: LoopPlan
+    price: PriceSection
+    baseline: Config | None
+    """The run of the same student on the labels alone, where one is asked for."""
+
+
+def resolve(config: Config, path: Path | None = None) -> Recipe:
+    """Resolve a configuration.
+
+    Args:
+        config: of the run.
+        path: the run folder, where it is not `run.folder`/`run.name`.
+    """
+    run, read, task = config.run, reads(config.losses), build_task(config.task)
+    path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
+    keys = flatten(configuration.to_dict(config, values=True))
+    hashed = "".join(f"# sha256 {key} {text}\n" for key, text in hashes(keys).items())
+    record = Record(
+        name=run.name,
+        path=path,
+        keep=run.keep,
+        mirror=f"{run.mirror.rstrip('/')}/{path.relative_to(run.folder).as_posix()}" if run.mirror else "",
+        trackers=run.trackers,
+        yaml=configuration.dump(config) + hashed,
+        keys=keys,
+        shown=flatten(configuration.to_dict(config)),
+    )
+    teacher = TeacherPlan(
+        section=config.teacher,
+        members=members,
+        fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted and not one.checkpoint},
+        task=task,
+        needed=read.teacher,
+        logits=read.teacher_logits,
+        features=read.features,
+    )
+    loop = LoopPlan(
+        epochs=run.epochs,
+        steps=run.steps,
+        every=run.every,
+        optimizer=config.optimizer,
+        sifter=config.sifter,
+        cached_views=config.teacher.cache.views,
+        profile=config.profile.steps,
+        seed=run.seed,
+    )
+    return Recipe(
+        record=record,
+        backend=config.backend,
+        data=DataPlan(config.data, run.seed, config.data.views or config.teacher.cache.views, run.folder),
+        teacher=teacher,
+        student=StudentPlan(config.student, config.losses, task, read.features, config.backend.precision, run.seed),
+        loop=loop,
+        price=config.price,
+        baseline=labels_only(config) if run.baseline else None,
+    )
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
@@ -122,6 +215,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         ),
         # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
         data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
+        task=_task_of_labels(config.task),
         student=StudentSection(
             model=section.model,
             args=section.args,
@@ -129,7 +223,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             attention=section.attention,
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=on_labels(config, label_smoothing=fit.label_smoothing),
+        losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
         optimizer=OptimizerSection(lr=fit.lr, weight_decay=fit.weight_decay, warmup=fit.warmup),
         backend=config.backend,
@@ -143,15 +237,22 @@ def labels_only(config: Config) -> Config:
         data=replace(config.data, views=config.data.views or config.teacher.cache.views),
         run=replace(config.run, baseline=False),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=on_labels(config),
+        losses=on_labels(config.task),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
 
 
-def on_labels(config: Config, **options: Any) -> tuple[LossSection, ...]:
-    """Return the loss that learns labels alone: of one label an image, or of several."""
-    kind = "bce" if reads(config.losses).sigmoid else "ce"
+def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
+    """Return the loss that learns labels alone."""
+    kind = build_task(section).label_loss
     return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
+
+
+def _task_of_labels(section: TaskSection) -> TaskSection:
+    """Return the task of a model that learns labels: one with a classifier."""
+    if build_task(section).logits:
+        return section
+    return TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -180,7 +281,7 @@ def hashes(keys: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where a run takes place: what every choice of its set-up is made with."""
+    """Backend, data and batch split, as every chooser needs them."""
 
     backend: Backend
     data: Data
@@ -196,9 +297,9 @@ class Session:
 class Choices:
     """What a start decided by measuring; recorded, so that a resumed run computes the same bits."""
 
-    teacher: str = ""
-    """The teacher's execution mode, as text; "": not chosen yet."""
-    student: str = ""
+    teacher: ExecutionMode | None = None
+    """None: not chosen yet, or there is no teacher."""
+    student: ExecutionMode | None = None
     threads: int = 0
     """Of torch on a CPU."""
     batch_size: int = 0
@@ -209,9 +310,9 @@ class Choices:
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Choices:
         """Read what `record` returned; entries of older versions that nothing depends on are dropped."""
+        modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
         return cls(
-            teacher=recorded.get("teacher", ""),
-            student=recorded.get("student", ""),
+            **modes,
             threads=int(recorded.get("threads", 0)),
             batch_size=int(recorded.get("batch_size", 0)),
             sifter=recorded.get("sifter", ""),
@@ -219,4 +320,11 @@ class Choices:
 
     def record(self) -> dict[str, str]:
         """Return what the manifest holds: what was chosen, as text."""
-        return {name: str(value) for name, value in asdict(self).items() if value}
+        values = {
+            "teacher": self.teacher,
+            "student": self.student,
+            "threads": self.threads,
+            "batch_size": self.batch_size,
+            "sifter": self.sifter,
+        }
+        return {name: str(value) for name, value in values.items() if value}

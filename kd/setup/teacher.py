@@ -1,10 +1,11 @@
-"""The frozen teacher: loaded, executed in the mode that is fastest here or asked for."""
+"""The frozen teacher: loaded, and executed in the mode that is fastest here or asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,61 +19,82 @@ from kd.config.validate import installed
 from kd.contracts import Backend, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, compile_forward, set_attention
-from kd.models.load import Images, Spec
-from kd.models.runtimes import Exported
-from kd.models.teacher import LiveTeacher, NoTeacher, quantize
-from kd.setup.data import Data, evenly_spaced
-from kd.setup.modes import ExecutionMode, Workload, choose_plain, compare, require
-from kd.setup.recipe import Session
-from kd.setup.trial import Table, Work, noise, trial_images
+from kd.models.load import Spec
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.seeds import evenly_spaced
+from kd.setup.data import Data
+from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
+from kd.setup.recipe import Session, TeacherPlan
+from kd.setup.trial import Work, noise, trial_images
 from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PLAIN = ("fp32+fused", "fp32+unfused")
-"""Torch in float32: nothing to compare."""
+PLAIN = ExecutionMode("fp32", "unfused")
+"""What other modes are compared with."""
 COMPARED = 16
 """Validation images on which a teacher is compared with itself in float32."""
+REAL, RANDOM, META = "real", "random", "meta"
+"""Weights of a teacher: its own; random ones, where only its cost matters; none, on the meta device."""
 
 
-def load_teacher(
-    section: TeacherSection,
-    classes: Sequence[str] | None,
-    image_size: int,
-    features: Collection[str] = (),
-    folder: str = "",
-    on_meta: bool = False,
-    where: str = "teacher",
-    images: Images | None = None,
-    logits: bool = True,
-    sigmoid: bool = False,
-) -> TeacherModel:
-    """Load one teacher with its weights; its classes must be the data's.
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    """The teachers of a run as one model, and the data with its classes."""
+
+    model: TeacherModel | None
+    """None: the run learns labels alone."""
+    data: Data
+    members: Sequence[TeacherModel] = ()
+    """Each alone."""
+
+
+def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
+    """Load the teachers of a run, all of several; their classes must be the data's.
 
     Args:
-        section: of the configuration; of several teachers, the first is loaded.
-        classes: class names in the data's order; None: it has no labels, and the teacher's are taken. Empty: no
-            classifier is needed.
-        image_size: of the data, pixels.
-        features: that a loss needs, by name.
-        folder: an export folder (a fitted teacher) to load instead of `teacher.model`.
-        on_meta: build it without weights, on the meta device: another rank has them.
-        where: its config path, for messages.
-        images: that it is asked about, for a teacher that answers by name.
-        logits: whether a loss reads them; False: it is loaded without a classifier, for its features.
-        sigmoid: whether the losses read each logit as the answer to its class alone.
+        plan: which, and what is asked of them.
+        data: where its images have no labels, the first teacher names the classes.
+        weights: of each teacher by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
+
+    Raises:
+        ModelError: unknown model, unreadable weights, other classes than the data's.
     """
-    kind, options, own = section.kind, section.options, not section.checkpoint
-    spec = Spec(where, section.model, section.args, classes, section.checkpoint, own, True, images, logits, sigmoid)
-    if folder:
-        spec = Spec(where, folder, {}, classes, pretrained=True, exact_head=True, logits=logits, sigmoid=sigmoid)
-    context: Any = {"image_size": image_size, "features": features}
-    if not on_meta:
-        model = parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
+    models: list[TeacherModel] = []
+    for where, section in plan.members.items():
+        models.append(_load(where, section, plan, data, weights.get(where, REAL)))
+        data = data.with_classes(models[0].classes)  # those of the others must be the same
+    if not models:
+        return Teachers(None, data)
+    model = models[0] if len(models) == 1 else Ensemble(models, plan.weights, plan.task.average)
+    return Teachers(model, data, models)
+
+
+def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, weights: str | Path) -> TeacherModel:
+    classes = data.required_classes if plan.logits else ()
+    spec = Spec(
+        where=where,
+        model=section.model,
+        args=section.args,
+        classes=classes,
+        checkpoint=section.checkpoint,
+        pretrained=not section.checkpoint,
+        exact_head=True,
+        images=data.images(),
+        task=plan.task,
+    )
+    if isinstance(weights, Path):
+        spec = replace(spec, model=str(weights), args={}, checkpoint="", pretrained=True)
+    elif weights != REAL:
+        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
+    with torch.device("meta") if weights == META else torch.device("cpu"):
+        size, features = data.section.image_size, plan.features
+        kind = f"{where}.kind"
+        model = parts.build(
+            "teachers", section.kind, section.options, kind, spec=spec, image_size=size, features=features
+        )
+    if weights == REAL:
         _check_execution(section, model, where)
-        return model
-    spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
-    with torch.device("meta"):
-        return parts.build("teachers", kind, options, f"{where}.kind", spec=spec, **context)
+    return model
 
 
 def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
@@ -81,17 +103,17 @@ def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -
     Raises:
         ModelError: naming the key.
     """
-    if not model.runs_in:
+    if model.runtime == "torch":
         return
-    asked = {
+    refused = {
         "attention": section.attention != "auto",
         "precision": section.precision not in ("auto", "fp32"),
         "runtime": section.runtime not in ("auto", "torch"),
         "compile": section.compile == "on",
     }
-    for key, on in asked.items():
+    for key, on in refused.items():
         if on:
-            wrong = f"is {getattr(section, key)}, but {where} is of kind '{section.kind}' and runs in {model.runs_in}"
+            wrong = f"is {getattr(section, key)}, but {where} is of kind '{section.kind}' and runs in {model.runtime}"
             remedy = f"Leave teacher.{key} out"
             raise ModelError(f"teacher.{key}", wrong, "It goes with a model of torch", remedy)
 
@@ -101,19 +123,20 @@ class TeacherReport:
     """The live teacher, and what was found out about it."""
 
     live: LiveTeacher | NoTeacher
-    mode: str = ""
-    """Its execution mode, as text; "" without a teacher."""
-    table: Table = field(default_factory=dict)
-    """Milliseconds of each candidate."""
-    summary: str = ""
-    """What was taken, why, and how far its logits are from torch float32's; "" where that is plain float32."""
+    chosen: Chosen | None = None
+    """Its execution mode, and the summary of what was compared; None without a teacher."""
     error: dict[str, float] = field(default_factory=dict)
     """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
     standard deviation (`of_std`), and `images`; empty where nothing was compared."""
 
+    @property
+    def mode(self) -> ExecutionMode | None:
+        """Its execution mode; None without a teacher."""
+        return self.chosen.mode if self.chosen else None
+
 
 def choose_teacher(
-    session: Session, section: TeacherSection, model: TeacherModel | None, images: int, recorded: str
+    session: Session, section: TeacherSection, model: TeacherModel | None, images: int, recorded: ExecutionMode | None
 ) -> TeacherReport:
     """Build the live teacher as configured, with the fastest frozen forward where that is left open.
 
@@ -122,7 +145,7 @@ def choose_teacher(
         section: of the configuration.
         model: the loaded teacher, or None.
         images: how many this rank will ask of it; with none, no compiler and no runtime is tried.
-        recorded: the mode of an earlier start of this run, or "".
+        recorded: the mode of an earlier start of this run.
 
     Raises:
         KdError: what is asked for by name, or was chosen when the run began, cannot be run here.
@@ -133,90 +156,86 @@ def choose_teacher(
     factory = TeacherFactory(section, model, backend, size)
     batch = noise(trial_images(session.split.micro_batch, backend), size, backend)
 
-    def work(name: str) -> Work:
-        live = factory(name)
+    def work(mode: ExecutionMode) -> Work:
+        live = factory(mode)
         return lambda: live(batch).main
 
-    table, summary, name = {}, "", recorded or named_mode(section, backend) or (PLAIN[1] if model.runs_in else "")
-    if not name:
-        name, table = choose_plain(section.precision, section.attention, model, work, backend)
-        if section.compile == "on":
-            name += "+compiled"
-        else:
-            workload = Workload(images, len(batch.label), table.get(name, 0.0))
-            others = candidates(section, name, model, backend)
-            name, more, summary = compare(name, others, work, workload, backend)
-            table |= more
-    mode = ExecutionMode.parse(name)
+    named = recorded or named_mode(section, backend) or (None if model.runtime == "torch" else PLAIN)
+    if named:
+        chosen = Chosen(named)
+    else:
+        wanted = Wanted(
+            precision=section.precision,
+            attention=section.attention,
+            compile=section.compile,
+            module=model,
+            exported=exported_forms(section, model, backend),
+            rebuilt=not (section.shard or section.pipeline),
+        )
+        chosen = choose_mode(wanted, work, Workload(images, len(batch.label)), backend)
+    mode = chosen.mode
     if mode.rebuilt:
-        require(lambda: work(name)(), f"teacher.{mode.key}", f"'{name}' is asked for")
-    live, error = factory(name), {}
-    if not recorded and name not in PLAIN:
+        require(lambda: work(mode)(), f"teacher.{mode.key}", mode)
+    live, error = factory(mode), {}
+    if not recorded and not mode.plain:
         error, text = logit_error(live, factory, session)
-        summary = f"{summary or name}; {text}"
+        chosen = replace(chosen, summary=f"{chosen.summary or mode}; {text}")
     live.images = 0
-    return TeacherReport(live, name, table, summary, error)
+    return TeacherReport(live, chosen, error)
 
 
-def named_mode(section: TeacherSection, backend: Backend) -> str:
-    """Return the mode outside torch that a configuration asks for by name; "" where torch or auto is named."""
+def named_mode(section: TeacherSection, backend: Backend) -> ExecutionMode | None:
+    """Return the mode outside torch that a configuration asks for by name; None where torch or auto is named."""
     runtime = section.exported(cpu=backend.device.type == "cpu")
     precision = "fp32" if section.precision == "auto" else section.precision
-    return str(ExecutionMode(precision, runtime)) if runtime else ""
+    return ExecutionMode(precision, runtime) if runtime else None
 
 
-def candidates(section: TeacherSection, best: str, model: TeacherModel, backend: Backend) -> list[str]:
-    """Return the names of the forms that may be compared with the best mode in plain torch."""
-    if section.shard or section.pipeline or backend.fixed_mode:
+def exported_forms(section: TeacherSection, model: TeacherModel, backend: Backend) -> list[ExecutionMode]:
+    """Return the graphs that may be compared with the best mode in plain torch."""
+    if section.runtime != "auto" or backend.device.type != "cpu" or getattr(model, "features", ()):
         return []
-    names = []
-    logits_alone = not getattr(model, "features", ())
-    if section.runtime == "auto" and backend.device.type == "cpu" and logits_alone:
-        modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
-        asked = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
-        names = [str(mode) for mode in modes if installed(mode.backend) and mode.precision in asked]
-    return [*names, f"{best}+compiled"] if section.compile == "auto" else names
+    modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
+    precisions = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
+    return [mode for mode in modes if installed(mode.kernel) and mode.precision in precisions]
 
 
 class TeacherFactory:
-    """Make the live teacher that a mode's name stands for; what takes seconds to make is made once."""
+    """Make the live teacher that a mode stands for; what takes seconds to make is made once."""
 
     def __init__(self, section: TeacherSection, model: TeacherModel, backend: Backend, image_size: int) -> None:
         self.section, self.model, self.backend, self.image_size = section, model, backend, image_size
-        self._kept: dict[str, LiveTeacher] = {}
+        self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
-    def __call__(self, name: str) -> LiveTeacher:
+    def __call__(self, mode: ExecutionMode) -> LiveTeacher:
         """Return the live teacher."""
-        mode = ExecutionMode.parse(name)
         if not mode.rebuilt:
             return self._make(mode)
-        if name not in self._kept:
-            self._kept[name] = self._make(mode)
-        return self._kept[name]
+        if mode not in self._rebuilt:
+            self._rebuilt[mode] = self._make(mode)
+        return self._rebuilt[mode]
 
     def _make(self, mode: ExecutionMode) -> LiveTeacher:
         section, backend = self.section, self.backend
-        # On a GPU the quantizers' kernels take bfloat16 beside the quantized numbers.
-        other = torch.float32 if backend.device.type == "cpu" else torch.bfloat16
-        dtype = torch.float32 if mode.exported else DTYPES.get(mode.precision, other)
-        place = backend.shard if section.shard else None
+        dtype = torch.float32 if mode.exported else DTYPES[mode.precision]
+        shard = backend.shard if section.shard else None
         stages = backend.pipeline if section.pipeline else None
         change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
-        live = LiveTeacher(self.model, backend.device, dtype, section.micro_batch, place, stages, change)
-        set_attention(live.model, mode.backend == "fused")
+        live = LiveTeacher(self.model, backend.device, dtype, section.micro_batch, shard, stages, change)
+        set_attention(live.model, mode.kernel == "fused")
         return live
 
 
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
-    if mode.exported:
-        joined = isinstance(frozen, Ensemble)
-        members: Any = frozen.members if joined else [frozen]
-        graphs: Any = [Exported(one, size, mode.backend, mode.precision) for one in members]
-        return Ensemble(graphs, frozen.shares, frozen.sigmoid) if joined else graphs[0]
-    if mode.quantized:
-        quantize(frozen, mode.precision)
-    return compile_forward(frozen) if mode.compiled else frozen
+    if not mode.exported:
+        return compile_forward(frozen)
+    from kd.models.runtimes import Exported  # only where a graph runs instead of torch
+
+    if isinstance(frozen, Ensemble):
+        graphs = [Exported(one, size, mode.kernel, mode.precision) for one in frozen.members]  # type: ignore[arg-type]
+        return Ensemble(graphs, frozen.shares, frozen.average)
+    return Exported(frozen, size, mode.kernel, mode.precision)
 
 
 def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) -> tuple[dict[str, float], str]:
@@ -225,7 +244,7 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
     images = validation_images(session.data)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
-    reference_BC, logits_BC = factory(PLAIN[1])(batch).main, live(batch).main
+    reference_BC, logits_BC = factory(PLAIN)(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
     spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}
@@ -241,10 +260,10 @@ def validation_images(data: Data) -> torch.Tensor:
     Raises:
         CorruptImage: none of those looked at can be decoded.
     """
-    show, found, broken = data.evaluate(), [], None
+    crop, found, broken = data.evaluate(), [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
-            found.append(np.asarray(show(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
+            found.append(np.asarray(crop(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
         except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error
     if not found and broken is not None:

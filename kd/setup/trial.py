@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,8 +21,8 @@ CPU_TRIAL = 16
 
 Work = Callable[[], torch.Tensor]
 """Does a piece of work once and returns a tensor that is waited for."""
-Table = dict[str, float]
-"""Median milliseconds by name."""
+Name = TypeVar("Name", bound=Hashable)
+"""Of a candidate: a text, or an execution mode."""
 
 
 class Trial:
@@ -64,10 +64,10 @@ class Trial:
 
     @cached_property
     def batch(self) -> Batch:
-        """Noise, uint8, with label 0, or with the empty set where the losses read sets."""
+        """Noise, uint8, with labels of the task."""
         student: Any = self.distillation.student
-        sets = student.num_classes if "sigmoid" in self.distillation.criterion.needs else 0
-        return noise(self.images, self.image_size, self.backend, sets)
+        labels = self.distillation.task.no_labels(self.images, student.num_classes)
+        return noise(self.images, self.image_size, self.backend, labels)
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -105,21 +105,21 @@ def trial_images(micro_batch: int, backend: Backend) -> int:
     return min(micro_batch, CPU_TRIAL) if backend.device.type == "cpu" else micro_batch
 
 
-def noise(images: int, size: int, backend: Backend, sets: int = 0) -> Batch:
-    """Make a batch of noise, uint8 [images, 3, size, size], with label 0, or with empty sets of so many classes."""
+def noise(images: int, size: int, backend: Backend, labels: torch.Tensor | None = None) -> Batch:
+    """Make a batch of noise, uint8 [images, 3, size, size]; without labels all are class 0."""
     image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(backend.device)
-    shape, dtype = ((images, sets), torch.int8) if sets else ((images,), torch.int64)
-    return Batch.of(image, torch.zeros(shape, dtype=dtype, device=image.device))
+    labels = torch.zeros(images, dtype=torch.int64) if labels is None else labels
+    return Batch.of(image, labels.to(image.device))
 
 
 def fastest(
-    candidates: Mapping[str, Work],
+    candidates: Mapping[Name, Work],
     backend: Backend,
     rounds: int = 4,
     budget_seconds: float = 20.0,
     margin: float = 0.0,
     warm: bool = False,
-) -> tuple[str, Table]:
+) -> tuple[Name, dict[Name, float]]:
     """Return the name of the fastest candidate and the median milliseconds of each, as rank 0 measured them.
 
     The candidates run in turns, so that a busy neighbour slows them alike; the first round only warms up. A candidate
@@ -138,7 +138,7 @@ def fastest(
     names = list(candidates)
     if len(names) == 1:
         return names[0], {}
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[Name, list[float]] = {name: [] for name in names}
     racing = list(names)
     for name in names if warm else names[:1]:
         candidates[name]().sum().item()  # what is set up once is not measured
@@ -159,7 +159,7 @@ def fastest(
     return winner, {name: round(value, 2) for name, value in zip(names, medians, strict=True)}
 
 
-def clear_winner(rounds: Mapping[str, Sequence[float]], margin: float) -> str:
+def clear_winner(rounds: Mapping[Name, Sequence[float]], margin: float) -> Name:
     """Return which is faster than the first by a share `margin` in all rounds but one, by most; else the first.
 
     Args:

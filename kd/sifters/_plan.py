@@ -37,7 +37,7 @@ class Planned:
         """Nothing to remember."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: the plans are functions of (seed, epoch)."""
+        """Return an empty dict: the plans are functions of (seed, epoch)."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -49,35 +49,45 @@ def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator
     return torch.Generator().manual_seed(seed_from(context.seed, purpose, epoch))
 
 
-def everything(context: SiftContext, epoch: int) -> Plan:
+def full_plan(context: SiftContext, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size.
 
     Each epoch drops other images, so none is left out for good. Where an image has several views, each view drops a
     fixed set: after one epoch of a view, the teacher's cache has all logits of that view.
     """
     count, views = context.num_images, context.views
-    visited = count // context.batch_size * context.batch_size
+    remainder = count % context.batch_size
     ids = torch.randperm(count, generator=generator(context, "order", epoch))
-    if views > 1 and visited < count:
+    if views > 1 and remainder:
         order = torch.randperm(count, generator=generator(context, "cut", 0))
-        spared = torch.arange(count - visited) + epoch % views * (count - visited)
-        ids = ids[torch.isin(ids, order[spared % count], invert=True)]
-    return Plan(ids=ids[:visited], weights=torch.ones(visited))
+        dropped = torch.arange(remainder) + epoch % views * remainder
+        ids = ids[torch.isin(ids, order[dropped % count], invert=True)]
+    return Plan(ids=ids[: count - remainder], weights=torch.ones(count - remainder))
 
 
 def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
-    """Return a plan of the given images, in a random order that is a function of (seed, epoch)."""
+    """Return a plan of these images, in a random order that is a function of (seed, epoch)."""
     order = torch.randperm(len(ids), generator=generator(context, "order", epoch))
     return Plan(ids=ids[order], weights=weights[order])
 
 
-def count_kept(context: SiftContext, keep: float) -> int:
+def num_kept(context: SiftContext, keep: float) -> int:
     """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)
     return min(max(1, target), batches) * context.batch_size
 
 
-def sees_everything(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
+def is_full_epoch(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
     """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
     return epoch < warmup or progress >= 1 - anneal
+
+
+def rank_in_class(label_K: Tensor) -> Tensor:
+    """Return for each image how many images before it have its label, int64 [K]."""
+    by_class = torch.argsort(label_K, stable=True)
+    sizes = torch.bincount(label_K)
+    starts = sizes.cumsum(0) - sizes
+    rank_K = torch.empty_like(by_class)
+    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
+    return rank_K

@@ -29,33 +29,25 @@ class LossWindow:
     1 / (1 + beta). A draw of a fixed size is not affected.
     """
 
-    def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
-        self.losses_L = torch.full((length,), math.inf, device=device)
+    def __init__(self, length: int) -> None:
+        self.losses_L = torch.full((length,), math.inf)
         """float32 [L], the newest last; infinite where the window is not filled yet."""
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64)
         """Number of losses pushed so far; a tensor, so that XLA does not compile a graph for each value."""
 
-    def percentile(self, losses_B: Tensor, place_B: Tensor | None = None) -> Tensor:
-        """Rank each loss among the window and its own batch.
+    def percentile(self, losses_B: Tensor, tie_rank_B: Tensor) -> Tensor:
+        """Return each loss's percentile among the window and its own batch, float64 [B] in [0, 1]; float32 on mps.
 
-        The batch itself is included, so that the first batch has ranks too and old losses count for less.
-
-        Args:
-            losses_B: any float dtype; NaN counts as infinite.
-            place_B: the place of a loss among its ties (itself included), 0 to 1; None: 0.5, the mid-rank.
-
-        Returns:
-            float64 [B] in [0, 1]; float32 on a device without float64.
+        `tie_rank_B` is its rank among equal losses (itself included), 0 to 1. NaN counts as infinite. The batch itself
+        is included, so that the first batch has ranks too and old losses count for less.
         """
         losses_B = _clean(losses_B)
         self._follow(losses_B.device)
         ordered = torch.cat([self.losses_L, losses_B]).sort().values
-        known = self.count.clamp(max=len(self.losses_L)) + len(losses_B)  # unfilled entries are infinite and sort last
+        filled = self.count.clamp(max=len(self.losses_L)) + len(losses_B)  # the others are infinite and sort last
         below_B = torch.searchsorted(ordered, losses_B)
-        upto_B = torch.searchsorted(ordered, losses_B, right=True).clamp(max=known)
-        dtype = _precision(losses_B.device)
-        place_B = torch.full_like(losses_B, 0.5, dtype=dtype) if place_B is None else place_B.to(dtype)
-        return (below_B + place_B * (upto_B - below_B)) / known
+        upto_B = torch.searchsorted(ordered, losses_B, right=True).clamp(max=filled)
+        return (below_B + tie_rank_B * (upto_B - below_B)) / filled
 
     def push(self, losses_B: Tensor) -> None:
         """Append the losses of a batch and drop the oldest ones."""
@@ -64,22 +56,21 @@ class LossWindow:
         self.losses_L = torch.cat([self.losses_L, losses_B])[len(losses_B) :]
         self.count = self.count + len(losses_B)
 
-    def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
-        """Draw the images of a candidate batch that are kept, and push the losses.
-
-        Args:
-            losses_B: one loss per image.
-            beta: the higher, the fewer are kept.
-            generator: on the CPU; see `generator_at`.
-            size: number of images to keep, so that all ranks keep equally many; None: draw each image independently.
-
-        Returns:
-            int64 [K], ascending positions in the batch, on the device of the losses.
-        """
-        place_B = torch.rand(len(losses_B), generator=generator, dtype=torch.float64)
-        place_B = place_B.to(_precision(losses_B.device)).to(losses_B.device, non_blocking=True)
-        probability_B = self.percentile(losses_B, place_B) ** beta
+    def probability(self, losses_B: Tensor, beta: float, generator: torch.Generator) -> Tensor:
+        """Return the probability of each image to be kept, [B], and push the losses; ties are broken at random."""
+        tie_rank_B = torch.rand(len(losses_B), generator=generator, dtype=torch.float64)
+        tie_rank_B = tie_rank_B.to(_precision(losses_B.device)).to(losses_B.device, non_blocking=True)
+        probability_B = self.percentile(losses_B, tie_rank_B) ** beta
         self.push(losses_B)
+        return probability_B
+
+    def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
+        """Draw the images of a candidate batch to keep, and push the losses. `generator` is on the CPU.
+
+        With `size` exactly so many are kept, equally many on all ranks; with None each image is drawn independently.
+        Returns ascending positions in the batch, int64 [K], on the device of the losses.
+        """
+        probability_B = self.probability(losses_B, beta, generator)
         if size is None:
             return bernoulli(probability_B, generator)
         return systematic(inclusion(probability_B, size), size, generator)
@@ -126,27 +117,24 @@ def inclusion(probability_B: Tensor, size: int) -> Tensor:
     """
     ordered, order = probability_B.clamp(min=torch.finfo(probability_B.dtype).tiny).sort(descending=True)
     rest = ordered.flip(0).cumsum(0).flip(0)
-    places = torch.arange(len(ordered), device=ordered.device)
-    scale = (size - places) / rest  # of this and all later ones, if all before are capped
+    positions = torch.arange(len(ordered), device=ordered.device)
+    scale = (size - positions) / rest  # of this and all later ones, if all before are capped
     capped = (scale * ordered > 1).long().cumprod(0).sum().clamp(max=len(ordered) - 1)
-    scaled = torch.where(places < capped, 1.0, (ordered * scale[capped]).clamp(min=0, max=1))
+    scaled = torch.where(positions < capped, 1.0, (ordered * scale[capped]).clamp(min=0, max=1))
     return torch.empty_like(scaled).scatter_(0, order, scaled)
 
 
 def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly `size` images with the given inclusion probabilities, by systematic sampling.
+    """Draw exactly `size` images with these inclusion probabilities, by systematic sampling.
 
-    Joint probabilities depend on the order of the batch, which should therefore be random.
-
-    Returns:
-        int64 [K], ascending and distinct.
+    Returns int64 [K], ascending and distinct. Joint probabilities depend on the order of the batch, which should
+    therefore be random.
     """
-    device = inclusion_B.device
     start = torch.rand((), generator=generator, dtype=torch.float64).to(inclusion_B)
-    places = torch.arange(size, device=device)
-    found = torch.searchsorted(inclusion_B.cumsum(0), start + places, right=True)
+    steps = torch.arange(size, device=inclusion_B.device)
+    index = torch.searchsorted(inclusion_B.cumsum(0), start + steps, right=True)
     # In exact arithmetic these are distinct and in range. Rounding may shift a boundary by one image.
-    return (found - places).cummax(0).values.clamp(max=len(inclusion_B) - size) + places if size else found
+    return (index - steps).cummax(0).values.clamp(max=len(inclusion_B) - size) + steps if size else index
 
 
 def _clean(losses_B: Tensor) -> Tensor:

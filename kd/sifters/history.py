@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kd.errors import ConfigError
-from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, SiftContext
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, rank_in_class, shuffled
+from kd.types import Plan, SiftContext, SifterFacts
 
 NEVER = -1
 CONFIRMATIONS = 3
@@ -81,65 +81,62 @@ class History(Planned):
             self._fold()
             self.epoch = epoch
         options = self.options
-        if sees_everything(epoch, progress, options.warmup, options.anneal):
-            plan = everything(self.context, epoch)
+        if is_full_epoch(epoch, progress, options.warmup, options.anneal):
+            plan = full_plan(self.context, epoch)
         else:
-            plan = shuffled(self.context, epoch, *self._sifted(epoch))
+            ids, weights = self._sifted(epoch)
+            plan = shuffled(self.context, epoch, ids, weights)
         if new:
             self.visits_N[plan.ids] += 1
         return plan
 
     def _sifted(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the ids [K] and weights [K] of a sifted epoch."""
-        count, kept = self.context.num_images, count_kept(self.context, self.options.keep)
+        count = num_kept(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
-        due = overdue_N.nonzero()[:, 0]
-        due = due[torch.argsort(self.seen_N[due], stable=True)][:kept]  # the oldest first, where not all fit
-        rest_N = torch.ones(count, dtype=torch.bool)
-        rest_N[due] = False
-        rest = rest_N.nonzero()[:, 0]
-        room = kept - len(due)
-        easy, hard, suspected = self._split(rest, room)
-        drawn_easy = room - len(hard) - len(suspected)
+        overdue = overdue_N.nonzero()[:, 0]
+        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]  # oldest first, if not all fit
+        rest_N = torch.ones(self.context.num_images, dtype=torch.bool)
+        rest_N[overdue] = False
+        room = count - len(overdue)
+        easy, hard, noisy = self._split(rest_N.nonzero()[:, 0], room)
+        num_drawn = room - len(hard) - len(noisy)
         draws = generator(self.context, "sift", epoch)
-        picked = easy[torch.randperm(len(easy), generator=draws)[:drawn_easy]]
-        weight = len(easy) / drawn_easy if drawn_easy and self.options.reweight else 1.0
-        ids = torch.cat([due, hard, suspected, picked])
-        weights = torch.cat([torch.ones(len(ids) - len(picked)), torch.full((len(picked),), weight)])
+        drawn = easy[torch.randperm(len(easy), generator=draws)[:num_drawn]]
+        weight = len(easy) / num_drawn if num_drawn and self.options.reweight else 1.0
+        ids = torch.cat([overdue, hard, noisy, drawn])
+        weights = torch.cat([torch.ones(len(ids) - len(drawn)), torch.full((len(drawn),), weight)])
         return ids, weights
 
     def _split(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
         """Split `rest` into easy images to draw from, hard images to keep, and the noisy images already drawn."""
-        suspected = self._suspected(rest)
-        if len(suspected):
-            rest = rest[~torch.isin(rest, suspected)]
+        noisy = self._suspected(rest)
+        if len(noisy):
+            rest = rest[~torch.isin(rest, noisy)]
             draws = generator(self.context, "doubt", self.epoch)
-            few = min(round(self.options.floor * len(suspected)), room)
-            suspected = suspected[torch.randperm(len(suspected), generator=draws)[:few]]
-            room -= len(suspected)
-        dropped = len(rest) - room
-        if dropped <= 0:
-            return rest[:0], rest, suspected
+            num_noisy = min(round(self.options.floor * len(noisy)), room)
+            noisy = noisy[torch.randperm(len(noisy), generator=draws)[:num_noisy]]
+            room -= len(noisy)
+        num_skipped = len(rest) - room
+        if num_skipped <= 0:
+            return rest[:0], rest, noisy
         score = self._within_class(rest) if self.options.balance else self.loss_N[rest]
         # ties are broken at random; otherwise the order of the dataset would decide
-        turn = torch.randperm(len(rest), generator=generator(self.context, "ties", self.epoch))
-        order = rest[turn[torch.argsort(score[turn], stable=True)]]
+        shuffle = torch.randperm(len(rest), generator=generator(self.context, "ties", self.epoch))
+        order = rest[shuffle[torch.argsort(score[shuffle], stable=True)]]
         below_mean = int((score < score.mean()).sum())
-        kept_out = max(1 - self.options.floor, 1e-9)
-        num_easy = min(max(below_mean, math.ceil(dropped / kept_out)), len(rest))
-        return order[:num_easy], order[num_easy:], suspected
+        # at least so many that skipping num_skipped of them leaves each a probability of `floor`
+        least = math.ceil(num_skipped / max(1 - self.options.floor, 1e-9))
+        num_easy = min(max(below_mean, least), len(rest))
+        return order[:num_easy], order[num_easy:], noisy
 
     def _within_class(self, ids: Tensor) -> Tensor:
         """Return each image's percentile of loss within its class, 0 to 1."""
         label = self.context.labels()[ids]
         by_loss = torch.argsort(self.loss_N[ids], stable=True)
-        order = by_loss[torch.argsort(label[by_loss], stable=True)]
-        sizes = torch.bincount(label)
-        starts = sizes.cumsum(0) - sizes
-        percentile = torch.empty(len(ids))
-        place = torch.arange(len(ids)) - starts[label[order]]
-        percentile[order] = (place + 0.5) / sizes[label[order]]
-        return percentile
+        rank = torch.empty_like(ids)
+        rank[by_loss] = rank_in_class(label[by_loss])
+        return (rank + 0.5) / torch.bincount(label)[label]
 
     def _suspected(self, rest: Tensor) -> Tensor:
         """Return the suspected label noise: the loss is among the highest and not below the image's own mean."""
@@ -187,6 +184,11 @@ class History(Planned):
 
 
 _TABLE = ("loss", "mean", "seen", "observed", "visits", "fresh")
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_class=options.balance)
 
 
 def build(options: Options, context: SiftContext) -> History:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kd.sifters._plan import Planned, everything
+from kd.sifters._plan import Planned, full_plan
 from kd.types import Plan, SiftContext
 
 
@@ -18,7 +18,7 @@ class Everything(Planned):
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images, in a random order."""
-        return everything(self.context, epoch)
+        return full_plan(self.context, epoch)
 
 
 def build(options: Options, context: SiftContext) -> Everything:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from kd.sifters._plan import Planned, count_kept, everything, generator, sees_everything, shuffled
-from kd.types import Plan, SiftContext
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, rank_in_class, shuffled
+from kd.types import Plan, SiftContext, SifterFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,22 +36,18 @@ class Random(Planned):
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the share `keep` of all images, or all of them in the first and last epochs."""
-        if sees_everything(epoch, progress, self.options.warmup, self.options.anneal):
-            return everything(self.context, epoch)
-        count = count_kept(self.context, self.options.keep)
+        if is_full_epoch(epoch, progress, self.options.warmup, self.options.anneal):
+            return full_plan(self.context, epoch)
+        count = num_kept(self.context, self.options.keep)
         ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
         if self.options.balance:
-            ids = ids[torch.argsort(self._turn(ids), stable=True)]
+            ids = ids[torch.argsort(rank_in_class(self.context.labels()[ids]), stable=True)]
         return shuffled(self.context, epoch, ids[:count], torch.ones(count))
 
-    def _turn(self, ids: Tensor) -> Tensor:
-        """Return for each image [N] how many of its class stand before it."""
-        label = self.context.labels()[ids]
-        by_class = torch.argsort(label, stable=True)
-        sizes = torch.bincount(label)
-        turn = torch.empty_like(ids)
-        turn[by_class] = torch.arange(len(ids)) - (sizes.cumsum(0) - sizes)[label[by_class]]
-        return turn
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_class=options.balance)
 
 
 def build(options: Options, context: SiftContext) -> Random:

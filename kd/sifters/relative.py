@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kd.contracts import Score
-from kd.sifters._plan import everything
+from kd.sifters._plan import full_plan
 from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
-from kd.types import Batch, Costs, Plan, SiftContext
+from kd.types import Batch, Costs, Plan, SiftContext, SifterFacts
 
 NO_EPOCH = -1
 
@@ -63,17 +63,17 @@ class Relative:
         if epoch != self.epoch:
             self.epoch, self.decided = epoch, {}
             self.counts = self._counts(epoch)
-        plan = everything(self.context, epoch)
+        plan = full_plan(self.context, epoch)
         return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
 
     def _counts(self, epoch: int) -> list[int]:
+        """Return how many images of each chunk are kept, by candidate step of an epoch."""
         candidates = self.context.num_images // self.context.batch_size
         micro, beta = self.context.micro_batch, self.options.beta_value
         delay, counts = self.options.sift_delay, []
         for _ in range(epoch + 1):
-            whole = min(delay, candidates)
-            kept = [quota(n * micro, micro, beta) for n in range(candidates - whole)]
-            counts = [micro] * whole + kept
+            unsifted = min(delay, candidates)
+            counts = [micro] * unsifted + [quota(n * micro, micro, beta) for n in range(candidates - unsifted)]
             if not self.options.repeat_delay_per_epoch:
                 delay = max(0, delay - sum(counts) // micro)
         return counts
@@ -107,12 +107,12 @@ class Relative:
                     pools[i].append(part)
             number, used = number + 1, 0
             while sum(len(part.ids) for part in pools[0]) >= micro:
-                ready = [Batch.cat(pool) for pool in pools]
-                rows = torch.arange(len(ready[0].ids))
-                pools = [[one.take(rows[micro:])] if len(rows) > micro else [] for one in ready]
-                whole = [one.take(rows[:micro]) for one in ready]
+                joined = [Batch.cat(pool) for pool in pools]
+                rows = torch.arange(len(joined[0].ids))
+                pools = [[batch.take(rows[micro:])] if len(rows) > micro else [] for batch in joined]
+                full = [batch.take(rows[:micro]) for batch in joined]
                 score.cut()  # otherwise XLA would compile a graph for each way to assemble a batch
-                yield from whole
+                yield from full
                 self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
                 start += 1
 
@@ -124,17 +124,15 @@ class Relative:
         losses_B, scored = score(group, self.options.score)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
-        picked = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
-        return [batch.take(rows) for batch, rows in zip(scored, picked, strict=True)]
+        rows_of_chunk = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
+        return [batch.take(rows) for batch, rows in zip(scored, rows_of_chunk, strict=True)]
 
     def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
         """Draw the kept positions, int64 [G, count]; equal on all ranks."""
         candidates = self.context.num_images // self.context.batch_size
         position = self.epoch * candidates + number
         draws = generator_at(self.context.seed, 0, position)
-        place_B = torch.rand(len(losses_B), generator=draws, dtype=torch.float64)
-        probability_B = self.window.percentile(losses_B, place_B) ** self.options.beta_value
-        self.window.push(losses_B)
+        probability_B = self.window.probability(losses_B, self.options.beta_value, draws)
         chunks = probability_B.view(-1, self.context.micro_batch)
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
 
@@ -144,8 +142,7 @@ class Relative:
         while pending > 0:
             oldest -= 1
             pending -= self.counts[oldest]
-        for old in [known for known in self.decided if known < oldest]:
-            del self.decided[old]
+        self.decided = {step: rows for step, rows in self.decided.items() if step >= oldest}
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of scoring every candidate and training on the kept ones."""
@@ -168,6 +165,11 @@ class Relative:
         parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}
         self.window.load_state_dict(parts)
         self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_entropy=options.score == "entropy", delay=options.sift_delay)
 
 
 def build(options: Options, context: SiftContext) -> Relative:

@@ -1,20 +1,6 @@
 """Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch loop.
 
-One import replaces those of the original. Parameters, defaults, errors and metric names are as documented there:
-
-    from kd.sifting import (                 # in smart_sifting:
-        SiftingDataloader,                   #   .dataloader.sift_dataloader
-        RelativeProbabilisticSiftConfig,     #   .sift_config.sift_configs
-        LossConfig,                          #   .sift_config.sift_configs
-        SiftingBaseConfig,                   #   .sift_config.sift_configs
-        Loss,                                #   .loss.abstract_sift_loss_module
-        SiftingBatch,                        #   .data_model.data_model_interface
-        SiftingBatchTransform,               #   .data_model.data_model_interface
-        ListBatch,                           #   .data_model.list_batch
-        TensorBatch,                         #   .data_model.tensor_batch
-        enable_sifting,                      #   .integrations.trainer
-        TrainingMetricsRecorder,             #   .metrics.lightning
-    )
+Parameters, defaults, errors and metric names are as documented there; docs/sifting.md lists where each name stood.
 
 The method is Selective-Backprop (arXiv:1910.00762), written without access to the closed original. It scores each
 sample with an extra forward pass, so it saves time only where that is cheap compared with a training step. The loader

@@ -1,10 +1,9 @@
-"""Batches that can be sifted and accumulated, and the conversion of a user's batch."""
+"""Batches that can be sifted and accumulated, and the queue in which they wait."""
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,10 +63,11 @@ class _Labelled(SiftingBatch):
             yield self.labels
 
     def take(self, index: Tensor) -> Self:
-        return type(self)(*(take(part, index) for part in self))
+        return type(self)(*(take_rows(part, index) for part in self))
 
     def join(self, others: Sequence[Self]) -> Self:
-        return type(self)(*(join(list(parts), type(self).__name__) for parts in zip(self, *others, strict=True)))
+        parts = zip(self, *others, strict=True)
+        return type(self)(*(join_rows(list(part), type(self).__name__) for part in parts))
 
 
 class ListBatch(_Labelled):
@@ -78,7 +78,43 @@ class TensorBatch(_Labelled):
     """A tensor of inputs [B, ...] and, optionally, a tensor of labels [B, ...]."""
 
 
-def take(rows: Any, index: Tensor) -> Any:
+class Pending:
+    """A first-in, first-out queue of selected samples, from which batches of one size are taken."""
+
+    def __init__(self) -> None:
+        self.parts: list[SiftingBatch] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def add(self, batch: SiftingBatch) -> None:
+        """Append samples."""
+        if len(batch):
+            self.parts.append(batch)
+
+    def put_back(self, batch: SiftingBatch) -> None:
+        """Insert samples at the front, in their order."""
+        self.parts.insert(0, batch)
+
+    def joined(self) -> SiftingBatch | None:
+        """Return all samples as one batch without removing them; None where the queue is empty."""
+        if len(self.parts) > 1:
+            self.parts = [self.parts[0].join(self.parts[1:])]
+        return self.parts[0] if self.parts else None
+
+    def pop(self, size: int) -> SiftingBatch:
+        """Remove and return the first `size` samples."""
+        batch = self.joined()
+        assert batch is not None
+        if len(batch) == size:
+            self.parts = []
+            return batch
+        order = torch.arange(len(batch))
+        self.parts = [batch.take(order[size:])]
+        return batch.take(order[:size])
+
+
+def take_rows(rows: Any, index: Tensor) -> Any:
     """Return the rows at the positions `index` of a tensor, an array, a list or a tuple."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, index.to(rows.device))
@@ -87,7 +123,7 @@ def take(rows: Any, index: Tensor) -> Any:
     return like(rows, [rows[i] for i in index.tolist()])
 
 
-def join(parts: list[Any], where: str) -> Any:
+def join_rows(parts: list[Any], where: str) -> Any:
     """Concatenate the rows of all parts.
 
     Raises:
@@ -111,93 +147,3 @@ def like(sequence: Any, items: list[Any]) -> Any:
     if isinstance(sequence, tuple):
         return type(sequence)(*items) if hasattr(sequence, "_fields") else tuple(items)
     return items
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return a nested batch with all its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return _with_values(value, {key: to_device(item, device) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return like(value, [to_device(item, device) for item in value])
-    return value
-
-
-def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
-    result = copy.copy(mapping)  # keeps the class: a BatchEncoding, an OrderedDict
-    for key, value in values.items():
-        result[key] = value
-    return result
-
-
-ROWS, SAME = "one entry a sample", "one value for all samples"
-"""The two kinds of leaves of a batch; `state_dict` saves these strings."""
-
-
-class TreeBatch(SiftingBatch):
-    """A nested batch of dicts, lists and tuples with rows at its leaves."""
-
-    def __init__(self, data: Any, form: Any, size: int) -> None:
-        self.data, self.form, self.size = data, form, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
-
-    def take(self, index: Tensor) -> TreeBatch:
-        data = _walk([self.data], self.form, lambda parts, _: take(parts[0], index), lambda parts, _: parts[0])
-        return TreeBatch(data, self.form, len(index))
-
-    def join(self, others: Sequence[TreeBatch]) -> TreeBatch:
-        batches = [self, *others]
-        data = _walk([batch.data for batch in batches], self.form, join, _one)
-        return TreeBatch(data, self.form, sum(map(len, batches)))
-
-
-def _walk(trees: list[Any], form: Any, rows: Callable[[list[Any], str], Any], same: Any, where: str = "batch") -> Any:
-    """Apply `rows` or `same` to the corresponding leaves of trees of one structure."""
-    if isinstance(form, str):
-        return (rows if form == ROWS else same)(trees, where)
-    first = trees[0]
-    if isinstance(form, Mapping):
-        try:
-            branches = {key: [tree[key] for tree in trees] for key in form}
-        except (KeyError, TypeError, IndexError):
-            raise _changed(where) from None
-        values = {key: _walk(branches[key], form[key], rows, same, f"{where}[{key!r}]") for key in form}
-        return _with_values(first, values)
-    if any(not isinstance(tree, (list, tuple)) or len(tree) != len(form) for tree in trees):
-        raise _changed(where)
-    return like(
-        first,
-        [_walk([tree[i] for tree in trees], part, rows, same, f"{where}[{i}]") for i, part in enumerate(form)],
-    )
-
-
-def _one(parts: list[Any], where: str) -> Any:
-    first = parts[0]
-    for part in parts[1:]:
-        equal = torch.equal(first, part) if isinstance(first, Tensor) and isinstance(part, Tensor) else first == part
-        if not equal:
-            wrong = f"is one value for the whole batch ({first!r}) and another ({part!r}) in the next one"
-            raise UnsupportedDataFormatException(
-                where,
-                wrong,
-                "Sifted samples of several batches share one value",
-                "Give it per sample, drop it, or use your own SiftingBatchTransform (batch_transforms)",
-            )
-    return first
-
-
-def _changed(where: str) -> UnsupportedDataFormatException:
-    return UnsupportedDataFormatException(where, "has another structure than in the first batch", "All must be equal")
-
-
-def sizes(data: Any, form: Any) -> set[int]:
-    """Return the set of row counts of all leaves with rows."""
-    found: set[int] = set()
-    _walk([data], form, lambda parts, _: found.add(len(parts[0])), lambda parts, _: None)
-    return found

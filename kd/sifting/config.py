@@ -42,9 +42,9 @@ class SiftingBaseConfig:
     """Apply the delay at the start of each epoch."""
 
     def __post_init__(self) -> None:
-        _whole(self, "sift_delay", least=0)
-        if not isinstance(self.repeat_delay_per_epoch, bool):
-            raise _refusal(self, "repeat_delay_per_epoch", "True or False")
+        require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
+        repeat = self.repeat_delay_per_epoch
+        require("SiftingBaseConfig.repeat_delay_per_epoch", repeat, isinstance(repeat, bool), "True or False")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class LossConfig:
     """A `SiftingBaseConfig` or a dict of its keys."""
 
     def __post_init__(self) -> None:
-        _nest(self, "sift_config", SiftingBaseConfig)
+        config = from_dict(SiftingBaseConfig, self.sift_config, "LossConfig.sift_config")
+        object.__setattr__(self, "sift_config", config)  # the class is frozen; this replaces a dict by its class
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,12 @@ class RelativeProbabilisticSiftConfig:
     """A `LossConfig` or a dict of its keys."""
 
     def __post_init__(self) -> None:
-        beta = _given(self, "beta_value")
-        if not isinstance(beta, Real) or isinstance(beta, bool) or not 0 < float(beta) < math.inf:
-            raise _refusal(self, "beta_value", "a number > 0")
-        _whole(self, "loss_history_length", least=1)
-        _nest(self, "loss_based_sift_config", LossConfig)
+        name, beta = "RelativeProbabilisticSiftConfig", self.beta_value
+        valid = isinstance(beta, Real) and not isinstance(beta, bool) and 0 < float(beta) < math.inf
+        require(f"{name}.beta_value", beta, valid, "a number > 0")
+        require_integer(f"{name}.loss_history_length", self.loss_history_length, least=1)
+        config = from_dict(LossConfig, self.loss_based_sift_config, f"{name}.loss_based_sift_config")
+        object.__setattr__(self, "loss_based_sift_config", config)
 
     @property
     def base(self) -> SiftingBaseConfig:
@@ -99,8 +101,9 @@ def from_dict(kind: type[Config], value: object, where: str) -> Config:
     """Return `value` if it has that class already, or build it from a dict.
 
     Raises:
-        SiftConfigValidationException: a key is unknown, or `value` is neither.
+        SiftConfigValidationException: a key is unknown, or `value` is missing or neither.
     """
+    require(where, value, valid=True, allowed="")  # refuses a missing one
     if isinstance(value, kind):
         return value
     names = [field.name for field in dataclasses.fields(kind)]
@@ -109,34 +112,22 @@ def from_dict(kind: type[Config], value: object, where: str) -> Config:
         raise SiftConfigValidationException(where, f"is a {type(value).__name__}", allowed)
     for key in value:
         if key not in names:
-            wrong = f"has an unknown key {key!r}"
-            raise SiftConfigValidationException(
-                where, wrong, f"Allowed: {', '.join(names)}", did_you_mean(str(key), names)
-            )
+            allowed, remedy = f"Allowed: {', '.join(names)}", did_you_mean(str(key), names)
+            raise SiftConfigValidationException(where, f"has an unknown key {key!r}", allowed, remedy)
     return kind(**value)
 
 
-def _given(config: Any, name: str) -> Any:
-    value = getattr(config, name)
+def require(where: str, value: object, valid: bool, allowed: str) -> None:
+    """Raise SiftConfigValidationException if a value is missing or not valid."""
     if value is _REQUIRED:
-        where = f"{type(config).__name__}.{name}"
         raise SiftConfigValidationException(where, "is missing", "It has no default", "Give it a value")
-    return value
+    if not valid:
+        short = isinstance(value, (str, int, float, type(None)))
+        wrong = f"is {value!r}" if short else f"is a {type(value).__name__}"
+        raise SiftConfigValidationException(where, wrong, f"Allowed: {allowed}", "Change the value")
 
 
-def _refusal(config: Any, name: str, allowed: str) -> SiftConfigValidationException:
-    where = f"{type(config).__name__}.{name}"
-    return SiftConfigValidationException(
-        where, f"is {getattr(config, name)!r}", f"Allowed: {allowed}", "Change the value"
-    )
-
-
-def _whole(config: Any, name: str, least: int) -> None:
-    value = _given(config, name)
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
-        raise _refusal(config, name, f"a whole number >= {least}")
-
-
-def _nest(config: Any, name: str, kind: type[Any]) -> None:
-    value = from_dict(kind, _given(config, name), f"{type(config).__name__}.{name}")
-    object.__setattr__(config, name, value)  # the only write to the frozen class: replaces a dict by its class
+def require_integer(where: str, value: object, least: int) -> None:
+    """Raise SiftConfigValidationException if a value is missing, no integer, or below `least`."""
+    valid = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    require(where, value, valid, f"a whole number >= {least}")

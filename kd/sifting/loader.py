@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -11,23 +10,17 @@ from torch import Tensor, nn
 
 from kd.sifters._window import LossWindow, generator_at, quota
 from kd.sifting import source, world
-from kd.sifting.batch import SiftingBatch, SiftingBatchTransform
-from kd.sifting.config import (
-    RelativeProbabilisticSiftConfig,
-    SiftConfigValidationException,
-    UnsupportedDataFormatException,
-    from_dict,
-)
+from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
+from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.loss import device_of, losses_of, method_of
 from kd.sifting.meter import Meter, logger, now
-from kd.sifting.pending import Pending
 
 COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 
 
 class SiftingDataloader:
-    """Score every batch of a loader with the current model and yield full batches of the kept samples.
+    """Score every batch of a loader with the current model and yield full batches of the selected samples.
 
     The first `sift_delay` batches pass unchanged and unscored, a short last one included. Later batches are scored in
     evaluation mode. A sample is kept with probability percentile**beta of its loss among the last
@@ -75,13 +68,14 @@ class SiftingDataloader:
         self.sift_config = from_dict(RelativeProbabilisticSiftConfig, sift_config, "sift_config")
         self.loss_method = method_of(loss_impl)
         _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
-        expected, alone = source.batch_size_of(orig_dataloader), source.count_of(orig_dataloader) == 1
-        self.transform = batch_transforms or DefaultTransform(expected, batch_format_index, alone)
+        sizes = source.sizes_of(orig_dataloader)
+        alone = sizes.batches == 1
+        self.transform = batch_transforms or DefaultTransform(sizes.batch_size, batch_format_index, alone)
         self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0
-        """Samples of a full batch; 0 before the first batch."""
+        """Number of samples of a full batch; 0 before the first batch."""
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
         epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
@@ -107,25 +101,25 @@ class SiftingDataloader:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
         batches, device = self._sifted(), device_of(self.model)
-        counted = self._counts_agree(device)
+        equal_lengths = self._lengths_agree(device)
         while True:
-            start = time.perf_counter()
+            start = now()
             batch = next(batches, None)
-            if not counted and not world.all_ready(batch is not None, device):
-                if batch is not None:  # another rank has no batch left: keep this one for the next epoch
+            if not equal_lengths and not world.gather([batch is not None], device).all():
+                if batch is not None:  # another rank has no batch left: this one goes into the next epoch
                     self.pending.put_back(batch)
                 break
             if batch is None:
                 break
             self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
-            self.meter.log(len(batch), time.perf_counter() - start)
+            self.meter.log(len(batch), now() - start)
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
             pilot = self.draws > 0 and self.meter.saving is None
-            start = now(device, pilot)
+            start = now(device if pilot else None)
             yield converted
             if pilot:
-                self.meter.trained(now(device, True) - start, len(batch), self.keep)
+                self.meter.train(now(device) - start, len(batch), self.keep)
         if not self.steps_in_epoch:
             text = "an epoch of %d batches gave no full batch of %d kept samples; %d wait for the next epoch"
             logger.warning(text, self.position, self.size, len(self.pending))
@@ -135,14 +129,14 @@ class SiftingDataloader:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""
         if self._resuming:
             self._resuming = False
-            return source.take_up(self.orig_dataloader, self._order, self.position)
+            return source.resume(self.orig_dataloader, self._order, self.position)
         self._order = source.random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
     def _sifted(self) -> Iterator[SiftingBatch]:
         """Yield batches to train on. At each yield, the counters include the batch yielded."""
         while self.size and len(self.pending) >= self.size:  # put back, or from a checkpoint
-            yield self.pending.cut(self.size)
+            yield self.pending.pop(self.size)
         for original in self._open():
             self.position += 1
             with self.meter.timed("transform"):
@@ -154,7 +148,7 @@ class SiftingDataloader:
                 continue
             self._sift(batch, original)
             while len(self.pending) >= self.size:
-                yield self.pending.cut(self.size)
+                yield self.pending.pop(self.size)
 
     def _transformed(self, original: Any) -> SiftingBatch:
         batch = self.transform.transform(original)
@@ -171,35 +165,33 @@ class SiftingDataloader:
         return (self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps) < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
-        """Score a candidate batch and add the kept samples to the pending ones."""
+        """Score a candidate batch and add the selected samples to the pending ones."""
         size, beta = len(batch), float(self.sift_config.beta_value)
-        with self.meter.scored(size, device_of(self.model)):
+        with self.meter.timed("calculate_relevance_values", wait_for=device_of(self.model)):
             losses = losses_of(self.loss_method, self.model, batch, original)
+        self.meter.score(size)
         with self.meter.timed("should_sift"):
             generator = generator_at(self.seed, world.rank_and_size()[0], self.draws)
-            share = quota(self.seen, size, beta) if self.pick == "fixed" else None
-            index = self.window.sift(losses, beta, generator, share)
-        self.meter.data(losses, index)
+            number = quota(self.seen, size, beta) if self.pick == "fixed" else None
+            index = self.window.sift(losses, beta, generator, number)
+        self.meter.record_losses(losses, index)
         with self.meter.timed("sift"):
-            kept = batch.take(index)
+            selected = batch.take(index)
         with self.meter.timed("accumulate"):
-            self.pending.add(kept)
+            self.pending.add(selected)
         self.seen, self.draws = self.seen + size, self.draws + 1
-        self.meter.count(size, len(kept))
+        self.meter.count(size, len(selected))
 
-    def _counts_agree(self, device: torch.device) -> bool:
+    def _lengths_agree(self, device: torch.device) -> bool:
         """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
         if world.rank_and_size()[1] == 1:
             return True
-        loader = self.orig_dataloader
-        numbers = [source.count_of(loader), source.samples_of(loader), source.batch_size_of(loader)]
-        known = self.pick == "fixed" and None not in numbers
+        sizes = source.sizes_of(self.orig_dataloader)
+        predictable = self.pick == "fixed" and None not in sizes
         counters = [getattr(self, name) for name in COUNTERS]
         # A collective: every rank calls it, whatever its own values are.
-        same = world.same_everywhere(
-            [known, *(number or 0 for number in numbers), *counters, len(self.pending)], device
-        )
-        return same and known
+        table = world.gather([predictable, *(size or 0 for size in sizes), *counters, len(self.pending)], device)
+        return predictable and bool((table == table[0]).all())
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, or of the next one between epochs.
@@ -209,8 +201,8 @@ class SiftingDataloader:
                 is over, because epochs differ then: see `epoch_lengths`.
         """
         base = self.sift_config.base
-        done = self.steps - self.steps_in_epoch
-        if not self.sized or (done < base.sift_delay and not base.repeat_delay_per_epoch):
+        steps_before = self.steps - self.steps_in_epoch
+        if not self.sized or (steps_before < base.sift_delay and not base.repeat_delay_per_epoch):
             raise TypeError("a SiftingDataloader has no length before sift_delay is over; see epoch_lengths(epochs)")
         return self.epoch_lengths(1)[0]
 
@@ -222,24 +214,22 @@ class SiftingDataloader:
         Raises:
             TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
         """
-        batches, samples = source.count_of(self.orig_dataloader), source.samples_of(self.orig_dataloader)
-        size = self.size or source.batch_size_of(self.orig_dataloader)
-        if self.pick != "fixed" or batches is None or samples is None or size is None:
+        batches, samples, batch_size = source.sizes_of(self.orig_dataloader)
+        if self.pick != "fixed" or batches is None or samples is None or batch_size is None:
             raise TypeError("the number of batches of this SiftingDataloader is not known in advance")
-        size = self.size or min(size, samples)
+        size = self.size or min(batch_size, samples)
         base, lengths = self.sift_config.base, []
         under_way = 0 < self.position <= batches
         position, yielded = (self.position, self.steps_in_epoch) if under_way else (0, 0)
         steps, seen, pending = self.steps, self.seen, len(self.pending)
         for _ in range(epochs):
             delay = base.sift_delay - (yielded if base.repeat_delay_per_epoch else steps)
-            flushed, pending = divmod(pending, size)
-            passed = min(batches - position, max(0, delay - flushed))
-            rest = max(0, samples - (position + passed) * size)
-            kept = quota(seen, rest, float(self.sift_config.beta_value))
-            full, pending = divmod(pending + kept, size)
+            flushed, pending = divmod(pending, size)  # batches that were put back
+            passed = min(batches - position, max(0, delay - flushed))  # batches of the delay
+            scored = max(0, samples - (position + passed) * size)  # samples
+            full, pending = divmod(pending + quota(seen, scored, float(self.sift_config.beta_value)), size)
             lengths.append(yielded + flushed + passed + full)
-            steps, seen = steps + flushed + passed + full, seen + rest
+            steps, seen = steps + flushed + passed + full, seen + scored
             position = yielded = 0
         return lengths
 
@@ -248,11 +238,11 @@ class SiftingDataloader:
 
         The state is that after the last batch yielded, both inside the loop and after it.
         """
-        waiting = self.pending.joined()
+        pending = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
         state |= {f"order.{name}": value for name, value in self._order.items()}
-        state["pending"] = None if waiting is None else self.transform.reverse_transform(waiting)
+        state["pending"] = None if pending is None else self.transform.reverse_transform(pending)
         if isinstance(self.transform, DefaultTransform):  # too few pending samples may not show the format
             state["format"] = [self.transform.form, self.transform.index]
         state["seen_and_kept"] = [self.metrics["num_orig_samples_seen"], self.metrics["num_orig_samples_kept"]]
@@ -272,9 +262,8 @@ class SiftingDataloader:
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
             self.pending.add(self._transformed(state["pending"]))
-        self.meter.metrics["num_orig_samples_seen"], self.meter.metrics["num_orig_samples_kept"] = state[
-            "seen_and_kept"
-        ]
+        seen, kept = state["seen_and_kept"]
+        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=kept)
         self._resuming = self.position > 0
 
 
@@ -284,21 +273,13 @@ def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
     """Check the types of the arguments, before the first batch."""
-    methods = ("transform", "reverse_transform")
-    rules = (
-        ("model", isinstance(model, nn.Module), model, "a torch.nn.Module"),
-        ("orig_dataloader", hasattr(loader, "__iter__"), loader, "a DataLoader or another iterable of batches"),
-        (
-            "batch_transforms",
-            transforms is None or (all(hasattr(transforms, m) for m in methods) and not isinstance(transforms, type)),
-            transforms,
-            "None or an object of a class derived from SiftingBatchTransform",
-        ),
-        ("batch_format_index", index is None or (index in (0, 1) and not isinstance(index, bool)), index, "0 or 1"),
-        ("pick", pick in ("fixed", "bernoulli"), pick, "'fixed' or 'bernoulli'"),
-    )
-    for name, valid, value, allowed in rules:
-        if not valid:
-            shown = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
-            where = f"SiftingDataloader.{name}"
-            raise SiftConfigValidationException(where, f"is {shown}", f"Allowed: {allowed}", "Change the value")
+    has_methods = hasattr(transforms, "transform") and hasattr(transforms, "reverse_transform")
+    valid = transforms is None or (has_methods and not isinstance(transforms, type))
+    transform = "None or an object of a class derived from SiftingBatchTransform"
+    is_index = index is None or (index in (0, 1) and not isinstance(index, bool))
+    iterable = "a DataLoader or another iterable of batches"
+    require("SiftingDataloader.model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    require("SiftingDataloader.orig_dataloader", loader, hasattr(loader, "__iter__"), iterable)
+    require("SiftingDataloader.batch_transforms", transforms, valid, transform)
+    require("SiftingDataloader.batch_format_index", index, is_index, "0 or 1")
+    require("SiftingDataloader.pick", pick, pick in ("fixed", "bernoulli"), "'fixed' or 'bernoulli'")

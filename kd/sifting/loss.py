@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.sifting.batch import SiftingBatch, to_device
+from kd.sifting.batch import SiftingBatch
 from kd.sifting.config import LossImplementationNotProvidedException
+from kd.sifting.tree import to_device
 
 
 class Loss:
@@ -21,16 +24,11 @@ class Loss:
         """Return one loss per sample, float [B], with `reduction="none"`.
 
         Args:
-            model: the model that was given to the loader.
+            model: the loader's model.
             transformed_batch: the batch after `batch_transforms`.
             original_batch: the batch of the original loader, on the model's device.
         """
-        raise LossImplementationNotProvidedException(
-            "loss_impl",
-            f"{type(self).__name__} does not implement loss()",
-            "loss(self, model, transformed_batch, original_batch) must return one value per sample",
-            "Write it as a method; an attribute of that name set in __init__ is not used",
-        )
+        raise _not_implemented(self)
 
 
 LossMethod = Callable[[nn.Module, SiftingBatch, Any], Tensor]
@@ -54,8 +52,17 @@ def method_of(loss_impl: Any) -> LossMethod:
         )
     method = getattr(type(loss_impl), "loss", None)
     if not callable(method) or method is Loss.loss:
-        Loss.loss(loss_impl, None, None)  # type: ignore[arg-type]
-    return getattr(type(loss_impl), "loss").__get__(loss_impl)  # noqa: B009
+        raise _not_implemented(loss_impl)
+    return cast("LossMethod", partial(method, loss_impl))
+
+
+def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
+    return LossImplementationNotProvidedException(
+        "loss_impl",
+        f"{type(loss_impl).__name__} does not implement loss()",
+        "loss(self, model, transformed_batch, original_batch) must return one value per sample",
+        "Write it as a method; an attribute of that name set in __init__ is not used",
+    )
 
 
 def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any) -> Tensor:
@@ -65,7 +72,7 @@ def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, origi
         LossImplementationNotProvidedException: not one value per sample.
     """
     device = device_of(model)
-    with undisturbed(model, device):
+    with _undisturbed(model, device):
         losses = method(model, sifting, to_device(original, device))
     size = len(sifting)
     if not isinstance(losses, Tensor) or losses.numel() != size or (losses.ndim and len(losses) != size):
@@ -81,23 +88,22 @@ def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, origi
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model."""
-    tensor = next(model.parameters(), None)
-    tensor = next(model.buffers(), None) if tensor is None else tensor
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch to evaluation mode; on exit restore each submodule's mode and the random states.
 
     DDP's broadcast of buffers in the forward pass is switched off: ranks may score different numbers of batches, and a
-    rank that broadcasts alone would hang.
+    rank that broadcasts alone would hang. torch documents no switch for it after construction; the attribute was
+    checked in torch 2.15.
     """
     modes = [(module, module.training) for module in model.modules()]
     synced = [(m, m.require_forward_param_sync) for m, _ in modes if isinstance(m, DistributedDataParallel)]
-    kind = device.type if device.type in ("cuda", "xpu") else "cuda"
-    devices = [device.index or 0] if device.type == kind else []
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad():
         try:
             model.eval()
             for module, _ in synced:

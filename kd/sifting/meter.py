@@ -30,32 +30,25 @@ class Meter:
         """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
 
     def count(self, seen: int, kept: int) -> None:
-        """Count samples of the original loader, and the kept ones."""
+        """Count samples of the original loader, and the selected ones."""
         self.metrics["num_orig_samples_seen"] += seen
         self.metrics["num_orig_samples_kept"] += kept
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Time one function of sifting, on the host."""
-        start = time.perf_counter()
+    def timed(self, name: str, wait_for: torch.device | None = None) -> Iterator[None]:
+        """Time one function of sifting, on the host; the pilot waits for a device if one is given."""
+        device = wait_for if self.saving is None else None
+        start = now(device)
         yield
-        self.metrics[f"func:{name} latency"] = time.perf_counter() - start
+        self.metrics[f"func:{name} latency"] = now(device) - start
 
-    @contextmanager
-    def scored(self, size: int, device: torch.device) -> Iterator[None]:
-        """Time the scoring of a candidate batch; the pilot waits for the device."""
-        pilot = self.saving is None
-        start = now(device, pilot)
-        yield
-        seconds = now(device, pilot) - start
-        self.metrics["func:calculate_relevance_values latency"] = seconds
-        if pilot:
-            self.scoring.append(seconds / size)
+    def score(self, size: int) -> None:
+        """Record that a candidate batch of this size was scored."""
+        if self.saving is None:
+            self.scoring.append(self.metrics["func:calculate_relevance_values latency"] / size)
 
-    def trained(self, seconds: float, size: int, keep: float) -> None:
+    def train(self, seconds: float, size: int, keep: float) -> None:
         """Record the time of a training step; at the end of the pilot, log the predicted saving."""
-        if self.saving is not None:
-            return
         self.training.append(seconds / size)
         if min(len(self.scoring), len(self.training)) >= PILOT:
             self._judge(keep)
@@ -73,11 +66,11 @@ class Meter:
         else:
             logger.warning(f"sifting saves nothing here: {text}. Raise beta_value, or train without sifting")
 
-    def data(self, relevance: torch.Tensor, index: torch.Tensor) -> None:
-        """Keep and log the losses of a candidate batch and of its kept samples; copies them from the device."""
+    def record_losses(self, losses: torch.Tensor, index: torch.Tensor) -> None:
+        """Record the losses of a candidate batch and of its selected samples; copies them from the device."""
         if self.log_batch_data:
-            self.metrics["relevance_values"] = relevance.tolist()
-            self.metrics["relevance_values_kept"] = relevance.index_select(0, index.to(relevance.device)).tolist()
+            self.metrics["relevance_values"] = losses.tolist()
+            self.metrics["relevance_values_kept"] = losses[index.to(losses.device)].tolist()
 
     def log(self, size: int, seconds: float) -> None:
         """Log one sifted batch."""
@@ -88,8 +81,8 @@ class Meter:
                 logger.info("%s: %s", name, value)
 
 
-def now(device: torch.device, wait: bool) -> float:
-    """Return the time in seconds; with `wait`, after synchronizing the device."""
-    if wait and device.type == "cuda":
+def now(device: torch.device | None = None) -> float:
+    """Return the time in seconds, after synchronizing the device if one is given."""
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

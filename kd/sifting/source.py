@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def count_of(thing: Any) -> int | None:
-    """Return `len(thing)`, or None where it has no length."""
+class Sizes(NamedTuple):
+    """How many batches and samples an epoch of this rank has, and the samples of a full batch; None: not known."""
+
+    batches: int | None
+    samples: int | None
+    batch_size: int | None
+
+
+def sizes_of(loader: Any) -> Sizes:
+    """Return what is known of a loader before an epoch begins."""
+    sampler = getattr(loader, "batch_sampler", None)
+    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
+    if batch_size is None:
+        batch_size = getattr(sampler, "batch_size", None)
+    if batches is None or not isinstance(batch_size, int):
+        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
+    samples = None
+    if getattr(sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
+        samples = batches * batch_size
+    elif type(sampler) is torch.utils.data.BatchSampler:
+        samples = batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+    return Sizes(batches, samples, batch_size)
+
+
+def _length(sized: Any) -> int | None:
     try:
-        return len(thing)
+        return len(sized)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Return the size of the loader's full batches, or None where it is not known."""
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def samples_of(loader: Any) -> int | None:
-    """Return the number of samples of an epoch of this rank, or None where it is not known in advance."""
-    batches, size = count_of(loader), batch_size_of(loader)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if batches is None or size is None:
-        return None
-    if getattr(batch_sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
-        return batches * size
-    if type(batch_sampler) is not torch.utils.data.BatchSampler:
-        return None
-    samples = count_of(batch_sampler.sampler)
-    return samples if samples is None or not batch_sampler.drop_last else batches * size
 
 
 def random_state(loader: Any) -> dict[str, Tensor]:
@@ -49,7 +50,7 @@ def random_state(loader: Any) -> dict[str, Tensor]:
     return state
 
 
-def take_up(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
+def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
     """Repeat the epoch of those random states, and skip its first `position` batches.
 
     The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that

@@ -53,9 +53,9 @@ def enable_sifting(
 def _steps(loader: SiftingDataloader, args: Any) -> int:
     """Return the optimizer steps of all epochs; an incomplete gradient accumulation at the end of one is no step."""
     epochs, accumulate = args.num_train_epochs, args.gradient_accumulation_steps
-    whole = int(epochs)
+    num_full = int(epochs)
     try:
-        lengths = loader.epoch_lengths(whole + 1)
+        lengths = loader.epoch_lengths(num_full + 1)
     except TypeError:
         raise SiftConfigValidationException(
             "enable_sifting.set_epochs",
@@ -63,5 +63,5 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
             "It needs pick='fixed' and a dataset with a length",
             "Set max_steps in the TrainingArguments instead",
         ) from None
-    part = int(lengths[whole] * (epochs - whole))
-    return max(1, sum(length // accumulate for length in [*lengths[:whole], part]))
+    last = int(lengths[num_full] * (epochs - num_full))
+    return max(1, sum(length // accumulate for length in [*lengths[:num_full], last]))

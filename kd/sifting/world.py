@@ -1,4 +1,4 @@
-"""Agreement of the ranks by SUM all-reduces only; all must end an epoch after the same number of batches."""
+"""What the ranks tell each other, by SUM all-reduces only; all must end an epoch after the same number of batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -15,21 +16,11 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def _device(device: torch.device) -> torch.device:
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device
-
-
-def same_everywhere(values: Sequence[int], device: torch.device) -> bool:
-    """Return whether all ranks hold the same numbers; the result is the same on all ranks."""
+def gather(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return the values of all ranks, int64 [ranks, len(values)]. All ranks must call it."""
     rank, size = rank_and_size()
-    table = torch.zeros(size, len(values), dtype=torch.int64, device=_device(device))
+    on = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    table = torch.zeros(size, len(values), dtype=torch.int64, device=on)
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
-    return bool((table == table[0]).all().item())
-
-
-def all_ready(ready: bool, device: torch.device) -> bool:
-    """Return whether every rank is ready."""
-    count = torch.tensor(int(ready), device=_device(device))
-    dist.all_reduce(count)
-    return int(count.item()) == rank_and_size()[1]
+    return table.cpu()

@@ -6,13 +6,15 @@ Not a part (the name begins with an underscore).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kd.contracts import Task
 from kd.errors import ModelError
 from kd.models.load import Spec, check_classes
 
@@ -88,8 +90,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[str, .
     return tuple(spec.classes)
 
 
-def require_kind_of_features(spec: Spec, features: Collection[str], kind: str) -> None:
-    """Require that the losses need logits, or pooled features alone: such a teacher has one output.
+def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
+    """Refuse losses that need both logits and features: this teacher returns one of them.
 
     Raises:
         ModelError: they need more.
@@ -112,27 +114,27 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
         raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
-    shares, found = bool((answer_BC >= 0).all() and (answer_BC <= 1).all()), "probabilities (all from 0 to 1)"
-    one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
-    if shares and one and spec.sigmoid:
-        wrong = "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
-        raise ModelError(where, wrong, "One probability a class", "Take another teacher, or other losses")
-    if not spec.sigmoid:
-        shares, found = shares and one, "probabilities (they are not negative and their sum is 1)"
+    assert spec.task is not None
+    if wrong := spec.task.refuse(answer_BC):
+        raise ModelError(where, wrong, "Answers of the task that the losses are for", "Take another teacher, or losses")
+    shares = spec.task.are_probabilities(answer_BC)
     if shares != (meaning == "probabilities"):
-        found = found if shares else "no probabilities"
+        found = "probabilities" if shares else "no probabilities"
         other = "probabilities" if shares else "logits"
         raise ModelError(
             f"{spec.where}.outputs", f"is {meaning}, but the answers are {found}", "", f"Set it to {other}"
         )
 
 
-def to_logits(answer_BC: Tensor, meaning: str, sigmoid: bool) -> Tensor:
-    """Return logits, float32; of probabilities log p, or log(p / (1 - p)) where each class has its own."""
-    answer_BC = answer_BC.float()
-    if meaning == "logits":
-        return answer_BC
-    return answer_BC.logit(1e-6) if sigmoid else answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
+def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
+    """Return what makes float32 logits of a model's answers, which are "logits" or "probabilities"."""
+    if meaning == "logits" or spec.task is None:
+        return torch.Tensor.float
+    return partial(_from_probabilities, spec.task)
+
+
+def _from_probabilities(task: Task, answer_BC: Tensor) -> Tensor:
+    return task.from_probabilities(answer_BC.float())
 
 
 def found_function(spec: Spec) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,24 +38,24 @@ class Options:
 class TableTeacher(nn.Module):
     """Look answers up by an image's id. See `kd.contracts.TeacherModel`."""
 
-    runs_in, reads_ids = "a table", True
+    runtime, reads_ids = "a table", True
 
     def __init__(
         self,
         values: Tensor,
         rows: tuple[Tensor, Tensor],
-        probabilities: bool,
-        classes: Sequence[str],
-        sigmoid: bool = False,
+        classes: Sequence[str] = (),
+        probabilities: bool = False,
+        to_logits: Callable[[Tensor], Tensor] = Tensor.float,
     ) -> None:
         """Take a table [V, N, C] and the row of each training and each validation image."""
         super().__init__()
         self.network = nn.Module()
-        self.values, self.rows, self.probabilities = values, rows, probabilities
+        self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
         self.classes, self.num_classes = classes, len(classes)
         self.num_features = 0 if classes else values.shape[2]
         self.features = () if classes else ("pooled",)
-        self.split, self.sigmoid = 0, sigmoid
+        self.split = 0
 
     def validation(self) -> TableTeacher:
         """Return the same table, asked with the ids of validation images."""
@@ -78,7 +78,7 @@ class TableTeacher(nn.Module):
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:
             return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
-        return Outputs(to_logits(found, "probabilities" if self.probabilities else "logits", self.sigmoid))
+        return Outputs(self.to_logits(found))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
         return copy.copy(self)  # nothing here changes, and a table may be large
@@ -112,11 +112,12 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     images = spec.images
     found = _rows(where, rows, images.train, "training"), _rows(where, val_rows, images.val, "validation")
     if not wants_logits:
-        return TableTeacher(values, found, False, ())
+        return TableTeacher(values, found)
     require_logits(spec, values[0, found[0][:64]].float(), options.outputs)
     classes = named(spec, values.shape[2], table.classes, options.classes)
     spec.require_meaning(table.problem_type)
-    return TableTeacher(values, found, options.outputs == "probabilities", classes, spec.sigmoid)
+    change = to_logits(spec, options.outputs)
+    return TableTeacher(values, found, classes, options.outputs == "probabilities", change)
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:

@@ -7,7 +7,7 @@ normalize inside.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,9 @@ from kd.models.timm_folder import folder_config
 from kd.teachers._shared import (
     check_normalization,
     named,
-    require_kind_of_features,
     require_logits,
     require_normalization,
+    require_one_output,
     to_logits,
 )
 from kd.types import Outputs
@@ -60,7 +60,7 @@ class Options:
 class GraphTeacher(nn.Module):
     """Answer with a graph. See `kd.contracts.TeacherModel`."""
 
-    runs_in, reads_ids, num_features = "onnxruntime", False, 0
+    runtime, reads_ids, num_features = "onnxruntime", False, 0
     features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
@@ -73,7 +73,8 @@ class GraphTeacher(nn.Module):
         self.path, self.options, self.where = path, options, where
         self.network = nn.Module()
         self.classes: Sequence[str] = ()
-        self.num_classes, self.sigmoid = 0, False
+        self.num_classes = 0
+        self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
         self._sessions: dict[int, Any] = {}
         session = self._session()
         inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
@@ -112,7 +113,7 @@ class GraphTeacher(nn.Module):
         answer = self.answer(image)
         if not self.num_classes:
             return Outputs(answer.new_zeros(len(answer), 0), {"pooled": answer.flatten(1)})
-        return Outputs(to_logits(answer, self.options.outputs, self.sigmoid))
+        return Outputs(self.to_logits(answer))
 
     def answer(self, image: Tensor) -> Tensor:
         """Return the graph's output, float32, on the image's device."""
@@ -126,8 +127,8 @@ class GraphTeacher(nn.Module):
         array = pixels.cpu().numpy().astype(self.dtype, copy=False)
         size = self.fixed or len(array)
         session = self._session()
-        said = [self._run(session, array[start : start + size], size) for start in range(0, len(array), size)]
-        return torch.from_numpy(np.concatenate(said)).float().to(image.device)
+        answers = [self._run(session, array[start : start + size], size) for start in range(0, len(array), size)]
+        return torch.from_numpy(np.concatenate(answers)).float().to(image.device)
 
     def _run(self, session: Any, array: np.ndarray, size: int) -> np.ndarray:
         """Run a batch, filled up where the graph's batch is fixed."""
@@ -156,7 +157,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         ModelError: no such file, a graph that is not from images to answers, other classes than the data's.
         MissingExtra: onnxruntime is not installed.
     """
-    require_kind_of_features(spec, features, "onnx")
+    require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
@@ -182,7 +183,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         return made
     require_logits(spec, first, options.outputs)
     spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
-    made.sigmoid = spec.sigmoid
+    made.to_logits = to_logits(spec, options.outputs)
     made.classes = named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)
     return made

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,9 @@ from kd.teachers._shared import (
     check_normalization,
     found_function,
     named,
-    require_kind_of_features,
     require_logits,
     require_normalization,
+    require_one_output,
     to_logits,
 )
 from kd.types import Outputs
@@ -60,14 +60,14 @@ class Options:
 class Network(nn.Module):
     """A module whose answer is one tensor, whatever it returns."""
 
-    def __init__(self, inner: nn.Module, outputs: str, sigmoid: bool) -> None:
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.inner, self.outputs, self.sigmoid = inner, outputs, sigmoid
+        self.inner, self.change = inner, change
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, C] for normalized images [B, 3, S, S]."""
         answer = main_output(self.inner(pixels), "teacher.model")
-        return answer if self.outputs == "logits" else to_logits(answer, self.outputs, self.sigmoid)
+        return answer if self.change is None else self.change(answer)
 
 
 class Embedder(Classifier):
@@ -94,7 +94,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     Raises:
         ModelError: no such function, weights that do not fit, answers that are no logits of the data's classes.
     """
-    require_kind_of_features(spec, features, "torch")
+    require_one_output(spec, features, "torch")
     function = found_function(spec)
     require_normalization(spec.where, options.mean)
     try:
@@ -107,22 +107,25 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if spec.checkpoint:
         load_weights(spec, inner)
     size = options.input_size or image_size
-    network = Network(inner.eval(), options.outputs, spec.sigmoid)
+    network = Network(inner.eval(), to_logits(spec, options.outputs) if options.outputs == "probabilities" else None)
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
-    common: dict[str, Any] = {
-        "input_size": size,
-        "mean": options.mean,
-        "std": options.std,
-        "architecture": architecture,
-    }
     with torch.no_grad():
         noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         first = main_output(inner(noise), f"{spec.where}.model")
     if not spec.logits:
-        return Embedder(network, first.flatten(1).shape[1], **common)
+        width = first.flatten(1).shape[1]
+        return Embedder(network, width, input_size=size, mean=options.mean, std=options.std, architecture=architecture)
     require_logits(spec, first, options.outputs)
     names = named(spec, first.shape[1], (), options.classes)
-    return Classifier(network, num_classes=len(names), classes=names, **common)
+    return Classifier(
+        network,
+        num_classes=len(names),
+        input_size=size,
+        mean=options.mean,
+        std=options.std,
+        architecture=architecture,
+        classes=names,
+    )
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:

@@ -19,7 +19,6 @@ from kd.errors import ModelError
 from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.load import Spec
-from kd.models.timm_folder import PROBLEM_TYPES
 from kd.teachers._shared import named, read_names
 from kd.teachers._towers import FAILURES, Tower, library, loaded, preprocessing, quiet, read_config, vision_config
 
@@ -81,7 +80,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if features or not spec.logits:
         remedy = "Set teacher.kind=transformers for its features"
         raise ModelError(f"{spec.where}.kind", "is zero_shot, which answers with logits", "Losses on logits", remedy)
-    spec.require_meaning(PROBLEM_TYPES[0])  # a class's score means something beside the others' alone
+    spec.require_meaning("single_label_classification")  # a class's score means something beside the others' alone
     shown = preprocessing(spec, hub, config)
     both, alone = TOWERS[config.model_type]
     file = read_names(options.classes, f"{spec.where}.classes") if options.classes else None

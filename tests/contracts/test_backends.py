@@ -135,11 +135,11 @@ def test_a_state_goes_on_in_another_world(perform, folder, ranks):
     assert distance(weights(folder, ranks, name, task="resume"), weights(folder, 2, name)) > 1e-3  # one more step
 
 
-def test_a_lost_rank_is_reported_in_seconds(perform):
+def test_a_lost_rank_is_reported_when_its_connection_ends(perform):
     for facts in perform("lose", 3):
         assert facts["kind"] == "BackendError", facts
         assert "lost the other ranks" in facts["text"]
-        assert facts["seconds"] < 10
+        assert "Timed out" not in facts["text"]  # as soon as it is lost, not at the deadline
         assert facts["foreign"] is None
 
 

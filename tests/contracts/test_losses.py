@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kd import parts
-from kd.types import Batch, Dims, Outputs
+from kd.types import Batch, Dims, Needs, Outputs
 
 B, C = 6, 5
 STUDENT_D, TEACHER_D = 8, 12
@@ -41,14 +41,14 @@ def make_dims(num_classes: int) -> Dims:
 
 
 def make_batch(name: str, num_classes: int = C) -> Batch:
-    """Return mixed labels, unmixed ones for a loss that needs hard labels, or sets of labels."""
+    """Return mixed labels, unmixed ones for a loss that needs each image alone, or sets of labels."""
     generator = torch.Generator().manual_seed(1)
     label, partner = torch.randint(num_classes, (2, B), generator=generator)
     lam = torch.rand(B, generator=generator)
     needs = build(name, num_classes).needs
-    if "hard_labels" in needs:
+    if needs.unmixed:
         partner, lam = label, torch.ones(B)
-    if "sigmoid" in needs:
+    if needs.logits == "sigmoid":
         label, partner = (nn.functional.one_hot(one, num_classes).to(torch.int8) for one in (label, partner))
     image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
     return Batch(ids=torch.arange(B), image=image, label=label, partner_label=partner, lam=lam, weight=torch.ones(B))
@@ -118,8 +118,13 @@ def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
 
 
 @every_loss
-def test_needs_are_known_words(name):
-    assert build(name).needs <= {"teacher", "hard_labels", "sigmoid"} | FEATURES
+def test_says_what_it_reads(name):
+    needs = build(name).needs
+    assert isinstance(needs, Needs)
+    assert needs.logits in ("softmax", "sigmoid", "")
+    assert needs.features <= FEATURES
+    assert needs.logits or needs.features, "it would read nothing of the student"
+    assert needs.teacher or needs.labels, "it would teach nothing"
 
 
 @every_loss
@@ -127,13 +132,17 @@ def test_reads_only_its_declared_inputs(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     expected_B = loss(student, teacher, batch)
-    if "teacher" not in loss.needs:
+    needs = loss.needs
+    if not needs.teacher:
         teacher = Outputs(torch.full((B, C), math.nan))
+    if not needs.labels:
+        unknown = torch.full_like(batch.label, -1)
+        batch = replace(batch, label=unknown, partner_label=unknown)
     student, teacher = (
-        replace(outputs, features={name: value for name, value in outputs.features.items() if name in loss.needs})
+        replace(outputs, features={name: value for name, value in outputs.features.items() if name in needs.features})
         for outputs in (student, teacher)
     )
-    if loss.needs & FEATURES:
+    if not needs.logits:
         student, teacher = (replace(outputs, logits=torch.zeros(B, 0)) for outputs in (student, teacher))
     torch.testing.assert_close(loss(student, teacher, batch), expected_B, rtol=0, atol=0)
 
@@ -170,7 +179,7 @@ def test_stays_float32_under_autocast(name):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
     # A learned projector may use bf16 (8 bits of mantissa); logits may not.
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if loss.needs & FEATURES else {"rtol": 0, "atol": 0}
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if loss.needs.features else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
 
@@ -226,7 +235,7 @@ def test_gradient_reaches_the_student_only(name):
     student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    leaf = next((student.features[name] for name in loss.needs & FEATURES), student.logits)
+    leaf = next((student.features[name] for name in loss.needs.features), student.logits)
     assert leaf.grad is not None
     assert (leaf.grad.flatten(1) != 0).any(dim=1).all(), "an image has no gradient"
     assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
@@ -237,8 +246,8 @@ def test_gradient_reaches_the_student_only(name):
 @every_loss
 def test_a_loss_on_features_tells_how_far_the_models_agree(name):
     loss, student, teacher = build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
-    assert hasattr(loss, "agreement") == bool(loss.needs & FEATURES)
-    if loss.needs & FEATURES:
+    assert hasattr(loss, "agreement") == bool(loss.needs.features)
+    if loss.needs.features:
         agreement_B = loss.agreement(student, teacher)
         assert agreement_B.shape == (B,)
         assert (agreement_B.abs() <= 1 + 1e-6).all()
@@ -277,6 +286,6 @@ def test_the_two_labels_of_a_mixed_image_are_interchangeable(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)
-    if "hard_labels" in loss.needs:
+    if loss.needs.unmixed:
         traded = batch = replace(batch, partner_label=batch.label)  # nothing is mixed; lam is 1
     torch.testing.assert_close(loss(student, teacher, traded), loss(student, teacher, batch))

@@ -57,7 +57,7 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
             file.write_text(yaml.safe_dump({**yaml.safe_load(config_file.read_text()), "backend": dict(backend)}))
         argv = [file, f"run.folder={folder}", f"run.name={name}", *overrides]
         world = start(
-            "kd.cli.train:main", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
+            "kd.cli.training:train", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
         )
         return Trained(world, folder / name)
 

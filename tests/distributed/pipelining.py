@@ -9,7 +9,6 @@ import torch
 from sharding import CASES, CLASSES, _unsettle
 
 from kd import parts
-from kd.backends._fsdp import mib
 from kd.errors import BackendError
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
@@ -43,6 +42,7 @@ def main(argv: list[str]) -> None:
                 pairs.append((ours.features["pooled"], expected.features["pooled"]))
             worst = max([worst, *((a - b).abs().max().item() for a, b in pairs)])
             spread = max(spread, expected.logits.std(0).max().item())
-        facts[name] = {"worst": worst, "spread": spread, "mib": mib(cut.model), "whole_mib": plain.mib}
+        mib = backend.counters()["teacher_mib"]
+        facts[name] = {"worst": worst, "spread": spread, "mib": mib, "whole_mib": plain.mib}
     (Path(argv[0]) / f"{backend.rank}.json").write_text(json.dumps(facts))
     backend.close()

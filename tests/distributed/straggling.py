@@ -10,7 +10,7 @@ import time
 import torch
 
 from kd.backends.cpu import Options
-from kd.cli._common import guarded
+from kd.cli.command import guarded
 from kd.config.schema import BackendSection
 from kd.setup.build import distributed
 

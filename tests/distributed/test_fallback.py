@@ -23,7 +23,7 @@ def smddp(config_file, tmp_path):
         file = tmp_path / "smddp.yaml"
         file.write_text(yaml.safe_dump(content))
         argv = [file, f"run.folder={tmp_path}", *overrides]
-        return start("kd.cli.train:main", argv, ranks, path=(HERE, STAND_IN) if library else (HERE,))
+        return start("kd.cli.training:train", argv, ranks, path=(HERE, STAND_IN) if library else (HERE,))
 
     return run
 

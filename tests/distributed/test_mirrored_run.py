@@ -27,7 +27,7 @@ def test_a_terminated_run_is_resumed_elsewhere_with_the_same_bits(aws, config_fi
     def run(folder: str, copy: str, **env: str) -> World:
         places = [f"run.folder={tmp_path / folder}", f"teacher.fit.folder={tmp_path / folder / 'teachers'}"]
         argv = [file, "data.kind=outside.signalling", f"run.mirror=s3://bucket/{copy}", *places]
-        return start("kd.cli.train:main", argv, RANKS, {**access, **env})
+        return start("kd.cli.training:train", argv, RANKS, {**access, **env})
 
     stopped = run("one", "all", KD_SIGNAL="SIGTERM:train:60", KD_SLOW="0.02")
     assert stopped.codes == [75] * RANKS, stopped.logs

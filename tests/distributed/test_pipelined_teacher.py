@@ -65,6 +65,6 @@ def test_the_probe_tries_pipelined_teachers_and_a_run_resumes_without(train):
 )
 def test_where_it_cannot_be_it_is_one_line(config_file, tmp_path, ranks, stages, text):
     argv = [config_file, f"run.folder={tmp_path}", f"teacher.pipeline={stages}"]
-    world = start("kd.cli.train:main", argv, ranks, path=(HERE,))
+    world = start("kd.cli.training:train", argv, ranks, path=(HERE,))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]

@@ -94,7 +94,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(train, plain):
 def test_torchrun_restarts_a_killed_world_and_it_ends_with_the_same_bits(config_file, plain, tmp_path):
     # with a data worker, which outlives its killed trainer for some seconds and must not hold the run's lock
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["--max-restarts", "1", "-m", "kd.cli.train", str(config_file), *ZERO, "data.workers=1"]
+    argv += ["--max-restarts", "1", "-m", "kd.cli", "train", str(config_file), *ZERO, "data.workers=1"]
     argv += [f"run.folder={tmp_path}", "run.name=restarted"]
     env = {"KD_DIE": "0:13", "KD_DIE_ONCE": str(tmp_path / "died")}
     env = {**environment(), **env}
@@ -117,7 +117,7 @@ def test_every_launcher_starts_the_same_run(train, plain, launcher):
 def test_a_rank_that_never_comes_is_one_line(config_file, tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     argv = [config_file, f"run.folder={tmp_path}", "backend.timeout_seconds=2"]
-    world = start("kd.cli.train:main", argv, env=env)
+    world = start("kd.cli.training:train", argv, env=env)
     assert world.codes == [2]
     lines = [line for line in world.logs[0].splitlines() if not line.startswith("[W")]  # torch's own warnings
     assert len(lines) == 1, world.logs[0]
@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_is_one_line(config_file, tmp_path):
     ],
 )
 def test_a_missing_rank_or_address_is_one_line(config_file, tmp_path, env, text):
-    world = start("kd.cli.train:main", [config_file, f"run.folder={tmp_path}"], env=env)
+    world = start("kd.cli.training:train", [config_file, f"run.folder={tmp_path}"], env=env)
     assert world.codes == [2]
     assert len(world.logs[0].splitlines()) == 1
     assert text in world.logs[0]

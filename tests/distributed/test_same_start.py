@@ -41,7 +41,7 @@ def test_all_ranks_refuse_a_cache_of_another_teacher(train, tmp_path):
 def killed(config_file, tmp_path_factory) -> Path:
     """Folders `rank_0` and `rank_1`: two ranks without a common file system, killed after checkpoints 5 and 10."""
     folder = tmp_path_factory.mktemp("apart")
-    assert start("kd.cli.train:main", apart(config_file, folder), 2, {"KD_DIE": "1:13"}).codes[1] == -9
+    assert start("kd.cli.training:train", apart(config_file, folder), 2, {"KD_DIE": "1:13"}).codes[1] == -9
     found = sorted(path.name for path in (folder / "rank_0" / "run" / "checkpoints").glob("step_*"))
     assert found == ["step_00000005", "step_00000010"]
     return folder
@@ -80,12 +80,12 @@ def test_ranks_that_would_resume_from_different_checkpoints_stop(killed, config_
     for rank in (0, 1):
         shutil.copytree(killed / "rank_0", tmp_path / f"rank_{rank}")
     change(tmp_path / "rank_1" / "run")
-    refused = start("kd.cli.train:main", apart(config_file, tmp_path), 2)
+    refused = start("kd.cli.training:train", apart(config_file, tmp_path), 2)
     all_refuse(refused, "run.folder:", "All ranks", "copy rank 0's run folder", *words)
 
 
 def test_ranks_with_equal_copies_of_the_run_folder_go_on(killed, config_file, tmp_path):
     for rank in (0, 1):
         shutil.copytree(killed / "rank_0", tmp_path / f"rank_{rank}")
-    start("kd.cli.train:main", apart(config_file, tmp_path), 2).ended_well()
+    start("kd.cli.training:train", apart(config_file, tmp_path), 2).ended_well()
     assert (tmp_path / "rank_0" / "run" / "checkpoints" / "step_00000020").is_dir()

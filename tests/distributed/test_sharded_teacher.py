@@ -71,7 +71,7 @@ def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(config_file,
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(content))
     stand_in = HERE.parent / "contracts" / "smddp_stand_in"
-    world = start("kd.cli.train:main", [file, f"run.folder={tmp_path}", SHARD], ranks, path=(HERE, stand_in))
+    world = start("kd.cli.training:train", [file, f"run.folder={tmp_path}", SHARD], ranks, path=(HERE, stand_in))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]
     assert not (tmp_path / "teachers").exists()

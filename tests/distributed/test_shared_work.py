@@ -33,7 +33,7 @@ def fit_file(config_file, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks):
     """The fit takes longer than the deadline, which counts only while it makes no progress."""
-    argv = [sys.executable, "-m", "kd.cli.teach", str(fit_file), OURS]
+    argv = [sys.executable, "-m", "kd.cli", "teach", str(fit_file), OURS]
     environ = {**environment(), "KD_SLOW": "0.07"}
     environ["PYTHONPATH"] += f":{HERE}"
     first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -41,7 +41,7 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("teachers/*/metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.02)
-        second = start("kd.cli.teach:main", [fit_file, OURS, "backend.timeout_seconds=4"], ranks)
+        second = start("kd.cli.training:teach", [fit_file, OURS, "backend.timeout_seconds=4"], ranks)
         told = first.communicate(timeout=60)[0]
     finally:
         if first.poll() is None:
@@ -57,18 +57,18 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
 
 def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
     argv = [fit_file, OURS, "backend.timeout_seconds=2"]
-    stopped = start("kd.cli.teach:main", argv, env={"KD_SIGNAL": "SIGTERM:train:50"})
+    stopped = start("kd.cli.training:teach", argv, env={"KD_SIGNAL": "SIGTERM:train:50"})
     assert stopped.codes == [75]
     (folder,) = (tmp_path / "teachers").iterdir()
     held = lock(folder / ".lock", "run.name")
     assert held is not None
-    refused = start("kd.cli.teach:main", argv)
+    refused = start("kd.cli.training:teach", argv)
     held.close()
     assert refused.codes == [2]
     last = refused.logs[0].splitlines()[-1]
     assert last.startswith("teacher.fit: process ")
     assert "has written nothing for 2 s" in last
-    start("kd.cli.teach:main", argv).ended_well()
+    start("kd.cli.training:teach", argv).ended_well()
 
 
 def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):

@@ -70,7 +70,7 @@ def test_a_signal_in_the_fit_of_the_teacher(config_file, tmp_path, ranks, sent):
 
     def run(folder: str, env: dict[str, str]):
         argv = [file, "data.kind=outside.signalling", f"run.folder={tmp_path}/{folder}"]
-        return start("kd.cli.train:main", [*argv, f"teacher.fit.folder={tmp_path}/{folder}"], ranks, env)
+        return start("kd.cli.training:train", [*argv, f"teacher.fit.folder={tmp_path}/{folder}"], ranks, env)
 
     slow = SLOW if ranks > 1 else {}
     stopped = run("broken", {"KD_SIGNAL": sent, **slow})
@@ -130,7 +130,8 @@ def launched(argv: list[str], rows_file: Path, send, steps: int = 4, **env: str)
 
 
 def test_a_second_signal_ends_at_once(config_file, tmp_path):
-    argv = [sys.executable, "-m", "kd.cli.train", str(config_file), *OURS, f"run.folder={tmp_path}", "run.name=twice"]
+    argv = [sys.executable, "-m", "kd.cli", "train", str(config_file), *OURS]
+    argv += [f"run.folder={tmp_path}", "run.name=twice"]
 
     def twice(process):
         process.send_signal(signal.SIGTERM)
@@ -144,7 +145,8 @@ def test_a_second_signal_ends_at_once(config_file, tmp_path):
 
 
 def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(config_file, plain, tmp_path):
-    argv = [sys.executable, "-m", "kd.cli.train", str(config_file), *OURS, f"run.folder={tmp_path}", "run.name=group"]
+    argv = [sys.executable, "-m", "kd.cli", "train", str(config_file), *OURS]
+    argv += [f"run.folder={tmp_path}", "run.name=group"]
 
     def group(process):
         os.killpg(process.pid, signal.SIGTERM)
@@ -152,7 +154,7 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(config_f
     code, told, _ = launched([*argv, "data.workers=2"], tmp_path / "group" / "metrics.jsonl", group, KD_SLOW="0.02")
     assert code == 75, told
     assert "wrote a checkpoint" in told
-    resumed = start("kd.cli.train:main", [*argv[3:]])
+    resumed = start("kd.cli.training:train", [*argv[4:]])
     resumed.ended_well()
     undisturbed = plain(1, *OURS)
     assert same_bits(Trained(resumed, tmp_path / "group").checkpoint(), undisturbed.checkpoint())
@@ -162,7 +164,7 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(config_f
 def test_torchrun_passes_a_signal_on(config_file, plain, tmp_path):
     """torchrun sends SIGTERM to the group of each rank, data workers included, and kills 30 s later."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["-m", "kd.cli.train", str(config_file), *OURS, f"run.folder={tmp_path}", "run.name=launched"]
+    argv += ["-m", "kd.cli", "train", str(config_file), *OURS, f"run.folder={tmp_path}", "run.name=launched"]
     argv += ["data.workers=1"]
     file = tmp_path / "launched" / "metrics.jsonl"
     code, told, seconds = launched(argv, file, lambda process: process.terminate(), KD_SLOW="0.05")
@@ -171,7 +173,7 @@ def test_torchrun_passes_a_signal_on(config_file, plain, tmp_path):
     assert "[rank 1] stopped after step" in told
     assert seconds < 25
     assert json.loads(file.read_text().splitlines()[-1])["step"] < STEPS
-    resumed = start("kd.cli.train:main", [*argv[8:-1]], 2)
+    resumed = start("kd.cli.training:train", [*argv[9:-1]], 2)
     resumed.ended_well()
     undisturbed = plain(2, *OURS)
     assert same_bits(Trained(resumed, tmp_path / "launched").checkpoint(), undisturbed.checkpoint())

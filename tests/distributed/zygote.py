@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 
-for heavy in ("torch", "timm", "torch.distributed.optim", "torch.nn.parallel", "kd.jobs", "kd.cli.train"):
+for heavy in ("torch", "timm", "torch.distributed.optim", "torch.nn.parallel", "kd.jobs", "kd.cli.training"):
     importlib.import_module(heavy)
 
 

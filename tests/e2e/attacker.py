@@ -86,30 +86,30 @@ class _Client:
 
 def run(attack: Attack, port: int) -> None:
     """Attack until this process is stopped."""
-    chosen = selectors.DefaultSelector()
-    wanted = selectors.EVENT_WRITE | (selectors.EVENT_READ if attack.reads else 0)
+    selector = selectors.DefaultSelector()
+    events = selectors.EVENT_WRITE | (selectors.EVENT_READ if attack.reads else 0)
     connect: Callable[[], _Client] = lambda: _Client(port, attack)  # noqa: E731
     for _ in range(attack.connections):
         client = connect()
-        chosen.register(client.socket, wanted, client)
-    begin, sent, told = time.monotonic(), 0, False
+        selector.register(client.socket, events, client)
+    begin, sent, announced = time.monotonic(), 0, False
     while True:
-        for key, _ in chosen.select(1):
+        for key, _ in selector.select(1):
             client = key.data
             try:
                 sent += client.turn()
             except BlockingIOError:
                 continue
             except OSError:
-                chosen.unregister(client.socket)
+                selector.unregister(client.socket)
                 client.socket.close()
                 client = connect()
-                chosen.register(client.socket, wanted, client)
+                selector.register(client.socket, events, client)
             if sent > attack.rate * (time.monotonic() - begin + RATE_SLICE):
                 time.sleep(RATE_SLICE)
-            if not told and time.monotonic() > begin + 0.3:
+            if not announced and time.monotonic() > begin + 0.3:
                 print("attacking", flush=True)
-                told = True
+                announced = True
         time.sleep(0.001)
 
 

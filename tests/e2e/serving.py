@@ -32,7 +32,7 @@ class Running:
     """A server process; use it as a context manager."""
 
     def __init__(self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None) -> None:
-        argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0", *options]
+        argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         # Not a pipe: nobody reads it while the server runs, and a full pipe stops whoever writes.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115

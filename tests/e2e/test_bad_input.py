@@ -14,9 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kd import config
-from kd.datasets import _decode
 from kd.errors import ConfigError
-from kd.setup.data import split_batch
+from kd.files import retry
+from kd.setup.loaders import split_batch
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_images_that_are_gone_end_the_run_though_damaged_ones_are_skipped(
     written, refused, copied, monkeypatch, workers
 ):
     """A link into a storage that is away is listed and cannot be read: skipping would train on nothing."""
-    monkeypatch.setattr(_decode, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0))
     file = copied / "train" / "fig" / "03.jpg"
     file.unlink()
     file.symlink_to(copied / "away" / "03.jpg")
@@ -278,7 +278,7 @@ def test_a_teacher_at_chance_level_can_be_replaced(written, refused, command, co
     save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
     told = refused("train", written())
     assert told == (
-        "teacher: is right on 30.8 % of the validation images; guessing is right on 33.3 %. At least 50.0 % "
+        "teacher: has the accuracy 30.8 % on the validation images; guessing has 33.3 %. At least 50.0 % "
         "(teacher.min_accuracy). Check that its classes stand in the data's order and that its weights were loaded."
     )
     assert nothing_started(tmp_path)
@@ -343,7 +343,7 @@ def test_a_run_folder_where_a_file_lies(written, refused, tmp_path):
 def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, name, tmp_path):
     weights = load_file(copied_teacher / "model.safetensors")
     save_file({key: tensor.zero_() for key, tensor in weights.items()}, copied_teacher / "model.safetensors")
-    assert "guessing is right" in refused("train", written())  # known only after the folder was made
+    assert "guessing has 33.3 %" in refused("train", written())  # known only after the folder was made
     told = refused(name, tmp_path / "runs" / "tiny")
     assert told.endswith("Train it first: `kd-train CONFIG`.")
 

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from kd import config
+from kd.cli.__main__ import COMMANDS, main
 from kd.config.schema import Config
 
 FIT = {"fit": {"epochs": 2}}
@@ -313,8 +314,17 @@ def test_help_of_the_other_commands(command, name):
     assert "example: kd-" in answer.out
 
 
+def test_the_installed_commands_are_those_of_the_module(capfd):
+    """`kd-train` and `python -m kd.cli train` are the same function."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    installed = dict(re.findall(r'^kd-(\w+) = "(kd\.cli\.\w+:\w+)"$', text, re.MULTILINE))
+    assert installed == {name: f"{function.__module__}:{function.__name__}" for name, function in COMMANDS.items()}
+    assert main(["trian"]) == 2
+    assert "train, teach" in capfd.readouterr().err
+
+
 def test_help_ends_quietly_where_nobody_reads_on():
-    argv = [sys.executable, "-m", "kd.cli.train", "--help"]
+    argv = [sys.executable, "-m", "kd.cli", "train", "--help"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
         assert shown.stdout is not None
         assert shown.stderr is not None

@@ -65,7 +65,7 @@ def test_filling_that_was_killed_goes_on(written, command, tmp_path):
     argv = [written(), "data.store=disk", "data.workers=1", "run.name=killed", "run.epochs=3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     filling = subprocess.Popen(
-        [sys.executable, "-m", "kd.cli.train", *argv], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kd.cli", "train", *argv], env=environment, stdout=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and filling.poll() is None:

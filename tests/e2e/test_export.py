@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import onnx as onnx_package
+import onnx
 import onnxruntime
 import pytest
 import timm
@@ -22,7 +22,7 @@ from kd.errors import ModelError
 from kd.export import graphs as _graphs
 from kd.export.export import export
 from kd.jobs.train import train
-from kd.models import runtimes as onnx
+from kd.models import runtimes
 
 
 def files(folder: Path) -> set[str]:
@@ -65,11 +65,12 @@ def test_timm_and_onnxruntime_agree_on_the_whole_validation_split(exported, phot
 
 
 def test_the_card_tells_the_runs_numbers(exported):
-    text, told = (exported / "README.md").read_text(), json.loads((exported / "kd.json").read_text())["metrics"]
-    assert text.startswith("---\ntags: [image-classification")
-    assert f"| this student | {100 * told['accuracy']:.1f} % |" in text
-    assert f"| teacher | {100 * told['teacher_accuracy']:.1f} % |" in text
-    assert f"same answer on {100 * told['agreement']:.1f} % of the images" in text
+    card, row = (exported / "README.md").read_text(), json.loads((exported / "kd.json").read_text())["metrics"]
+    assert card.startswith("---\ntags: [image-classification")
+    text = " ".join(card.split())
+    assert f"| this student | {100 * row['accuracy']:.1f} % |" in text
+    assert f"| teacher | {100 * row['teacher_accuracy']:.1f} % |" in text
+    assert f"agreement {100 * row['agreement']:.1f} % (same answer as the teacher)" in text
     assert "3 classes: apple, fig, pear" in text
     assert "Licence: not stated" in text
     assert "| model.onnx | " in text
@@ -141,18 +142,18 @@ def test_a_difference_above_the_tolerance_is_refused(distilled, refused, tmp_pat
 
 def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
     """A real file of which one weight in ten is wrong; only the comparison can notice."""
-    write = onnx.write_onnx
+    write = runtimes.write_onnx
 
     def broken(program, path, output):
         write(program, path, output)
-        graph = onnx_package.load(path)
+        graph = onnx.load(path)
         largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-        values = onnx_package.numpy_helper.to_array(largest).copy()
+        values = onnx.numpy_helper.to_array(largest).copy()
         values.ravel()[::10] += 1
-        largest.CopyFrom(onnx_package.numpy_helper.from_array(values, largest.name))
-        onnx_package.save(graph, path)
+        largest.CopyFrom(onnx.numpy_helper.from_array(values, largest.name))
+        onnx.save(graph, path)
 
-    monkeypatch.setattr(_graphs.onnx, "write_onnx", broken)
+    monkeypatch.setattr(_graphs.runtimes, "write_onnx", broken)
     with pytest.raises(ModelError, match=r"^export\.model\.onnx: its values differ from PyTorch's by up to"):
         export(distilled, tmp_path / "student")
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 
 from kd.report.live import server
 from kd.report.report import live_page
+from kd.scores import Column, Scores
 from kd.text import money
 
 CHARTS = """
@@ -154,6 +155,20 @@ def test_files_that_kd_did_not_write(run, command, refused):
         file.write('{"kind": "train", "step": "three", "loss": 1.0}\n')
     for more in ((), ("--price", "price.per_hour=1")):
         assert "does not hold what kd writes" in refused("report", run, *more)
+
+
+def test_the_columns_come_from_the_manifest(run, command, refused):
+    file = run / "manifest.json"
+    manifest = json.loads(file.read_text())
+    columns = Scores(own=(Column("accuracy", "right answers"),), pair=(Column("kl", "distance", "bits"),))
+    file.write_text(json.dumps({**manifest, "scores": columns.record()}))
+    report = command("report", run, "--images", "5")
+    best = max(rows(run, "val"), key=lambda row: row["accuracy"])
+    assert f"right answers {100 * best['accuracy']:.1f} % (teacher" in report.out
+    assert f"distance {best['kl']:.4f} bits" in report.out
+    assert "validation right answers" in (run / "report.html").read_text()
+    file.write_text(json.dumps({**manifest, "scores": {"own": []}}))
+    assert "does not hold what kd writes" in refused("report", run)
 
 
 def test_plans_and_checks_answer_with_money(written, command):

@@ -79,8 +79,8 @@ def test_the_endpoint_scores_what_the_run_scored(server, exported, photos, comma
     answer = command("evaluate", "--endpoint", f"http://127.0.0.1:{server.port}", "--data", photos / "val")
     assert answer.code == 0, answer
     values = {line.split()[0]: float(line.split()[1]) for line in answer.out.splitlines()}
-    told = json.loads((exported / "kd.json").read_text())
-    assert values["accuracy"] == pytest.approx(told["metrics"]["accuracy"], abs=1e-4)
+    recorded = json.loads((exported / "kd.json").read_text())
+    assert values["accuracy"] == pytest.approx(recorded["metrics"]["accuracy"], abs=1e-4)
     assert (values["images"], values["refused"]) == (13, 0)
 
 
@@ -116,11 +116,11 @@ def test_csv_and_top(server, photo):
 
 
 def test_kserves_protocol(server, exported):
-    told = describe(exported)
+    export = describe(exported)
     assert server.get("/v2/health/live").json == {"live": True}
     assert server.get("/v2/health/ready").json["ready"] is True
-    base = f"/v2/models/{told.name}"
-    for path in (base, f"{base}/versions/{told.version}"):
+    base = f"/v2/models/{export.name}"
+    for path in (base, f"{base}/versions/{export.version}"):
         assert server.get(f"{path}/ready").status == 200
         facts = server.get(path).json
         assert facts["inputs"] == [{"name": "image", "datatype": "UINT8", "shape": [-1, 3, 16, 16]}]
@@ -129,10 +129,10 @@ def test_kserves_protocol(server, exported):
     for data in (pixels.tolist(), pixels.ravel().tolist()):
         body = json.dumps({"id": "a7", "inputs": [{**tensor, "data": data}]}).encode()
         answer = server.post(body, "application/json", f"{base}/infer").json
-        assert (answer["id"], answer["model_name"], answer["model_version"]) == ("a7", told.name, told.version)
+        assert (answer["id"], answer["model_name"], answer["model_version"]) == ("a7", export.name, export.version)
         (output,) = answer["outputs"]
         logits = np.array(output["data"]).reshape(output["shape"])
-        assert np.abs(logits - load(told, 1, 1).engine(pixels)).max() < 1e-5
+        assert np.abs(logits - load(export, 1, 1).engine(pixels)).max() < 1e-5
     assert is_problem(server.get("/v2/models/other"), 404)
     for wrong in (
         {**tensor, "data": [0]},
@@ -164,7 +164,7 @@ def test_metrics_count(server, photo):
 def test_no_torch_in_the_process(exported):
     script = """
 import pathlib, sys
-import kd.cli.serve, kd.serve.server
+import kd.cli.serving, kd.serve.server
 from kd.serve import app
 from kd.serve.connection import DrainingServer
 from kd.serve.limits import Limits
@@ -468,7 +468,7 @@ def test_a_graph_that_was_changed_ends_the_server(exported, tmp_path):
     shutil.copytree(exported, folder)
     content = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(content[:-1] + b"\0")
-    argv = [sys.executable, "-m", "kd.cli.serve", str(folder), "--port", "0"]
+    argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0"]
     run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.returncode == 2
     assert "sha256 differs" in run.stderr.splitlines()[-1]

@@ -75,7 +75,7 @@ def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path
     argv = [written(), *VIEWS, f"teacher.cache.path={tmp_path / 'cache'}", "data.augment.policy=rand-m9-mstd0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     filling = subprocess.Popen(
-        [sys.executable, "-m", "kd.cli.cache", *argv], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kd.cli", "cache", *argv], env=environment, stdout=subprocess.DEVNULL
     )
     file = Path(tmp_path / "cache" / "view_0000.logits")
     deadline = time.monotonic() + 60
@@ -93,7 +93,7 @@ def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path
 def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(written, command, refused, tmp_path):
     folder = tmp_path / "cache"
     argv = (*VIEWS, f"teacher.cache.path={folder}")
-    filling = [sys.executable, "-m", "kd.cli.cache", written(), *argv]  # a process of its own: it ends, and its lock
+    filling = [sys.executable, "-m", "kd.cli", "cache", written(), *argv]  # a process of its own: it ends, and its lock
     subprocess.run(filling, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     os.truncate(folder / "view_0001.logits", 0)
     with (folder / ".lock").open("a") as other:

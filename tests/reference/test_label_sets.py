@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kd.engine.label_sets import FEWEST, average_precision, divergence, jaccard, score, thresholds
 from kd.losses import bce, binary_kl
+from kd.tasks.label_sets import FEWEST, average_precision, divergence, jaccard, score, thresholds
 from kd.types import Batch, Dims, Outputs
 
 B, C = 7, 5

@@ -15,7 +15,7 @@ import yaml
 from pieces import base
 from views_for_checks import Absent, Slow, Stale
 
-from kd.cli.train import main as train
+from kd.cli.training import train
 from kd.data.decoders import Pool
 from kd.data.loader import LocalLoader
 from kd.data.remote import RemoteLoader

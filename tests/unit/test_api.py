@@ -338,7 +338,10 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
     maps = [row["map"] for row in done.rows if row["kind"] == "val"]
     assert maps[-1] > maps[0]
     assert {"f1_macro", "agreement", "teacher_map"} <= done.metrics.keys()
-    for labels, losses, words in (("sets", [{"kind": "kl"}], "one label"), ("all", terms, "several labels")):
+    for labels, losses, words in (
+        ("sets", [{"kind": "kl"}], "'kl' reads logits by a softmax, but images have several labels"),
+        ("all", terms, "'binary_kl' reads logits by a sigmoid, but an image has one label"),
+    ):
         with pytest.raises(ConfigError, match=words):
             kd.distill(**given, student=network(8, 3), losses=losses, labels=labels)
     wrong = TensorDataset(image, torch.zeros(64, 2))

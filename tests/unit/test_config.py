@@ -19,7 +19,7 @@ from kd.errors import ConfigError, ConfigErrors, KdError, RunError
 from kd.host import environment
 from kd.jobs.folder import open_run
 from kd.references import redact
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 
 MINIMAL = {
     "data": {"kind": "imagefolder", "root": "photos"},
@@ -146,22 +146,34 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "sharp.py").write_text(
         "from dataclasses import dataclass\n"
+        "from kd.types import Needs\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Options:\n"
         "    power: float = 2.0\n"
         '    """How sharp."""\n'
+        "class Sharp:\n"
+        "    needs = Needs(labels=True, logits='softmax')\n"
+        "    def __init__(self, power):\n"
+        "        self.power = power\n"
         "def build(options, dims):\n"
-        "    return options.power\n"
+        "    return Sharp(options.power)\n"
+    )
+    (tmp_path / "mylab" / "silent.py").write_text(
+        "from mylab.sharp import Options\ndef build(options, dims):\n    return object()\n"
     )
     (tmp_path / "mylab" / "dull.py").write_text("Options = 3\n")
     (tmp_path / "mylab" / "hungry.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(minimal(losses=[{"kind": "mylab.sharp", "power": 3}]))
-    assert parts.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None) == 3.0
+    assert parts.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None).power == 3.0
     assert to_dict(loaded)["losses"] == [{"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}]
     assert (
         "no such key. Allowed: kind, power, weight. Did you mean 'power'?"
         in (errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"])
+    )
+    assert (
+        "the loss 'mylab.silent' does not say what it reads. An attribute `needs` of the type kd.types.Needs."
+        in (errors_of(minimal(losses=[{"kind": "mylab.silent"}]))["losses[0].kind"])
     )
     assert (
         "the module 'mylab.dull' is not a part"
@@ -490,19 +502,19 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
 def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     monkeypatch.setenv("KD_TOKEN", SECRET)
     overrides = ["teacher.model=${oc.env:KD_TOKEN}", "teacher.fit.epochs=1", "losses=[{kind: kl}]", "run.baseline=true"]
-    recipe = Recipe(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
+    recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for one in (recipe, Recipe(recipe.fits["teacher"]), Recipe(recipe.baseline)):
-        assert SECRET not in one.yaml
-        assert SECRET not in str(one.shown)
-        assert SECRET in one.keys.values()
-    assert Recipe(recipe.fits["teacher"]).shown["student.model"] == "${oc.env:KD_TOKEN}"
+    for one in (recipe, resolve(recipe.teacher.fits["teacher"]), resolve(recipe.baseline)):
+        assert SECRET not in one.record.yaml
+        assert SECRET not in str(one.record.shown)
+        assert SECRET in one.record.keys.values()
+    assert resolve(recipe.teacher.fits["teacher"]).record.shown["student.model"] == "${oc.env:KD_TOKEN}"
 
 
 def test_another_value_behind_the_same_reference_is_another_run(monkeypatch, tmp_path):
     def begin():
-        recipe = Recipe(load(minimal(), [f"run.folder={tmp_path}", "student.model=${oc.env:KD_MODEL}"]))
-        with open_run(recipe, 0) as folder:
+        recipe = resolve(load(minimal(), [f"run.folder={tmp_path}", "student.model=${oc.env:KD_MODEL}"]))
+        with open_run(recipe.record, 0) as folder:
             (folder.checkpoints / "step_00000001").mkdir(exist_ok=True)
 
     monkeypatch.setenv("KD_MODEL", "vit_tiny_patch16_224")

@@ -14,14 +14,15 @@ import yaml
 from kd import config
 from kd.config import Config
 from kd.data.store import identity
-from kd.jobs.folder import FREE
-from kd.jobs.teach import fit_key
 from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
-from kd.setup.cache import cache_identity, codec
-from kd.setup.data import Data, keep_rules
+from kd.setup.cache import cache_codec, cache_identity
+from kd.setup.data import Data
+from kd.setup.fit import FREE, fit_folder
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
+from kd.setup.store import keep_rules
+from kd.tasks.single_label import SingleLabel
 
 SETTINGS = {
     "run": {"name": "tiny"},
@@ -34,9 +35,16 @@ SETTINGS = {
 
 
 def fitted(*overrides) -> str:
-    """Return the key of the teacher that a configuration has fitted."""
-    loaded = config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])
-    return fit_key(Recipe(Recipe(loaded).fits["teacher"]), "photos")
+    """Return the name of the folder of the teacher that a configuration has fitted."""
+    plan = resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher
+    return folder_of(plan.fits["teacher"])
+
+
+def folder_of(fit: Config) -> str:
+    """Return the name of a fit's run folder; the export lies in it."""
+    recipe, export = fit_folder(fit, "photos")
+    assert recipe.record.path in export.parents
+    return recipe.record.path.name
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,8 @@ def test_weights_in_another_architecture_get_another_cache(args):
     assert one.identity()["teacher"] == other.identity()["teacher"]
     assert one.identity() != other.identity()
     assert loaded().identity() == one.identity()
-    both = Ensemble([one, one], [1, 1]), Ensemble([one, other], [1, 1])
+    average = SingleLabel().average
+    both = Ensemble([one, one], [1, 1], average), Ensemble([one, other], [1, 1], average)
     assert both[0].identity() != both[1].identity()
 
 
@@ -90,23 +99,23 @@ def identities(settings: Config) -> dict[str, Any]:
 
     The content of weights and images is held constant: it is compared by its own hash.
     """
-    recipe, section = Recipe(settings), settings.teacher
+    recipe, section = resolve(settings), settings.teacher
     source: Any = Listing()
-    kept = (source, source) if settings.data.store != "none" else None
+    stored = (source, source) if settings.data.store != "none" else None
     precision = "fp32" if section.precision == "auto" else section.precision
     mode = ExecutionMode(precision, section.exported(cpu=True) or "fused")
     teachers = [section, *section.also]
     shares = [one.weight for one in section.also]
     model = {"architecture": [[one.kind, one.model, one.args, asdict(one.options)] for one in teachers]}
     model["shares"] = shares
-    data = Data(settings.data, source, source, kept)
-    kept_records = codec(section, len(source.classes))
+    data = Data(recipe.data, source, source, stored)
+    codec = cache_codec(recipe.teacher, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
-        "F": {where: fit_key(Recipe(fit), "photos") for where, fit in recipe.fits.items()},
-        "C": cache_identity(section, model, mode.numerics, data, settings.run.seed, kept_records),
+        "F": {where: folder_of(fit) for where, fit in recipe.teacher.fits.items()},
+        "C": cache_identity(recipe.teacher, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
-        "R": {key: value for key, value in recipe.keys.items() if not key.startswith(FREE)},
+        "R": {key: value for key, value in recipe.record.keys.items() if not key.startswith(FREE)},
     }
 
 
@@ -205,6 +214,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.augment.mixup": ("FCR", "0.5"),
     "data.augment.cutmix": ("FCR", "0.5"),
     "data.augment.mix_probability": ("FCR", "0.5"),
+    "task.kind": ("FR", "kd.tasks.single_label"),  # by another name: the other tasks of kd do not go with the losses
     "teacher.kind": ("FCR", "torch"),
     "teacher.model": ("FCR", "vit_base_patch16_224"),
     "teacher.args": ("FCR", "{num_heads: 8}"),

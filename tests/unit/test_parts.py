@@ -13,6 +13,7 @@ from kd.errors import PartNotFound
 
 PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
 CONTEXT = {
+    "tasks": ["options"],
     "losses": ["options", "dims"],
     "sifters": ["options", "context"],
     "datasets": ["options", "split", "classes", "labels"],

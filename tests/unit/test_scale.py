@@ -18,7 +18,7 @@ from kd.data.loader import LocalLoader, Request
 from kd.errors import DataError
 from kd.models.cache import Codec, Store, open_store
 from kd.sifters import history, random
-from kd.sifters._plan import count_kept, everything
+from kd.sifters._plan import full_plan, num_kept
 from kd.types import Plan, Sample, SiftContext
 
 SOAK = bool(os.environ.get("KD_SOAK"))
@@ -71,7 +71,7 @@ def requests(plan: Plan, batch: int, accumulate: int, rank: int, ranks: int, sta
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(accumulate, record_property):
     batch, steps = GLOBAL * accumulate, 3
-    plan = everything(context(0, count=steps * batch, batch=batch), epoch=0)
+    plan = full_plan(context(0, count=steps * batch, batch=batch), epoch=0)
     by_rank = [requests(plan, batch, accumulate, rank, RANKS) for rank in range(RANKS)]
     for step in range(steps):
         micros = slice(step * accumulate, (step + 1) * accumulate)
@@ -82,7 +82,7 @@ def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(accumulate, record_p
 
 
 def test_after_a_resume_every_rank_goes_on_where_it_was():
-    plan = everything(context(0, count=4 * GLOBAL), epoch=0)
+    plan = full_plan(context(0, count=4 * GLOBAL), epoch=0)
     for rank in range(0, RANKS, 37):
         assert requests(plan, GLOBAL, 1, rank, RANKS, start=2) == requests(plan, GLOBAL, 1, rank, RANKS)[2:]
 
@@ -91,7 +91,7 @@ def test_after_a_resume_every_rank_goes_on_where_it_was():
 def test_a_thousand_ranks_plan_the_same(kind, record_property):
     def planned(rank: int) -> Plan:
         if kind == "everything":
-            return everything(context(rank), epoch=3)
+            return full_plan(context(rank), epoch=3)
         return random.build(random.Options(keep=0.5), context(rank)).plan(3, 0.5)
 
     first = planned(0)
@@ -131,7 +131,7 @@ def test_a_thousand_history_tables_agree(record_property):
     added.clear()
     plans = [made.plan(1, 0.5) for made in ranks]
     assert added == [2 * MICRO] * RANKS  # each rank adds its own images alone
-    assert len(plans[0].ids) == count_kept(ranks[0].context, 0.5)
+    assert len(plans[0].ids) == num_kept(ranks[0].context, 0.5)
     for later in plans:
         assert torch.equal(plans[0].ids, later.ids)
         assert torch.equal(plans[0].weights, later.weights)
@@ -140,7 +140,7 @@ def test_a_thousand_history_tables_agree(record_property):
 
 def test_ranks_write_records_of_different_ids(tmp_path, record_property):
     """A step of the cache: every rank writes what it was asked for; then nothing is missing and nothing was lost."""
-    codec, plan = Codec(2, "fp32", 0), everything(context(0, count=GLOBAL), epoch=0)
+    codec, plan = Codec(2, "fp32", 0), full_plan(context(0, count=GLOBAL), epoch=0)
     for rank in range(RANKS):
         ids = requests(plan, GLOBAL, 1, rank, RANKS)[0].ids
         store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=True)
@@ -156,7 +156,7 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
 
 
 def test_a_plan_of_all_ids():
-    plan = everything(context(0, IDS + 7, batch=1000, ranks=1), epoch=1)
+    plan = full_plan(context(0, IDS + 7, batch=1000, ranks=1), epoch=1)
     assert len(plan.ids) == IDS
     assert torch.bincount(plan.ids, minlength=IDS + 7).max() == 1
     assert plan.ids.nbytes + plan.weights.nbytes == 12 * IDS
@@ -168,7 +168,7 @@ def test_a_history_plan_of_all_ids():
     losses = torch.rand(IDS, generator=torch.Generator().manual_seed(0))
     sifter.observe(sifter.plan(0, 0.0).ids, losses[sifter.plan(0, 0.0).ids])
     plan = sifter.plan(1, 0.5)
-    assert len(plan.ids) == count_kept(made, 0.6)
+    assert len(plan.ids) == num_kept(made, 0.6)
     assert torch.bincount(plan.ids, minlength=IDS).max() == 1
     table = sum(value.nbytes for value in sifter.state_dict().values())
     assert table <= 40 * IDS + 8  # bytes of an id, whatever their number

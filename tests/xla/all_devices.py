@@ -10,7 +10,7 @@ import torch_xla
 from safetensors.torch import load_file
 
 from kd import parts
-from kd.cli.train import main
+from kd.cli.training import train as main
 
 
 def train(config: str, folder: str) -> None:

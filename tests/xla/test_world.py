@@ -60,7 +60,7 @@ def test_two_devices_train_like_one_with_the_whole_batch(plain, run_file, tmp_pa
 
 
 def test_a_batch_that_cannot_be_divided_over_the_devices_is_refused(run_file, tmp_path):
-    argv = [sys.executable, "-m", "kd.cli.train", str(run_file), "backend.kind=xla", "backend.spmd=true"]
+    argv = [sys.executable, "-m", "kd.cli", "train", str(run_file), "backend.kind=xla", "backend.spmd=true"]
     done = subprocess.run(
         [*argv, f"run.folder={tmp_path}"], env={**environment(), "CPU_NUM_DEVICES": "4"}, capture_output=True, text=True
     )
@@ -70,7 +70,7 @@ def test_a_batch_that_cannot_be_divided_over_the_devices_is_refused(run_file, tm
 
 def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["-m", "kd.cli.train", str(run_file), "backend.kind=xla", f"run.folder={tmp_path}"]
+    argv += ["-m", "kd.cli", "train", str(run_file), "backend.kind=xla", f"run.folder={tmp_path}"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert "1 of the 2 processes" in done.stderr

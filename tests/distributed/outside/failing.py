@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kd.datasets import _decode, _folder, imagefolder, webdataset
+from kd.datasets import _folder, imagefolder, webdataset
+from kd.files import retry
 
-_decode.PAUSES = (0.0, 0.0)
+retry.PAUSES = (0.0, 0.0)
 VICTIM = "train/fig/03.jpg"
 
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from kd.backends._ddp import DDPBackend
-from kd.types import BackendFacts
-
-FACTS = BackendFacts(gpu=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

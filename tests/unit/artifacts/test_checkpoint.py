@@ -10,7 +10,7 @@ import torch
 
 from kd.artifacts import checkpoint
 from kd.errors import RunError
-from kd.export.folder import export
+from kd.export.folder import write_folder
 from kd.types import State
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}
@@ -94,11 +94,11 @@ def test_an_export_never_replaces_a_folder_that_is_none(tmp_path):
     home.mkdir()
     (home / "cat.jpg").write_text("a cat")
     with pytest.raises(RunError, match=r"^export: '.*pictures' exists and is not an exported model\."):
-        export(home, {}, TENSORS, {})
+        write_folder(home, {}, TENSORS, {})
     assert (home / "cat.jpg").read_text() == "a cat"
     (home / "cat.jpg").unlink()
-    export(home, {"x": 1}, TENSORS, {})  # an empty folder is welcome
-    export(home, {"x": 2}, TENSORS, {})  # and so is an older export
+    write_folder(home, {"x": 1}, TENSORS, {})  # an empty folder is welcome
+    write_folder(home, {"x": 2}, TENSORS, {})  # and so is an older export
     assert everything(home) == ["config.json", "kd.json", "manifest.json", "model.safetensors"]
     assert json.loads((home / "config.json").read_text()) == {"x": 2}
 
@@ -106,7 +106,7 @@ def test_an_export_never_replaces_a_folder_that_is_none(tmp_path):
 def test_an_export_never_replaces_a_file(tmp_path):
     (tmp_path / "model").write_text("precious")
     with pytest.raises(RunError, match=r"^export: "):
-        export(tmp_path / "model", {}, TENSORS, {})
+        write_folder(tmp_path / "model", {}, TENSORS, {})
     assert (tmp_path / "model").read_text() == "precious"
 
 
@@ -127,5 +127,5 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(small_disk):
 
 def test_an_export_on_a_full_disk_leaves_nothing(small_disk):
     with pytest.raises(RunError, match=r"^export: the disk is full"):
-        export(small_disk / "export", {}, BIG, {})
+        write_folder(small_disk / "export", {}, BIG, {})
     assert everything(small_disk) == []

@@ -16,11 +16,12 @@ import kd
 from kd import config, parts
 from kd.datasets._decode import hold_out, label_images
 from kd.engine.criterion import Criterion
-from kd.engine.evaluate import compare, score
 from kd.errors import ConfigError, DataError, KdError, ModelError
 from kd.losses import ce, kl
 from kd.models.load import Spec, load
 from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+from kd.tasks.single_label import compare, score
 from kd.types import Batch, Dims, Outputs
 
 
@@ -153,7 +154,7 @@ def test_without_labels_the_student_is_the_same(settings, photos):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in student(blind).items())
     assert blind.metrics["agreement"] == known.metrics["agreement"]
     assert "accuracy" not in blind.metrics
-    assert "agreement with the teacher" in blind.report
+    assert f"agreement {100 * blind.metrics['agreement']:.1f} % (same answer as the teacher)" in blind.report
     manifest = json.loads((blind.folder / "manifest.json").read_text())
     assert manifest["classes"] == ["apple", "fig", "pear"]  # of the teacher's folder
     for folder in sorted((blind.folder / "checkpoints").iterdir())[1:]:
@@ -243,4 +244,4 @@ def test_an_evaluation_needs_a_labelled_image(settings, photos, tmp_path):
     (tmp_path / "photos/val/pear").rename(tmp_path / "photos/val/unlabelled")
     changed = merged(settings, {"data": {"labels": "some", "root": str(tmp_path / "photos")}})
     with pytest.raises(KdError, match=r"^data\.root: the split 'val' has no labelled image"):
-        open_sources(config.load(changed).data)
+        open_sources(resolve(config.load(changed)).data)

@@ -195,7 +195,7 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
     try:
         loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
         assert len(list(itertools.islice(loader.epoch(plan_of(32), 0), batches))) == batches
-        workers = loader._processes()
+        workers = loader.processes()
         assert [worker.exitcode for worker in workers] == [None, None]
         del loader
         assert [worker.exitcode for worker in workers] == [0, 0]
@@ -209,7 +209,7 @@ def test_a_loader_in_a_circle_ends_its_workers_in_order(monkeypatch):
     monkeypatch.setattr(BaseProcess, "terminate", killed.append)
     loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
     assert len(list(loader.epoch(plan_of(32), 0))) == 4
-    workers = loader._processes()
+    workers = loader.processes()
     loader.circle = loader  # type: ignore[attr-defined]
     del loader
     gc.collect()

@@ -28,7 +28,7 @@ from kd.datasets import imagefolder
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.storage import Records
 from kd.setup.build import build_backend
-from kd.setup.data import Data, open_store
+from kd.setup.store import open_store
 from kd.types import Decoded, Plan
 
 
@@ -325,7 +325,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
     assert len(lines) == 1
     assert lines[0].startswith("data.store: '")
     assert "takes no more (" in lines[0]
-    assert lines[0].endswith("What it holds is used, the other images are decoded each time.")
+    assert lines[0].endswith("Its images are used, the others are decoded each time.")
 
 
 # ------------------------------------------------------------------------------------------------ corrupt images
@@ -384,8 +384,8 @@ def chosen(settings):
 def stored(chosen, kind: str, source, **keys):
     """Open a store before such a source; return its training source."""
     section = replace(chosen.data, store=kind, **keys)
-    data = Data(section, source, Pictures([(90, 50)] * 4))
-    return open_store(data, Path(chosen.run.folder), build_backend(chosen.backend))[0]
+    splits = source, Pictures([(90, 50)] * 4)
+    return open_store(section, splits, chosen.run.folder, build_backend(chosen.backend))[0]
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from kd.data.views import Evaluate, Views
-from kd.datasets import _decode
 from kd.datasets.imagefolder import ImageFolder, Options, build
 from kd.errors import CorruptImage, DataError
+from kd.files import retry
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, 
         tries.append(path)
         raise OSError(number, os.strerror(number), path)
 
-    monkeypatch.setattr(_decode, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(builtins, "open", fail)
     views = Views(source, Evaluate(4, 1.0), 4, 0, on_corrupt="skip")
     with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.png': .* the storage is away") as caught:
@@ -49,7 +49,7 @@ def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, 
 
 
 def test_a_storage_that_comes_back_is_not_noticed(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(_decode, "PAUSES", (0.05,) * 200)
+    monkeypatch.setattr(retry, "PAUSES", (0.05,) * 200)
     (tmp_path / "root").rename(tmp_path / "away")
 
     def come_back() -> None:

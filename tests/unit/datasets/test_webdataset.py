@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kd.datasets import _decode
 from kd.datasets.webdataset import Options, build
 from kd.errors import CorruptImage, DataError, KdError
+from kd.files import retry
 from kd.files.shards import _expand_braces
 
 
@@ -167,7 +167,7 @@ def test_compressed_shard(tmp_path):
 
 def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     """It was not read whole, so it is not a corrupt image that `on_corrupt` may skip."""
-    monkeypatch.setattr(_decode, "PAUSES", (0.0,))
+    monkeypatch.setattr(retry, "PAUSES", (0.0,))
     path = shard(tmp_path / "train.tar", samples([0, 1]))
     source = build(options(tmp_path), "train", None)
     path.write_bytes(path.read_bytes()[:530])

@@ -413,7 +413,7 @@ def test_the_criterion_sums_its_weighted_terms():
     torch.testing.assert_close(found["ce"], one)
     torch.testing.assert_close(found["per_image"], 0.3 * one + 2.0 * other)
     torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
-    assert criterion.needs == {"teacher"}
+    assert criterion.needs == [ce.CE.needs, kl.KL.needs, kl.KL.needs]
 
 
 def test_the_criterion_stays_float32_under_autocast():

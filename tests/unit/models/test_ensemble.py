@@ -8,10 +8,12 @@ import torch
 from kd.models.classifier import Ensemble, digest
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
+from kd.tasks.single_label import SingleLabel
 from kd.types import Batch
 
 CLASSES = ("a", "b", "c", "d")
 CPU = torch.device("cpu")
+AVERAGE = SingleLabel().average
 
 
 def member(seed: int, size: int = 16, width: int = 24):
@@ -30,7 +32,7 @@ def batch(count: int = 5) -> Batch:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
 def test_probabilities_are_averaged_and_not_logits(weights):
     models = member(0), member(1, size=24, width=32)  # the second resizes for itself
-    said = LiveTeacher(Ensemble(models, weights), CPU)(batch()).logits
+    said = LiveTeacher(Ensemble(models, weights, AVERAGE), CPU)(batch()).logits
     with torch.no_grad():
         each = [model(batch().image).logits.double().softmax(-1) for model in models]
     expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
@@ -42,13 +44,13 @@ def test_a_confident_teacher_does_not_drown_the_other():
     loud, calm = member(0), member(1)
     with torch.no_grad():
         loud.network.head.weight.mul_(100)
-        shares = Ensemble((loud, calm), (1.0, 1.0))(batch().image).logits.exp()
+        shares = Ensemble((loud, calm), (1.0, 1.0), AVERAGE)(batch().image).logits.exp()
         alone = calm(batch().image).logits.softmax(-1)
     assert (shares >= alone / 2 - 1e-6).all()  # averaged logits would have left it nothing
 
 
 def test_precision_reaches_the_networks_and_spares_the_pixels():
-    live = LiveTeacher(Ensemble((member(0), member(1)), (1.0, 1.0)), CPU, torch.bfloat16)
+    live = LiveTeacher(Ensemble((member(0), member(1)), (1.0, 1.0), AVERAGE), CPU, torch.bfloat16)
     assert {parameter.dtype for parameter in live.model.parameters()} == {torch.bfloat16}
     assert {model.scale.dtype for model in live.model.members} == {torch.float32}
     assert live(batch()).logits.dtype == torch.float32
@@ -56,8 +58,8 @@ def test_precision_reaches_the_networks_and_spares_the_pixels():
 
 def test_what_it_depends_on_names_every_member():
     one, two, three = member(0), member(1), member(2)
-    pair, other = Ensemble((one, two), (1.0, 1.0)), Ensemble((one, three), (1.0, 1.0))
+    pair, other = Ensemble((one, two), (1.0, 1.0), AVERAGE), Ensemble((one, three), (1.0, 1.0), AVERAGE)
     assert digest(pair.network) != digest(other.network)
     assert pair.identity() != other.identity()
-    assert pair.identity() != Ensemble((one, two), (1.0, 2.0)).identity()
-    assert pair.identity() == Ensemble((one, two), (2.0, 2.0)).identity()
+    assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()
+    assert pair.identity() == Ensemble((one, two), (2.0, 2.0), AVERAGE).identity()

@@ -313,7 +313,7 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
     torch.nn.init.normal_(large.pos_embed)
     file = tmp_path / "large.safetensors"
     save_file(large.state_dict(), file)
-    spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file), logits=False)
+    spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file))
     found = load(spec, 16, ("pooled",))
     timms = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes)
     timms.load_state_dict(checkpoint_filter_fn(large.state_dict(), timms))  # as timm loads pretrained weights

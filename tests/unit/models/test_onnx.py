@@ -11,10 +11,12 @@ import torch
 from pieces import Asks
 
 from kd.errors import MissingExtra, ModelError
-from kd.export.parity import Row, check_drop, check_exact
+from kd.export.parity import EAGER, Answers, check_drop, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
+from kd.scores import GraphScores
+from kd.tasks.single_label import SingleLabel
 
 CLASSES = ("apple", "fig", "pear")
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
@@ -88,19 +90,35 @@ def test_a_package_that_is_missing(monkeypatch, tmp_path):
         onnx.onnx_runner(tmp_path / "model.onnx")
 
 
-def test_rows_of_a_comparison():
-    reference, labels = np.array([[0.0, 1.0], [2.0, 0.0]]), np.array([1, 1])
-    row = Row()
-    row.add(reference + np.array([[0.0, 0.0], [0.0, 2.5]]), reference, labels)
-    assert (row.images, row.same_top1, row.correct, row.max_difference, row.accuracy) == (2, 1, 2, 2.5, 1.0)
+def test_the_answers_of_a_graph_beside_pytorchs():
+    reference, task = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), SingleLabel()
+    outputs = {
+        EAGER: reference,
+        "model.onnx": reference + torch.tensor([[0.0, 0.0], [0.0, 2.5]]),
+        "broken.onnx": torch.full((2, 2), torch.nan),
+    }
+    answers = Answers(outputs, torch.tensor([1, 1]), {})
+    found = answers.scores("model.onnx", task)
+    assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
+    assert (found.others, found.facts[found.decides], found.title) == (1, 1.0, "accuracy")
+    assert answers.difference("model.onnx") == 2.5
     with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5, and 1 of 2 answers do"):
-        check_exact("model.onnx", row, 3.0)
-    broken = Row()
-    broken.add(np.full((2, 2), np.nan), reference, labels)
+        check_exact("model.onnx", found, 2.5, 3.0, 2)
+    broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
-        check_exact("model.onnx", broken, 1e9)
-    eager = Row(images=100, correct=80)
-    told = check_drop("model.int8.onnx", Row(images=100, correct=79), eager, 0.0101)
+        check_exact("broken.onnx", *broken, 1e9, 2)
+    unlabelled = Answers(outputs, torch.tensor([-1, -1]), {}).scores("model.onnx", task)
+    assert unlabelled.facts["accuracy"] == 0.5  # without labels PyTorch is right
+
+
+def test_what_an_approximate_graph_may_lose():
+    def right(images: int) -> GraphScores:
+        return GraphScores({"accuracy": images / 100}, "accuracy", "accuracy", "")
+
+    told = check_drop("model.int8.onnx", right(79), right(80), 0.0101, 100)
     assert "80.0 % -> 79.0 % (drop 1.00 points)" in told
     with pytest.raises(ModelError, match=r"accuracy falls from 80\.0 % to 78\.0 % on 100 images.*at most 1 points"):
-        check_drop("model.int8.onnx", Row(images=100, correct=78), eager, 0.01)
+        check_drop("model.int8.onnx", right(78), right(80), 0.01, 100)
+    nothing = GraphScores({"accuracy": float("nan")}, "accuracy", "accuracy", "")
+    with pytest.raises(ModelError, match="accuracy falls"):
+        check_drop("model.int8.onnx", nothing, right(80), 1.0, 100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import sys
 import tempfile
 from functools import partial
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 from pieces import Asks
 
-from kd.errors import BackendError, MissingExtra, ModelError
+from kd.errors import ModelError
 from kd.models.classifier import Classifier, compile_forward
 from kd.models.load import Spec, load
 from kd.models.runtimes import Exported, exported
-from kd.models.teacher import LiveTeacher, packaged, quantize, require_fp8
+from kd.models.teacher import LiveTeacher
 from kd.types import Batch
 
 CLASSES = ("apple", "fig", "pear")
@@ -120,35 +119,6 @@ def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
     coarse = live("openvino", precision="bf16")(batch()).logits
     assert coarse.dtype == torch.float32
     assert ROUNDING < (coarse - exact).abs().max().item() < 0.05 * exact.std().item()
-
-
-# ----------------------------------------------------------------------------------------------- torch, quantized
-
-
-def test_torch_quantizes_to_int8():
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'kd[quantize]'")
-    exact = LiveTeacher(model(), CPU)(batch()).logits
-    coarse = LiveTeacher(model(), CPU, remake=lambda frozen: quantize(frozen, "int8"))(batch()).logits
-    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()
-    assert not coarse.is_inference()
-
-
-def test_float8_names_the_device_that_lacks_it():
-    with pytest.raises(
-        BackendError, match=r"^teacher\.precision: is fp8, which the device 'cpu' does not have\. .*8\.9"
-    ):
-        require_fp8(CPU)
-    with pytest.raises(BackendError, match="the device 'cpu'"):
-        quantize(model(), "fp8")
-
-
-def test_torchao_that_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(
-        MissingExtra, match=r"^teacher\.precision: .*torchao, which is not installed\. pip install 'kd\["
-    ):
-        packaged()
 
 
 # ------------------------------------------------------------------------------------------------------- compiled

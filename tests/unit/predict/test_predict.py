@@ -29,7 +29,7 @@ from kd.serve.model import describe, load
 ROOT = Path(__file__).parents[3]
 ALONE = """
 import sys
-from kd.cli.predict import main
+from kd.cli.serving import predict as main
 code = main()
 assert not {"torch", "timm"} & set(sys.modules)
 sys.exit(code)

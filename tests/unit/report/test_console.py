@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
 from rich.console import Console as RichConsole
 
 from kd.progress.console import Console
+from kd.tasks.embedding import SCORES as EMBEDDING
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import percent, table
 from kd.types import State
 
@@ -16,7 +20,7 @@ VAL = {"accuracy": 0.934, "teacher_accuracy": 0.95, "agreement": 0.9}
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys):
-    with Console("food") as console:
+    with Console("food", scores=SINGLE_LABEL) as console:
         for step in range(1, 5):
             console.step(State(step=step), step / 8)
         console.log("train", State(step=4), TRAIN)
@@ -25,7 +29,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("food | step 4 (50 %, ")
     assert first.endswith(" s left) | loss 1.500 kl 1.250 lr 0.001 123 images/s")
-    assert second.endswith("| val accuracy 93.4 % (teacher 95.0 %, agreement 90.0 %)")
+    assert second.endswith("| val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %")
     assert third == "[/bold] and {brackets}"
 
 
@@ -40,6 +44,7 @@ def test_quiet_ranks_print_nothing(capsys):
 def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
     text = io.StringIO()
     console = Console("food")
+    console.scores = SINGLE_LABEL  # known after the set-up
     console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
     with console:
         console.log("train", State(step=13000), TRAIN)
@@ -48,16 +53,39 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
         console.info("a line")
     shown = text.getvalue()
     assert "a line\n" in shown
-    assert "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %, agreement 90.0 %)\n" in shown
+    assert "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n" in shown
     assert re.search("food .* 25 % step 13000, loss 1.500, 123 images/s -:--:--", shown)
 
 
 def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
-    with Console("food") as console:
+    with Console("food", scores=SINGLE_LABEL) as console:
         console.log("val", State(step=4), VAL)
     assert capsys.readouterr().out.startswith("food | step 4 | val accuracy")
+
+
+@pytest.mark.parametrize(
+    ("scores", "row", "text"),
+    [
+        (SINGLE_LABEL, {"accuracy": 0.5}, "accuracy 50.0 %"),
+        (SINGLE_LABEL, {"agreement": 0.9, "kl": 0.25}, "agreement 90.0 %, KL 0.2500 nats"),
+        (
+            LABEL_SETS,
+            {"map": 0.5, "teacher_map": 0.75, "agreement": 0.25},
+            "mAP 50.0 % (teacher 75.0 %), agreement 25.0 %",
+        ),
+        (
+            EMBEDDING,
+            {"agreement": 0.9, "knn": 0.5, "teacher_knn": 0.75, "teacher_probe": 0.5, "teacher_knn_2": 0.25},
+            "nearest neighbours 50.0 % (teacher 75.0 %, teacher 2 25.0 %), agreement 0.9000",
+        ),
+        (None, {"accuracy": 0.5, "steps": 3.0}, "accuracy 0.500 steps 3"),
+    ],
+)
+def test_a_validation_row_in_one_line(capsys, scores, row, text):
+    Console("food", scores=scores).log("val", State(step=4), row)
+    assert capsys.readouterr().out == f"food | step 4 | val {text}\n"
 
 
 def test_percent():

@@ -9,7 +9,7 @@ from kd.instances import Instance
 from kd.report.plan import step_cost
 from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
 from kd.setup.estimate import Measured, line_through
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 
 MACHINE = Instance("made.up", 10.0, 4, 100.0, 50.0, 80.0, 32)
 """4 devices, 50 GB/s inside, 80 Gbit/s = 10 GB/s outside, 16 cores."""
@@ -22,7 +22,8 @@ def test_a_cached_teacher_is_asked_in_some_epochs_only(settings):
     found = Measured(1.0, 2.0, 0.5, 4.0, 0.0, 0.1, 1.0, 6.0, 8.0, "", 100, "2 CPU cores", False, "float32")
     settings["run"]["epochs"] = 4
     live, cached = (
-        step_cost(found, Recipe(config.load(settings, [f"teacher.cache.views={views}"]))) for views in (0, 1)
+        step_cost(found, resolve(config.load(settings, [f"teacher.cache.views={views}"])).loop, teacher=True)
+        for views in (0, 1)
     )
     assert (live.image, live.gflop) == (6.0, 14.0)
     assert (cached.image, cached.gflop) == (3.0, 8.0)

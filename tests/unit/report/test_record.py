@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from kd.progress.summary import curves, sparkline
 from kd.report.record import Answers, RunRecord, differences, price_rows, time_parts
-from kd.report.text import curves, sparkline, summary, where_time_went
+from kd.report.report import scores_of
+from kd.report.text import summary, where_time_went
+from kd.tasks.embedding import SCORES as EMBEDDING
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
 
 TRAIN = [
@@ -22,7 +27,7 @@ EPOCHS = [{"trained": 320.0}, {"trained": 320.0}]
 
 
 def run(name="one", manifest=None, **keys):
-    return RunRecord(name, keys, manifest or {}, TRAIN, VAL, EPOCHS)
+    return RunRecord(name, keys, manifest or {}, TRAIN, VAL, EPOCHS, SINGLE_LABEL)
 
 
 def test_the_cost_of_a_run_by_hand():
@@ -53,11 +58,28 @@ def test_the_heterogeneous_posts_lines():
 
 def test_best_is_the_first_of_the_highest_score():
     assert run().best["step"] == 10
-    embedded = replace(
-        run(), val=[{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
-    )
-    assert (embedded.decides, embedded.best["step"]) == ("knn", 2)
+    rows = [{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
+    embedded = replace(run(), val=rows, scores=EMBEDDING)
+    assert (embedded.decides.key, embedded.best["step"]) == ("knn", 2)
+    unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
+    assert (unlabelled.decides.key, unlabelled.best["step"]) == ("agreement", 2)
     assert replace(run(), val=[]).best == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "scores"),
+    [
+        (("accuracy", "top5", "ece"), SINGLE_LABEL),
+        (("agreement", "kl", "agreement_ece"), SINGLE_LABEL),
+        (("map", "agreement", "kl"), LABEL_SETS),
+        (("agreement", "kl"), LABEL_SETS),
+        (("knn", "probe", "agreement"), EMBEDDING),
+        (("agreement",), EMBEDDING),
+        ((), SINGLE_LABEL),
+    ],
+)
+def test_the_columns_of_a_run_that_recorded_none(keys, scores):
+    assert scores_of(dict.fromkeys(keys, 0.5)) is scores
 
 
 def test_what_differs():
@@ -77,8 +99,10 @@ def test_sparklines():
     assert sparkline([5.0, 5.0]) == "▁▁"
     assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
     assert sparkline([]) == ""
-    assert "0.6 -> 0.15" in curves(run())
-    assert curves(replace(run(), train=[], val=[])) == ""
+    drawn = curves(TRAIN, VAL, SINGLE_LABEL)
+    assert "0.6 -> 0.15" in drawn
+    assert "80.0 % -> 75.0 %" in drawn
+    assert curves([], VAL[:1], SINGLE_LABEL) == ""
 
 
 def test_where_the_time_went_sums_to_the_whole():
@@ -91,9 +115,9 @@ def test_where_the_time_went_sums_to_the_whole():
 
 
 def test_the_summary_of_two_runs():
-    told = summary([run("one", lr=1), run("two", lr=2)])
-    assert "accuracy 80.0 %, teacher 90.0 %, agreement 70.0 %" in told
-    assert "| lr " in told
+    text = summary([run("one", lr=1), run("two", lr=2)])
+    assert "accuracy 80.0 % (teacher 90.0 %), agreement 70.0 %" in text
+    assert "| lr " in text
     assert "not evaluated" in summary([replace(run(), val=[])]).lower()
 
 

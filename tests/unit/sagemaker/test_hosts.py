@@ -12,7 +12,7 @@ import time
 import pytest
 
 from kd.errors import BackendError
-from kd.sagemaker.group import command, slots
+from kd.sagemaker.group import command, num_decoders
 from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
 
 GROUPS = [
@@ -76,9 +76,9 @@ def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(mon
     monkeypatch.setattr("kd.sagemaker.group.cores", lambda: 96)
     assert [processes(env) for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})] == [8, 32]
     hosts = read_hosts(variables("algo-2"))
-    assert slots(hosts, {"SM_NUM_GPUS": "8"}) == 88
-    assert slots(read_hosts(variables("algo-1")), {"SM_NUM_GPUS": "0"}) == 96
-    assert slots(hosts, {"KD_DECODERS": "5"}) == 5
+    assert num_decoders(hosts, {"SM_NUM_GPUS": "8"}) == 88
+    assert num_decoders(read_hosts(variables("algo-1")), {"SM_NUM_GPUS": "0"}) == 96
+    assert num_decoders(hosts, {"KD_DECODERS": "5"}) == 5
 
 
 def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
@@ -88,9 +88,9 @@ def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
     assert words[1:3] == ["-m", "torch.distributed.run"]
     assert (told["--nnodes"], told["--node-rank"]) == ("2", "1")
     assert (told["--nproc-per-node"], told["--master-addr"]) == ("8", "algo-2")
-    assert words[-3:] == ["-m", "kd.cli.train", "a.yaml"]
+    assert words[-4:] == ["-m", "kd.cli", "train", "a.yaml"]
     monkeypatch.setenv("KD_PROCESSES", "1")
-    assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == ["-m", "kd.cli.train", "a.yaml"]
+    assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == ["-m", "kd.cli", "train", "a.yaml"]
 
 
 @pytest.mark.parametrize("left", ["KD_TEST", "KD_TEST_AGAIN"])

@@ -1,4 +1,4 @@
-"""One connection: its deadlines, its parser, and what is parsed in one iteration of the event loop."""
+"""One connection: its deadlines, its parser, and whose turn it is to parse."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import h11
 import pytest
 import uvicorn
 
-from kd.serve.connection import Connection, Shared
+from kd.serve.connection import FREE_CHUNKS, Connection, Parser, Shared
 from kd.serve.limits import Limits
-from kd.serve.loop_budget import READS, LoopBudget
-from kd.serve.parser import FREE_CHUNKS, Parser
 
 SIZE = 30_000_000
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -115,19 +113,16 @@ def test_pipelined():
     assert parsed(ask, b"G").pipelined
 
 
-def test_the_budget_keeps_the_order_and_shares_the_loop():
-    """Jobs beyond the budget run in later iterations, in order; other callbacks run between them."""
+def test_connections_take_turns_to_parse():
+    """Jobs run in order, one in an iteration of the event loop; other callbacks run between them."""
 
     async def run() -> list[object]:
-        budget, done = LoopBudget(), []
-        for number in range(3 * READS):
-            job = functools.partial(done.append, number)
-            (budget.run if budget.free else budget.wait)(job)
+        shared, done = Shared(Limits(), large), []
+        for number in range(24):
+            shared.parse_later(functools.partial(done.append, number))
         asyncio.get_running_loop().call_soon(done.append, "other")
-        while len(done) < 3 * READS + 1:
+        while len(done) < 25:
             await asyncio.sleep(0)
         return done
 
-    done = asyncio.run(run())
-    assert done.index("other") in (READS, 2 * READS)
-    assert [number for number in done if number != "other"] == list(range(3 * READS))
+    assert asyncio.run(run()) == [0, "other", *range(1, 24)]

@@ -89,7 +89,7 @@ def test_the_limit_itself_is_allowed():
 def test_the_pixels_of_all_images_together():
     data = saved(PHOTO, "PNG")
     assert len(open_all([data] * 2, Limits(max_pixels=2400))) == 2
-    assert len(open_all([data] * 3, Limits(max_pixels=2400, max_request_pixels=7200))) == 3
+    assert len(open_all([data] * 3, Limits(max_pixels=3600))) == 3
     with pytest.raises(Problem, match="together") as caught:
         open_all([data] * 3, Limits(max_pixels=2400))
     assert caught.value.status == 413

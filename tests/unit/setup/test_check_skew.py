@@ -8,7 +8,7 @@ import pytest
 
 from kd import config
 from kd.jobs.check import check
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import resolve
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from kd.setup.recipe import Recipe
 def test_uneven_classes_are_told(settings: dict, tmp_path: Path, imbalance: int, told: str):
     data = {"kind": "food_mini", "root": str(tmp_path), "train_images": 410, "imbalance": imbalance}
     ours = {**settings, "data": {**data, "image_size": 16, "batch_size": 8}, "teacher": {}, "losses": [{"kind": "ce"}]}
-    lines = {line.split()[0]: line for line in check(Recipe(config.load(ours))).splitlines()}
+    lines = {line.split()[0]: line for line in check(resolve(config.load(ours))).splitlines()}
     assert ("classes" in lines) == bool(told)
     assert told in lines.get("classes", "")
     assert not list(tmp_path.iterdir())

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd import config
-from kd.artifacts.memory import Memory
 from kd.progress.console import Console
-from kd.setup.build import build_backend, build_run
-from kd.setup.data import open_sources
 from kd.setup.gate import saving
-from kd.setup.recipe import Recipe
-from kd.setup.teacher import load_teacher
 from kd.sifters import history, random, relative
 from kd.sifters.none import Everything
 from kd.types import Costs, SiftContext
@@ -76,40 +70,26 @@ def test_a_paying_sifter_stays():
 
 
 @pytest.mark.parametrize("decided", ["none", "relative", None])
-def test_the_decision_is_pinned(settings, decided):
+def test_the_decision_is_pinned(make, decided):
     """Measured once a run: a resumed run, which finds the decision in its manifest, must not decide otherwise."""
-    chosen = config.load(settings, ["sifter.kind=relative"])
-    data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
-    pinned = {"sifter": decided} if decided else {}
-    built = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True), pinned)
-    run, facts = built.run, built.facts
+    run, _, facts = make("sifter.kind=relative", recorded={"sifter": decided} if decided else {})
     made = facts["choices"]["sifter"]
     assert made == (decided or made)
     assert isinstance(run.sifter, relative.Relative if made == "relative" else Everything)
 
 
 @pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
-def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(settings, delay, found, capsys):
-    chosen = config.load(
-        settings, ["sifter.kind=relative", "sifter.gate=off", "run.steps=4", f"sifter.sift_delay={delay}"]
-    )
-    data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
-    run = build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("")).run
+def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(make, delay, found, capsys):
+    overrides = ("sifter.kind=relative", "sifter.gate=off", "run.steps=4", f"sifter.sift_delay={delay}")
+    run = make(*overrides, logger=Console("")).run
     assert isinstance(run.sifter, found)
     assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (delay == 4)
 
 
-def test_measuring_leaves_the_student_as_it_was(settings):
+def test_measuring_leaves_the_student_as_it_was(make):
     args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
     norm = ["student.model=xcit_nano_12_p8_224", f"student.args={args}"]
-    runs = []
-    for extra in ([], ["sifter.kind=history"]):
-        chosen = config.load(settings, [*norm, *extra])
-        data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        teacher = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
-        runs.append(build_run(Recipe(chosen), data, backend, teacher, Memory(), Console("", quiet=True)).run)
+    runs = [make(*norm, *extra).run for extra in ([], ["sifter.kind=history"])]
     one, other = (run.distillation.state_dict() for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(parameter.grad is None for parameter in runs[1].distillation.parameters())

@@ -9,43 +9,40 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from pieces import Asks
 
 from kd import config
-from kd.artifacts.memory import Memory
 from kd.engine.loop import train
 from kd.errors import ConfigError, KdError, MissingExtra, ModelError
 from kd.models.classifier import Classifier, Ensemble
 from kd.progress.console import Console
-from kd.setup.build import build_backend, build_run
-from kd.setup.data import open_sources, split_batch
-from kd.setup.modes import ExecutionMode, Workload, compare, require, worth_trying
-from kd.setup.recipe import Recipe, Session
-from kd.setup.teacher import choose_teacher, load_teacher, validation_images
+from kd.setup import modes
+from kd.setup.build import build_backend
+from kd.setup.data import open_sources
+from kd.setup.loaders import split_batch
+from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
+from kd.setup.recipe import Session, resolve
+from kd.setup.teacher import Teachers, choose_teacher, load_teachers, validation_images
 from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
+from kd.tasks import single_label
 
 LONG = ("run.steps=1000000000", "student.compile=off")
 """So many steps that everything is worth trying; built, never trained."""
 
 
 @pytest.fixture
-def built(settings, capsys):
+def built(make, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
-    def alone(chosen):
-        features = Recipe(chosen).reads.features
-        return load_teacher(chosen.teacher, ("apple", "fig", "pear"), chosen.data.image_size, features)
+    def built(*overrides, recorded=None, change=lambda teachers: teachers):
+        made = make(*overrides, logger=Console("tiny"), recorded=recorded, change=change)
+        return made.run, made.facts, capsys.readouterr().out
 
-    def make(*overrides, pinned=None, model=alone):
-        chosen = config.load(settings, overrides)
-        data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-        built = build_run(Recipe(chosen), data, backend, model(chosen), Memory(), Console("tiny"), pinned or {})
-        return built.run, built.facts, capsys.readouterr().out
-
-    return make
+    return built
 
 
 def minimal(*overrides) -> config.Config:
@@ -77,6 +74,15 @@ def cpu():
 # ------------------------------------------------------------------------------------------------ worth trying
 
 
+FUSED, COMPILED = ExecutionMode("fp32", "fused"), ExecutionMode("fp32", "fused", compiled=True)
+EXPORTED = ExecutionMode("fp32", "onnxruntime")
+
+
+def wanted(*exported: ExecutionMode, compile: str = "off") -> Wanted:
+    """Nothing is left open in plain torch."""
+    return Wanted("fp32", "fused", compile, torch.nn.Identity(), exported)
+
+
 @pytest.mark.parametrize(
     ("seconds", "form", "expected"),
     [
@@ -89,15 +95,25 @@ def cpu():
         (190.0, "onnxruntime", False),  # the whole of configs/vit_food.yaml
     ],
 )
-def test_a_trial_costs_a_hundredth_of_the_work_at_most(seconds, form, expected):
-    assert worth_trying(seconds, form) is expected
+def test_a_trial_costs_a_hundredth_of_the_work_at_most(monkeypatch, cpu, seconds, form, expected):
+    monkeypatch.setattr(modes, "milliseconds", lambda work, backend: 1000 * seconds)  # of one trial, and there is one
+    other = COMPILED if form == "compiled" else ExecutionMode("fp32", form)
+    left = wanted(compile="auto") if form == "compiled" else wanted(other)
+    asked = []
+
+    def work(mode: ExecutionMode):
+        asked.append(mode)
+        return sleeping(0.0)
+
+    choose_mode(left, work, Workload(16, 16), cpu)
+    assert (other in asked) is expected
 
 
 def test_the_work_of_a_run():
     # 1,000 images in 5 epochs; on 2 ranks 2,500 each; in trials of 16 images and 80 ms: 12.5 s
-    assert minimal("run.epochs=5").run.images(1000, 8) == 5000
-    assert minimal("run.steps=30").run.images(1000, 8) == 240
-    assert Workload(2500, 16, 80.0).seconds == 12.5
+    assert resolve(minimal("run.epochs=5")).loop.images(1000, 8) == 5000
+    assert resolve(minimal("run.steps=30")).loop.images(1000, 8) == 240
+    assert Workload(2500, 16).seconds(80.0) == 12.5
 
 
 @pytest.mark.parametrize(
@@ -107,8 +123,6 @@ def test_the_work_of_a_run():
         ("bf16+unfused+compiled", "bf16", True),
         ("fp32+onnxruntime", "fp32", True),
         ("int8+onnxruntime", "int8+onnxruntime", True),
-        ("int8+fused", "int8+torch", True),
-        ("int8+unfused+compiled", "int8+torch", True),
     ],
 )
 def test_what_a_manifest_says_can_be_read(text, numerics, rebuilt):
@@ -134,26 +148,47 @@ def test_a_candidate_must_win_clearly():
     assert clear_winner({"plain": [20.0, 20.0], "other": [25.0, 25.0]}, 0.0) == "plain"
 
 
-def test_candidates_are_compared_where_the_run_is_long_enough(cpu):
-    work = {"fp32+fused": sleeping(0.03), "fp32+onnxruntime": sleeping(0.0)}
-    best, candidates, long = "fp32+fused", ["fp32+onnxruntime"], Workload(10**8, 16, 20.0)
-    name, table, text = compare(best, candidates, work.__getitem__, long, cpu)
-    assert name == "fp32+onnxruntime"  # thirty milliseconds against none
-    assert table.keys() == {best, *candidates}
-    assert "(16 images, 125000 s of work)" in text
-    assert compare(best, candidates, work.__getitem__, Workload(16, 16, 20.0), cpu) == (best, {}, "")
-    assert compare(best, candidates, work.__getitem__, Workload(0, 16, 0.0), cpu) == (best, {}, "")
+def test_candidates_are_compared_where_the_run_is_long_enough(monkeypatch, cpu):
+    monkeypatch.setattr(modes, "milliseconds", lambda work, backend: 20.0)
+    work = {FUSED: sleeping(0.03), EXPORTED: sleeping(0.0)}.__getitem__
+    chosen = choose_mode(wanted(EXPORTED), work, Workload(10**8, 16), cpu)
+    assert chosen.mode == EXPORTED  # thirty milliseconds against none
+    assert chosen.table.keys() == {FUSED, EXPORTED}
+    assert chosen.record.keys() == {"fp32+fused", "fp32+onnxruntime"}
+    assert "(16 images, 125000 s of work)" in chosen.summary
+    assert choose_mode(wanted(EXPORTED), work, Workload(16, 16), cpu) == Chosen(FUSED)
+    assert choose_mode(wanted(EXPORTED), work, Workload(0, 16), cpu) == Chosen(FUSED)
+    divided = replace(wanted(EXPORTED), rebuilt=False)
+    assert choose_mode(divided, work, Workload(10**8, 16), cpu) == Chosen(FUSED)
 
 
 def test_a_candidate_that_cannot_be_run_is_said_and_left(cpu):
-    def work(name: str):
-        if name == "fp32+fused":
+    def work(mode: ExecutionMode):
+        if mode == FUSED:
             return sleeping(0.001)
         raise RuntimeError("no compiler here\nand a long explanation")
 
-    name, _, told = compare("fp32+fused", ["fp32+fused+compiled"], work, Workload(10**9, 1, 0.0), cpu)
-    assert name == "fp32+fused"
-    assert "fp32+fused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)" in told
+    chosen = choose_mode(wanted(compile="auto"), work, Workload(10**9, 1), cpu)
+    assert chosen.mode == FUSED
+    told = "fp32+fused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
+    assert told in chosen.summary
+
+
+def test_where_measuring_would_compile_nothing_is_measured(cpu):
+    def work(mode: ExecutionMode):
+        def never() -> torch.Tensor:
+            raise AssertionError(f"{mode} was run")
+
+        return never
+
+    cpu.fixed_mode = "bf16+unfused"
+    left = Wanted("auto", "auto", "auto", torch.nn.Identity(), [EXPORTED])
+    assert choose_mode(left, work, Workload(10**9, 1), cpu) == Chosen(ExecutionMode("bf16", "unfused"))
+
+
+def test_compiled_by_name_is_not_compared(cpu):
+    chosen = choose_mode(wanted(EXPORTED, compile="on"), lambda mode: sleeping(0.0), Workload(10**9, 1), cpu)
+    assert chosen == Chosen(COMPILED)
 
 
 def test_what_is_named_and_cannot_be_run(cpu):
@@ -162,8 +197,8 @@ def test_what_is_named_and_cannot_be_run(cpu):
 
     assert attempt(fails, cpu) == "RuntimeError: no compiler here"
     assert attempt(sleeping(0.0), cpu) == ""
-    with pytest.raises(ModelError, match=r"^student\.compile: 'x' is asked for, but RuntimeError: no compiler here\. "):
-        require(fails, "student.compile", "'x' is asked for")
+    with pytest.raises(ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is asked for, but .*compiler"):
+        require(fails, "student.compile", COMPILED)
     assert milliseconds(sleeping(0.005), cpu) >= 5
     first_call = iter([0.7])  # as of a compiler; hopeless, if it were measured
     slow_once = {"a": sleeping(0.02), "b": lambda: sleeping(next(first_call, 0.001))()}
@@ -189,7 +224,7 @@ def test_in_a_long_run_the_runtimes_race(built):
     assert facts["choices"]["teacher"] in names
     assert out.startswith(f"teacher: {facts['choices']['teacher']}: fp32+onnxruntime ")
     assert "times as fast as fp32+unfused; fp32+openvino" in out
-    pinned, facts, out = built(*LONG, "teacher.compile=off", pinned=facts["choices"])
+    pinned, facts, out = built(*LONG, "teacher.compile=off", recorded=facts["choices"])
     assert facts["measured_ms"] == {}
     assert out == ""
     answers = [made.teacher.model for made in (run, pinned)]
@@ -224,13 +259,13 @@ def test_int8_says_how_far_it_is_off(built):
 
 def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
-    chosen = config.load(settings, ["teacher.precision=int8"])
-    data, backend = open_sources(chosen.data), build_backend(chosen.backend)
-    model = load_teacher(chosen.teacher, data.train.classes, chosen.data.image_size)
+    recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
+    data, backend = open_sources(recipe.data), build_backend(recipe.backend)
+    model = load_teachers(recipe.teacher, data, {}).model
     images = validation_images(data)
     assert images.shape == (13, 3, 16, 16)
-    session = Session(backend, data, split_batch(chosen.data, 1, len(data.train)))
-    taught = choose_teacher(session, chosen.teacher, model, 0, "")
+    session = Session(backend, data, split_batch(data.section, 1, len(data.train)))
+    taught = choose_teacher(session, recipe.teacher.section, model, 0, None)
     live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
@@ -243,14 +278,14 @@ def test_the_error_is_that_of_the_logits(built, settings):
 
 
 def test_several_teachers_are_as_many_graphs(built):
-    def ensemble(settings):
-        alone = load_teacher(settings.teacher, ("apple", "fig", "pear"), settings.data.image_size)
-        other = copy.deepcopy(alone)
+    def ensemble(teachers: Teachers) -> Teachers:
+        alone, other = teachers.model, copy.deepcopy(teachers.model)
         with torch.no_grad():
             other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
-        return Ensemble([alone, other], [1.0, 3.0])
+        average = single_label.build(single_label.Options()).average
+        return replace(teachers, model=Ensemble([alone, other], [1.0, 3.0], average), members=[alone, other])
 
-    _, facts, out = built("teacher.runtime=onnxruntime", model=ensemble)
+    _, facts, out = built("teacher.runtime=onnxruntime", change=ensemble)
     assert facts["choices"]["teacher"] == "fp32+onnxruntime"
     assert facts["teacher_error"]["largest"] < 2e-5
     assert "its logits differ from torch float32's" in out
@@ -258,11 +293,12 @@ def test_several_teachers_are_as_many_graphs(built):
 
 def test_a_teacher_that_cannot_be_exported(built):
     odd = Classifier(Asks(), 3, 0)
+    change = lambda teachers: replace(teachers, model=odd, members=[odd])  # noqa: E731
     with pytest.raises(
         ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is asked for, but torch\.export cannot"
     ):
-        built("teacher.runtime=onnxruntime", model=lambda _: odd)
-    _, facts, out = built(*LONG, "teacher.compile=off", model=lambda _: odd)
+        built("teacher.runtime=onnxruntime", change=change)
+    _, facts, out = built(*LONG, "teacher.compile=off", change=change)
     assert facts["choices"]["teacher"] == "fp32+unfused"
     assert "fp32+onnxruntime cannot be run here (torch.export cannot express this network" in out
 
@@ -273,14 +309,17 @@ def test_without_a_compiler(written, tmp_path):
     script = (
         "import sys; from kd import config; from kd.errors import KdError\n"
         "from kd.artifacts.memory import Memory; from kd.progress.console import Console\n"
-        "from kd.setup.build import build_backend, build_run; from kd.setup.data import open_sources\n"
-        "from kd.setup.recipe import Recipe; from kd.setup.teacher import load_teacher\n"
+        "from kd.jobs.teach import obtain_teachers\n"
+        "from kd.setup.build import Results, Setting, build_backend, build_run\n"
+        "from kd.setup.data import open_sources; from kd.setup.recipe import resolve\n"
         "for mode in ('auto', 'on'):\n"
-        "    c = config.load(sys.argv[1], [*sys.argv[2:], 'teacher.runtime=torch', 'teacher.compile=' + mode])\n"
-        "    data, backend = open_sources(c.data), build_backend(c.backend)\n"
-        "    teacher = load_teacher(c.teacher, data.train.classes, c.data.image_size)\n"
+        "    overrides = [*sys.argv[2:], 'teacher.runtime=torch', 'teacher.compile=' + mode]\n"
+        "    recipe = resolve(config.load(sys.argv[1], overrides))\n"
+        "    data, backend = open_sources(recipe.data), build_backend(recipe.backend)\n"
+        "    setting = Setting(obtain_teachers(recipe.teacher, data, backend), backend, recipe.backend)\n"
+        "    results = Results(Memory(), Console(''))\n"
         "    try:\n"
-        "        built = build_run(Recipe(c), data, backend, teacher, Memory(), Console(''))\n"
+        "        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)\n"
         "        print(built.facts['choices']['teacher'])\n"
         "    except KdError as error:\n"
         "        print(error.exit_code, error)\n"
@@ -308,7 +347,7 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     assert "teacher: fp32+unfused+compiled; its logits differ from torch float32's by" in out
     first = curve(compiled)
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(first), rtol=1e-3, atol=1e-5)
-    again, _, _ = built("teacher.compile=on", "student.compile=on", pinned=facts["choices"])
+    again, _, _ = built("teacher.compile=on", "student.compile=on", recorded=facts["choices"])
     assert curve(again) == first
     names = list(plain.distillation.state_dict())
     assert list(compiled.distillation.state_dict()) == names
@@ -360,17 +399,22 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
         (
             ["teacher.precision=int8"],
             True,
-            "teacher.precision: is int8, which on a CPU runs as a graph of onnxruntime, but",
+            "teacher.precision: is int8, but a loss needs the teacher's features",
         ),
         (
             ["teacher.precision=int8", "teacher.compile=on"],
             False,
-            "but teacher.compile is on. torch has int8 too, many",
+            "teacher.precision: is int8, but teacher.compile is on, and torch.compile is torch's",
+        ),
+        (
+            ["teacher.precision=int8", "teacher.runtime=torch"],
+            False,
+            "teacher.precision: is int8, but teacher.runtime is torch. int8 runs as a graph of onnxruntime",
         ),
         (
             ["teacher.precision=fp8"],
             False,
-            "teacher.precision: is fp8, which backend 'cpu' does not have. fp8 goes with",
+            "teacher.precision: is 'fp8'. Allowed: one of auto, fp32, bf16, int8",
         ),
         (
             ["backend.kind=cuda", "teacher.runtime=openvino"],
@@ -378,9 +422,14 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
             "teacher.runtime: is openvino, but the backend is 'cuda",
         ),
         (
+            ["backend.kind=cuda", "teacher.precision=int8"],
+            False,
+            "teacher.precision: is int8, but the backend is 'cuda'",
+        ),
+        (
             ["backend.kind=xla", "teacher.precision=int8"],
             False,
-            "is int8, which backend 'xla' does not have. ",
+            "teacher.precision: is int8, but the backend is 'xla'",
         ),
         (
             ["backend.kind=xla", "student.compile=on"],
@@ -407,17 +456,17 @@ def test_what_cannot_be(overrides, features, message):
         (
             "openvino",
             ["teacher.runtime=openvino"],
-            "teacher.runtime: is openvino, which is not installed. pip install 'kd[",
+            "teacher.runtime: is openvino, which is not installed. pip install 'kd[openvino]'",
         ),
         (
             "onnxruntime",
             ["teacher.precision=int8", "teacher.runtime=onnxruntime"],
-            "which is not installed. pip install",
+            "is onnxruntime, which is not installed. pip install 'onnxruntime'",
         ),
         (
-            "torchao",
-            ["teacher.precision=int8", "teacher.runtime=torch"],
-            "for which torch needs torchao. pip install 'kd[q",
+            "onnxruntime",
+            ["teacher.precision=int8"],
+            "teacher.precision: is int8, for which onnxruntime is not installed. pip install 'onnxruntime'",
         ),
     ],
 )
@@ -437,8 +486,9 @@ def test_what_can_be(overrides):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_a_command_refuses_before_it_starts(written, refused, tmp_path, check):
-    told = refused("train", written(), "teacher.precision=fp8", *(["--check"] if check else []))
-    assert told.startswith("teacher.precision: is fp8, which backend 'cpu' does not have.")
+    overrides = ("teacher.precision=int8", "teacher.runtime=torch")
+    told = refused("train", written(), *overrides, *(["--check"] if check else []))
+    assert told.startswith("teacher.precision: is int8, but teacher.runtime is torch.")
     assert not (tmp_path / "runs").exists()
 
 

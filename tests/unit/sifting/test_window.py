@@ -24,6 +24,11 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def half(size: int) -> torch.Tensor:
+    """The rank of each loss in the middle of its ties."""
+    return torch.full((size,), 0.5, dtype=torch.float64)
+
+
 def naive(history: list[float], batch: list[float], place: list[float]) -> list[float]:
     """The definition, for one loss at a time."""
     pool = history + batch
@@ -44,7 +49,7 @@ def test_the_percentile_is_the_definition(values):
         place = torch.rand(size, generator=draw, dtype=torch.float64)
         single = losses.float().tolist()
         assert window.percentile(losses, place).tolist() == pytest.approx(naive(history, single, place.tolist()))
-        assert window.percentile(losses).tolist() == pytest.approx(naive(history, single, [0.5] * size))
+        assert window.percentile(losses, half(size)).tolist() == pytest.approx(naive(history, single, [0.5] * size))
         window.push(losses)
         history = (history + single)[-10:]
 
@@ -52,7 +57,7 @@ def test_the_percentile_is_the_definition(values):
 def test_the_mid_rank_of_constant_losses_is_a_half():
     window = LossWindow(8)
     for _ in range(3):
-        assert window.percentile(torch.ones(5)).tolist() == [0.5] * 5
+        assert window.percentile(torch.ones(5), half(5)).tolist() == [0.5] * 5
         window.push(torch.ones(5))
 
 
@@ -152,7 +157,7 @@ def test_a_window_resumes_from_its_state():
     resumed.load_state_dict(whole.state_dict())
     for _ in range(3):
         losses = torch.rand(4, generator=draw)
-        assert torch.equal(whole.percentile(losses), resumed.percentile(losses))
+        assert torch.equal(whole.percentile(losses, half(4)), resumed.percentile(losses, half(4)))
         for window in (whole, resumed):
             window.push(losses)
     assert torch.equal(whole.losses_L, resumed.losses_L)
@@ -165,4 +170,4 @@ def test_a_state_fits_a_window_of_another_length(length):
     other = LossWindow(length)
     other.load_state_dict(window.state_dict())
     expected = naive([0.0, 1.0, 2.0, 3.0][-length:], [1.5], [0.5])
-    assert other.percentile(torch.tensor([1.5])).tolist() == pytest.approx(expected)
+    assert other.percentile(torch.tensor([1.5]), half(1)).tolist() == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from kd.models.answers import Answers, read, write
 from kd.models.classifier import main_output
 from kd.report.plan import plan
 from kd.setup.data import open_sources
-from kd.setup.recipe import Recipe
-from kd.setup.teacher import load_teacher
+from kd.setup.recipe import resolve
+from kd.setup.teacher import load_teachers
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")
@@ -53,12 +54,10 @@ def examples(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-def load(settings, section, labels="all", where="teacher"):
-    """Load a teacher as a run does."""
-    chosen = config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}, "data": {"labels": labels}}))
-    data = open_sources(chosen.data)
-    images = data.images(0, 0)
-    return load_teacher(chosen.teacher, data.asked, chosen.data.image_size, where=where, images=images)
+def load(settings, section, **asked):
+    """Load a teacher as a run does; `asked` are fields of its plan."""
+    recipe = resolve(config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}})))
+    return load_teachers(replace(recipe.teacher, **asked), open_sources(recipe.data), {}).model
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_reads_the_teacher(kind, made, bare):
     chosen = config.load(merged(bare, {"teacher": made[kind]}))
-    assert f"teacher   {made[kind]['model']}" in check(Recipe(chosen), timed=False)
+    assert f"teacher   {made[kind]['model']}" in check(resolve(chosen))
 
 
 def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
@@ -124,7 +123,7 @@ def test_several_kinds_are_averaged(made, bare):
 
 def test_the_same_network_answers_alike_in_torch_onnx_and_a_table(made, bare, photos):
     models = {kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")}
-    source = models["answers"] and open_sources(config.load(merged(bare, {"teacher": made["torch"]})).data).val
+    source = models["answers"] and open_sources(resolve(config.load(merged(bare, {"teacher": made["torch"]}))).data).val
     pixels = np.stack([np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)])
     image, ids = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.arange(3)
     with torch.no_grad():
@@ -150,13 +149,11 @@ def test_features_of_transformers(made, bare):
     from transformers import AutoModelForImageClassification, CLIPModel
 
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
-    chosen = config.load(merged(bare, {"teacher": made["transformers"]}))
-    model = load_teacher(chosen.teacher, ("apple", "fig", "pear"), 16, ("pooled", "tokens")).eval()
+    features = ("pooled", "tokens")
+    model = load(bare, made["transformers"], features=features).eval()
     alone = AutoModelForImageClassification.from_pretrained(made["transformers"]["model"]).eval()
     clip = {"kind": "transformers", "model": made["zero_shot"]["model"]}
-    tower = load_teacher(
-        config.load(merged(bare, {"teacher": clip})).teacher, (), 16, ("pooled", "tokens"), logits=False
-    )
+    tower = load(bare, clip, features=features, logits=False)
     other = CLIPModel.from_pretrained(clip["model"]).eval()
     with torch.no_grad():
         found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
@@ -348,7 +345,7 @@ def test_a_graph_that_does_not_take_images_is_one_line(shape, axes, message, bar
 def test_a_plan_says_that_it_leaves_a_graph_out(made, bare):
     """Its arithmetic is not counted: hours on a GPU were those of the student alone."""
     chosen = config.load(merged(bare, {"teacher": made["onnx"]}))
-    assert "left out: the teacher, which runs in onnxruntime" in plan(Recipe(chosen), ["p4d.24xlarge"])
+    assert "left out: the teacher, which runs in onnxruntime" in plan(resolve(chosen), ["p4d.24xlarge"])
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kd.backends.cpu import CPU
+from kd.contracts import Evaluation, Evaluator, Split
 from kd.data.loader import LocalLoader, evaluation_plan
-from kd.engine.evaluate import NUM_BINS, Evaluator
 from kd.errors import DataError
-from kd.models.teacher import NoTeacher
+from kd.tasks.single_label import NUM_BINS, Options, build
 from kd.types import Batch, Outputs, Sample
 
 
@@ -67,11 +67,11 @@ def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return student, teacher, label
 
 
-def evaluator(teacher, labels, batch, classes, broken=frozenset()) -> Evaluator:
+def evaluator(teacher, labels, batch, classes, broken=frozenset(), labelled=True) -> Evaluator:
     loader = LocalLoader(Ids(labels, broken), batch, 1, 0, 1, workers=0)
     plan = evaluation_plan(len(labels), batch)
-    live = Answers(teacher) if teacher is not None else NoTeacher()
-    return Evaluator(CPU("fp32", 60, 1), loader, plan, live, teacher is not None, classes)
+    live = Answers(teacher) if teacher is not None else None
+    return build(Options()).evaluator(Evaluation(CPU("fp32", 60, 1), Split(loader, plan), live, classes, labelled))
 
 
 def log_softmax(logits: Tensor) -> np.ndarray:
@@ -114,6 +114,25 @@ def test_all_numbers(images, classes, batch):
 def test_without_a_teacher():
     student, _, label = draw(30, 3)
     assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(expected_of(student, label), rel=1e-5)
+
+
+def test_without_labels_the_teacher_is_what_is_right():
+    student, teacher, label = draw(30, 3)
+    made = evaluator(teacher, torch.full_like(label, -1), 8, 3, labelled=False)
+    right = expected_of(student, teacher.argmax(1))
+    expected = expected_together(student, teacher) | {"agreement_ece": right["ece"]}
+    assert made(Table(student)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert (made.decides, expected["agreement"]) == ("agreement", pytest.approx(right["accuracy"]))
+
+
+def test_another_teacher_is_scored_by_its_own_answers():
+    student, teacher, label = draw(30, 3)
+    made = evaluator(teacher, label, 8, 3)
+    made(Table(student))
+    found = made.of(Answers(student))(Table(student))
+    assert found["agreement"] == 1
+    assert found["teacher_accuracy"] == found["accuracy"]
+    assert made(Table(student))["agreement"] < 1
 
 
 def test_unreadable_images_do_not_count():

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kd.sagemaker import group
-from kd.sagemaker.group import Meeting, Member
 from kd.sagemaker.hosts import Hosts, free_ports
+from kd.sagemaker.meeting import Meeting, Member
 
 TRAINERS, DATA = ("127.0.0.2", "127.0.0.3"), ("127.0.0.4",)
 
@@ -35,7 +34,7 @@ def together(act: Callable[[dict[str, Member]], Awaitable[None]]) -> list[int]:
 async def begin(members: dict[str, Member]) -> None:
     for number, member in enumerate(members.values()):
         assert not any(each.begun.done() for each in members.values()), number
-        member.tell("ready")
+        member.send("ready")
         await asyncio.sleep(0.05)
     await asyncio.gather(*(asyncio.wait_for(member.begun, 10) for member in members.values()))
 
@@ -43,10 +42,10 @@ async def begin(members: dict[str, Member]) -> None:
 def test_a_job_begins_with_the_last_host_and_ends_with_the_last_trainer():
     async def act(members: dict[str, Member]) -> None:
         await begin(members)
-        members[TRAINERS[1]].tell("done 0")
+        members[TRAINERS[1]].send("done 0")
         await asyncio.sleep(0.05)
         assert not any(member.ended.done() for member in members.values())
-        members[TRAINERS[0]].tell("done 0")
+        members[TRAINERS[0]].send("done 0")
 
     assert together(act) == [0, 0, 0]
 
@@ -54,7 +53,7 @@ def test_a_job_begins_with_the_last_host_and_ends_with_the_last_trainer():
 def test_one_failure_ends_the_job_for_all():
     async def act(members: dict[str, Member]) -> None:
         await begin(members)
-        members[TRAINERS[1]].tell("done 75")
+        members[TRAINERS[1]].send("done 75")
 
     assert together(act) == [75, 75, 75]
 
@@ -75,22 +74,22 @@ def test_a_data_host_may_break_away_and_come_back():
         await members[DATA[0]].close()
         hosts = Hosts(DATA[0], TRAINERS, DATA, (members[TRAINERS[0]]._writer.get_extra_info("peername")[1], 0, 0))
         members[DATA[0]] = await Member.join(hosts)
-        members[DATA[0]].tell("ready")
+        members[DATA[0]].send("ready")
         for name in TRAINERS:
-            members[name].tell("done 0")
+            members[name].send("done 0")
 
     assert together(act) == [0, 0, 0]
 
 
 def test_trainers_begin_without_a_host_that_does_not_come(monkeypatch, capsys):
-    monkeypatch.setattr(group, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("kd.sagemaker.meeting.JOIN_SECONDS", 0.2)
 
     async def act(members: dict[str, Member]) -> None:
         for name in TRAINERS:
-            members[name].tell("ready")
+            members[name].send("ready")
         await asyncio.wait_for(members[TRAINERS[0]].begun, 10)
         for name in TRAINERS:
-            members[name].tell("done 0")
+            members[name].send("done 0")
 
     assert together(act) == [0, 0, 0]
     assert DATA[0] in capsys.readouterr().err

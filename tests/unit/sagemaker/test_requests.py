@@ -13,10 +13,13 @@ import pytest
 import yaml
 
 from kd import config
+from kd.config.flat import flat
 from kd.errors import ConfigErrors, RunError
 from kd.progress.console import Console
 from kd.sagemaker import aws as sending
-from kd.sagemaker import launch
+from kd.sagemaker import requests
+from kd.tasks.label_sets import SCORES as LABEL_SETS
+from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.types import State
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
@@ -48,7 +51,7 @@ def test_a_configuration_survives_as_texts(food):
     """Each kind of value, references and lists among them."""
     overrides = ["optimizer.lr=5e-5", "run.trackers=[]", "teacher.args={}", "run.seed=007", "data.augment.flip=1"]
     overrides += ["teacher.args={act_layer: '1e3'}", "run.folder=${oc.env:NOWHERE,runs}", "losses.0.weight=2"]
-    keys = config.flat(food, overrides)
+    keys = flat(food, overrides)
     assert keys["run.name"] == "food_1"
     assert keys["run.folder"] == "${oc.env:NOWHERE,runs}"
     again = config.load({}, [f"{key}={text}" for key, text in keys.items()])
@@ -115,10 +118,10 @@ def test_shards_and_weights_become_channels(food):
         "teacher.checkpoint": "s3://b/teacher/model.safetensors",
         "student.checkpoint": "s3://b/student",
     }
-    request = launch.training_request(
-        launch.Job(name="a-1", keys=keys, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+    request = requests.training_request(
+        requests.Job(name="a-1", keys=keys, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
     )
-    launch.validate("CreateTrainingJob", request)
+    requests.validate("CreateTrainingJob", request)
     sources = {c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"]}
     assert sources == {
         "data-train": "s3://b/shards/",
@@ -152,18 +155,18 @@ def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food
 
 
 def test_too_long_and_too_many_values_are_found():
-    job = launch.Job(name="a", keys={"run.name": "a"}, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
-    request = launch.training_request(job)
+    job = requests.Job(name="a", keys={"run.name": "a"}, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+    request = requests.training_request(job)
     request["HyperParameters"] |= {f"key{i}": "x" * 2501 for i in range(100)}
     with pytest.raises(ConfigErrors) as caught:
-        launch.validate("CreateTrainingJob", request)
+        requests.validate("CreateTrainingJob", request)
     assert "At most 100" in str(caught.value)
     assert "At most 2500" in str(caught.value)
 
 
 def test_the_metrics_match_the_log(capfd):
     """CloudWatch reads what the console prints."""
-    console = Console("food")
+    console = Console("food", scores=SINGLE_LABEL)
     state = State(step=3, epoch=0)
     console.step(state, 0.1)
     console.log("train", state, {"loss": 1.25, "kl": 1.5, "lr": 5e-05, "grad_norm": 1.0, "images_per_second": 41.0})
@@ -171,10 +174,11 @@ def test_the_metrics_match_the_log(capfd):
     console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
     console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
     console.log("val", state, {"accuracy": 0.25})
+    console.scores = LABEL_SETS
     console.log("val", state, {"map": 0.75, "f1_macro": 0.5})
     log = capfd.readouterr().out.splitlines()
     found = {
-        name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in launch.METRICS.items()
+        name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in requests.METRICS.items()
     }
     assert found == {
         "train:loss": [1.25, 1.125],
@@ -193,7 +197,7 @@ def test_the_metrics_match_the_log(capfd):
 def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
     logs = aws("logs")
     logs.create_log_group(logGroupName=sending.LOGS)
-    monkeypatch.setattr("kd.cli.launch._unique", lambda name: "food-1")
+    monkeypatch.setattr("kd.cli.launch._unique_name", lambda name: "food-1")
     for host in (1, 2):
         logs.create_log_stream(logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}")
         events = [{"timestamp": int(1000 * time.time()) + i, "message": f"host {host} line {i}"} for i in range(3)]
@@ -252,9 +256,9 @@ def test_what_aws_refuses_is_one_line(aws, exported, refused):
 
 def test_an_endpoint_that_answers_something_else_is_named(aws, exported):
     endpoint_answers(aws, '{"predictions": []}')
-    hosting = launch.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
+    hosting = requests.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name odd"):
-        sending.deploy(launch.hosting_requests(hosting), exported, hosting.model, ("fig",))
+        sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
 
 
 def test_a_batch_transform(aws, exported, command):

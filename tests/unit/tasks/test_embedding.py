@@ -11,16 +11,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kd.backends.cpu import CPU
+from kd.contracts import Evaluation, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
-from kd.engine.embedding import STRENGTHS, EmbeddingEvaluator, Split, nearest, ridge
 from kd.engine.loop import train
 from kd.errors import ConfigError, Interrupted, ModelError
 from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
 from kd.models.teacher import Uncached
 from kd.parts import build
+from kd.tasks import embedding
+from kd.tasks.embedding import STRENGTHS, nearest, ridge
 from kd.types import Batch, Dims, Outputs
 
 LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
@@ -257,7 +260,7 @@ class Counted(Uncached):
         return self.model(batch.image)
 
 
-def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once(make):
+def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
     generator = torch.Generator().manual_seed(0)
     bank, val = (
         [(torch.randn(3, 2, 2, generator=generator) + i % 3, i % 3) for i in range(count)] for count in (50, 23)
@@ -265,10 +268,13 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once(make)
     torch.manual_seed(0)
     student, teacher = Embeds(5), Counted(Embeds(7))
     criterion = Criterion([("cosine", 1.0, build("losses", "cosine", Options(), "losses", dims=Dims(0, 5, 7)))])
-    splits = [
+    asked, searched = (
         Split(LocalLoader(MapDataset(data, 0), 8, 1, 0, 1, 0), evaluation_plan(len(data), 8)) for data in (val, bank)
-    ]
-    evaluator = EmbeddingEvaluator(make().run.backend, *splits, teacher, criterion, 3, 1)
+    )
+    setting = Evaluation(
+        CPU("fp32", 60, 1), asked, teacher, 3, bank=lambda: searched, agreement=criterion.agreement, members=1
+    )
+    evaluator = embedding.build(embedding.Options()).evaluator(setting)
     found = evaluator(student)
     assert evaluator(student) == found
     assert teacher.batches == 10  # 3 of the validation split, 7 of the bank
@@ -278,9 +284,9 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once(make)
             for data in (bank, val)
         )
         for prefix, model in (("", student), ("teacher_", teacher.model)):
-            searched, asked = (F.normalize(model(one).features["pooled"], dim=1) for one in (bank_image, image))
+            known, new = (F.normalize(model(one).features["pooled"], dim=1) for one in (bank_image, image))
             for kind, classify in (("knn", nearest), ("probe", ridge)):
-                right = classify(searched, bank_label, asked, 3).argmax(1) == label
+                right = classify(known, bank_label, new, 3).argmax(1) == label
                 assert found[prefix + kind] == pytest.approx(right.double().mean().item(), abs=1e-6)
         agreement = criterion.agreement(student(image), teacher.model(image)).mean().item()
     assert found["agreement"] == pytest.approx(agreement, abs=1e-6)

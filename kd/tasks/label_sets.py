@@ -1,35 +1,117 @@
-"""Models that answer with sets of labels on the validation split: average precision, F1, agreement.
+"""Several labels an image, or none: each class is answered alone, by a sigmoid.
 
-Shape legend: B images of a batch, N images of the split, C classes.
+Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kd.engine.evaluate import Evaluator
+from kd.contracts import Evaluation
+from kd.scores import Column, GraphScores, Scores
+from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
 
 FEWEST = 10
 """Images of a class from which its own threshold is chosen; with fewer it would fit chance."""
+SCORES = Scores(
+    own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
+    pair=(
+        Column("agreement", "agreement", meaning="labels in common, of those that one of the two gives"),
+        Column("kl", "KL", "nats", "divergence of the student's probabilities from the teacher's, summed over classes"),
+    ),
+)
 
 
-class LabelSetEvaluator(Evaluator):
-    """Score models that answer for each class alone. Called as `kd.engine.evaluate.Evaluator` is.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
 
-    It returns for the student `map` (the mean over classes of the average precision), `f1_macro` and `f1_micro` at the
+
+class LabelSets:
+    """See `kd.contracts.Task`."""
+
+    name, logits, label, problem_type = "label_sets", "sigmoid", "set", "multi_label_classification"
+    label_loss, scores, keeps_topk = "bce", SCORES, False
+
+    def evaluator(self, setting: Evaluation) -> Evaluator:
+        """Return what scores the student."""
+        return Evaluator(setting, self.scores)
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return log(p / (1 - p)) of the averaged p of K teachers."""
+        shares_K11 = shares_K.log()[:, None, None]
+        yes_BC, no_BC = ((F.logsigmoid(sign * logits_KBC) + shares_K11).logsumexp(0) for sign in (1, -1))
+        return yes_BC - no_BC
+
+    def entropy(self, logits_BC: Tensor) -> Tensor:
+        """Return the sum over classes of the entropies of yes and no, nats."""
+        return (F.softplus(logits_BC) - logits_BC.sigmoid() * logits_BC).sum(-1)
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        """Return the empty set for each image, int8 [images, C]."""
+        return torch.zeros(images, num_classes, dtype=torch.int8)
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        """Return what is wrong with probabilities of one label an image."""
+        one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
+        if not (one and self.are_probabilities(answer_BC)):
+            return ""
+        return "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool:
+        """Return whether all numbers are from 0 to 1."""
+        return bool((answer_BC >= 0).all() and (answer_BC <= 1).all())
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        """Return log(p / (1 - p))."""
+        return answer_BC.logit(1e-6)
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Count equal largest logits; the mean average precision is over the images with labels.
+
+        Where none has labels, PyTorch is right.
+        """
+        images, same = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum())
+        known = are_known(label)
+        answers, truth = (outputs[known], label[known]) if known.any() else (outputs, reference)
+        precision = score(answers, truth > 0)["map"]
+        summary = f"same top-1 on {same} of {images} validation images"
+        return GraphScores({"same_top1": same, "mAP": precision}, "mAP", "mAP", summary, images - same)
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return for each class its threshold, whether it was chosen, and the images that show it."""
+        known = are_known(label)
+        if not known.any():
+            return {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
+        truth = label[known] > 0
+        values_C, enough_C = thresholds(logits_NC[known], truth)
+        columns = zip(classes, values_C.tolist(), enough_C.tolist(), truth.sum(0).tolist(), strict=True)
+        return {
+            name: {"threshold": round(value, 6), "chosen": enough, "images": images}
+            for name, value, enough, images in columns
+        }
+
+
+def build(options: Options) -> LabelSets:
+    """Build the task."""
+    return LabelSets()
+
+
+class Evaluator(LogitsEvaluator):
+    """Score models that answer for each class alone.
+
+    A row has for the student `map` (the mean over classes of the average precision), `f1_macro` and `f1_micro` at the
     threshold 0.5, and `nll` (nats an image, summed over classes), over the images with labels; with a teacher also the
     same with `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`).
     Precision needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
     """
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.decides = "map" if self.labelled else "agreement"
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return the answers of a batch, with the images that they are for."""
@@ -39,17 +121,17 @@ class LabelSetEvaluator(Evaluator):
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
-        found = {name: self._whole(torch.cat([row[name] for row in rows]), ids_N, seen_N) for name in rows[0]}
-        seen = found["seen"][:, 0] > 0
-        label = found["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
+        gathered = {name: self._gather(torch.cat([row[name] for row in rows]), ids_N, seen_N) for name in rows[0]}
+        seen = gathered["seen"][:, 0] > 0
+        label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
         self._require(len(label), int(known.sum()))
-        student, values = found["student"][seen].double(), {}
+        student, values = gathered["student"][seen].double(), {}
         if self.labelled:
             values = score(student[known], label[known] > 0)
             self.chance = (label[known] > 0).double().mean().item()
-        if self.has_teacher:
-            teacher = found["teacher"][seen].double()
+        if self.teacher is not None:
+            teacher = gathered["teacher"][seen].double()
             of_teacher = score(teacher[known], label[known] > 0) if self.labelled else {}
             values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
             values |= {"kl": divergence(teacher, student), "agreement": jaccard(teacher > 0, student > 0)}
@@ -57,20 +139,25 @@ class LabelSetEvaluator(Evaluator):
         self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def _whole(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
+    def _gather(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
         """Return the rows of all ranks, [N, ...], by image, on the CPU; 0 for an image that nobody saw."""
         rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
         whole = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
         return self.backend.reduce_sum(whole).cpu()
 
 
+def are_known(label: Tensor) -> Tensor:
+    """Return which images have labels, bool [N], of label sets [N, C], or of -1 [N] where there are none."""
+    return label >= 0 if label.ndim == 1 else (label >= 0).all(1)
+
+
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
     """Return the scores of logits, where truth says which classes an image shows."""
     right = truth_NC.any(0)  # a class that no image shows has no precision
     per_class = average_precision(logits_NC, truth_NC)[right]
-    said_NC = logits_NC > 0
-    f1_C = f1(*counts(said_NC, truth_NC))[right]
-    micro = f1(*(count_C.sum() for count_C in counts(said_NC, truth_NC)))
+    answer_NC = logits_NC > 0
+    f1_C = f1(*counts(answer_NC, truth_NC))[right]
+    micro = f1(*(count_C.sum() for count_C in counts(answer_NC, truth_NC)))
     nll_NC = F.binary_cross_entropy_with_logits(logits_NC, truth_NC.to(logits_NC.dtype), reduction="none")
     return {
         "map": per_class.mean().item() if len(per_class) else 0.0,
@@ -99,10 +186,10 @@ def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def counts(said_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def counts(answer_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each class how many answers are right, too many, and missing, float64 [C]."""
-    right = (said_NC & truth_NC).double().sum(0)
-    return right, said_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
+    right = (answer_NC & truth_NC).double().sum(0)
+    return right, answer_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
 
 
 def f1(right: Tensor, extra: Tensor, missing: Tensor) -> Tensor:

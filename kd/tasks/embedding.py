@@ -1,21 +1,23 @@
-"""An embedding student on the validation split: agreement with its teacher, nearest neighbours, a linear probe.
+"""Vectors without classes: compared with the teacher's, and scored by nearest neighbours and a linear probe.
 
 Shape legend: N images that are searched, M images that ask, B images of a batch, C classes, D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.contracts import Backend, Loader, Teacher
-from kd.engine.criterion import Criterion
+from kd.contracts import Backend, Evaluation, Split, Teacher
 from kd.errors import DataError
-from kd.types import Batch, Outputs, Plan
+from kd.scores import Column, GraphScores, Scores
+from kd.types import Batch, Outputs
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 """Of the search, as in DINO (arXiv:2104.14294)."""
@@ -23,17 +25,68 @@ STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
 KEPT_BYTES = 1 << 30
 """Of the teacher's outputs for validation images that are kept for the next evaluations."""
-STUDENT, LABELS = "{}", "labels"
-"""Names of vectors: a score of the student is called "knn", of a teacher "teacher_knn"."""
+LABELS = "labels"
+SCORES = Scores(
+    own=(Column("knn", "nearest neighbours"), Column("probe", "linear probe")),
+    pair=(Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),),
+    note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
+    "and a ridge classifier. The labels were not used in training.",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Images of one split, as evaluation shows them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
 
-    loader: Loader
-    plan: Plan
-    """Of ascending ids, padded with weight 0."""
+
+class Embedding:
+    """See `kd.contracts.Task`."""
+
+    name, logits, label, problem_type = "embedding", "", "class", ""
+    label_loss, scores, keeps_topk = "ce", SCORES, True
+
+    def evaluator(self, setting: Evaluation) -> Evaluator:
+        """Return what scores the student."""
+        return Evaluator(setting, self.scores)
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return logits of width 0: features are not averaged."""
+        return logits_KBC[0]
+
+    def entropy(self, logits_BC: Tensor) -> Tensor:
+        """Refuse: vectors have no probabilities; the rules of a configuration exclude it."""
+        raise NotImplementedError
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        """Return class 0 for each image, int64 [images]."""
+        return torch.zeros(images, dtype=torch.int64)
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        """Return nothing: any numbers may be logits."""
+        return ""
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool:
+        """Return False: there are no classes."""
+        return False
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        """Return the answer as it is."""
+        return answer_BC
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Return the mean cosine of vectors of length 1."""
+        cosine = (outputs * reference).sum().item() / max(1, len(outputs))
+        summary = f"mean cosine {cosine:.6f} on {len(outputs)} validation images"
+        return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return none: there are no classes."""
+        return {}
+
+
+def build(options: Options) -> Embedding:
+    """Build the task."""
+    return Embedding()
 
 
 class Vectors:
@@ -61,40 +114,31 @@ class Vectors:
         return whole, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
-class EmbeddingEvaluator:
-    """Score an embedding student. Called as `kd.engine.evaluate.Evaluator` is.
+class Evaluator:
+    """Score an embedding student. See `kd.contracts.Evaluator`.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
     They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
+
+    A row has `agreement`: of the projected student with the teacher, the mean cosine of validation images. With labels
+    also the accuracies `knn` (20 neighbours, weighted by exp(cosine / 0.07)) and `probe` (a ridge classifier) of the
+    student's vectors, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ...
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        val: Split,
-        bank: Split | None,
-        teacher: Teacher,
-        criterion: Criterion,
-        num_classes: int,
-        members: int,
-    ) -> None:
-        """Prepare; nothing is computed yet.
+    chance = 0.0
 
-        Args:
-            backend: set up.
-            val: the validation split.
-            bank: training images to search in; None: there are no labels, agreement alone is measured.
-            teacher: live.
-            criterion: holds the projectors, through which student and teacher are compared.
-            num_classes: C.
-            members: number of teachers.
-        """
-        self.backend, self.loader, self.plan, self.val, self.bank = backend, val.loader, val.plan, val, bank
-        self.teacher, self.criterion, self.num_classes, self.members = teacher, criterion, num_classes, members
-        self.labelled = bank is not None
+    def __init__(self, setting: Evaluation, scores: Scores) -> None:
+        """Prepare; nothing is computed yet."""
+        assert setting.teacher is not None
+        assert setting.agreement is not None
+        self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
+        self.teacher, self.agreement = setting.teacher, setting.agreement
+        self.num_classes, self.members = setting.num_classes, setting.members
+        known = setting.labelled and setting.num_classes > 1
+        self.bank = setting.bank() if known and setting.bank is not None else None
+        self.labelled = self.bank is not None
         """Whether neighbours and the probe are scored."""
-        self.decides = "knn" if self.labelled else "agreement"
-        """Which value says what the best checkpoint is."""
+        self.decides = scores.decides(self.labelled).key
         self._outputs: list[Outputs] = []
         self._bytes = 0
         self._searched: dict[str, Tensor] = {}
@@ -102,17 +146,7 @@ class EmbeddingEvaluator:
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks.
-
-        Args:
-            student: maps uint8 images [B, 3, H, W] to Outputs with "pooled".
-            stop: asked before each batch, on all ranks alike; True gives the evaluation up.
-
-        Returns:
-            `agreement`: of the projected student with the teacher, the mean cosine of validation images. With labels
-            also the accuracies `knn` (20 neighbours, weighted by exp(cosine / 0.07)) and `probe` (a ridge classifier)
-            of the student's vectors, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ... Empty if the
-            evaluation was given up.
+        """Evaluate over all ranks; empty if the evaluation was given up.
 
         Raises:
             DataError: no validation image could be decoded.
@@ -129,9 +163,19 @@ class EmbeddingEvaluator:
         self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
+    def of(self, teacher: Teacher) -> Evaluator:
+        """Return the same for another teacher."""
+        other = copy.copy(self)
+        other.teacher, other._outputs, other._bytes, other._searched = teacher, [], 0, {}
+        return other
+
+    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return nothing: a vector is not right or wrong."""
+        return {}
+
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
         """Return all values, or none where `stop` said so."""
-        backend, asking = self.backend, Vectors(self.val, self.backend)
+        backend, queries = self.backend, Vectors(self.val, self.backend)
         sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
         for number, batch in enumerate(backend.put(self.val.loader.epoch(self.val.plan, view=0))):
             if stop():
@@ -139,36 +183,35 @@ class EmbeddingEvaluator:
             with backend.autocast():
                 outputs = student(batch.image)
             teacher = self._ask(number, batch)
-            agreement_B = self.criterion.agreement(outputs, teacher).double()
+            agreement_B = self.agreement(outputs, teacher).double()
             sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
-            asking.add(batch, {STUDENT: outputs.features["pooled"], **self._pooled(teacher)})
+            queries.add(batch, {"": outputs.features["pooled"], **self._pooled(teacher)})
             backend.end_step()
         total, images = backend.reduce_sum(sums).tolist()
         if images == 0:
             wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
             raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
-        scores = {} if self.bank is None else self._search(student, self.bank, asking, stop)
+        scores = {} if self.bank is None else self._search(student, self.bank, queries, stop)
         return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
-    def _search(self, student: nn.Module, bank: Split, asking: Vectors, stop: Callable[[], bool]) -> dict[str, float]:
+    def _search(self, student: nn.Module, split: Split, queries: Vectors, stop: Callable[[], bool]) -> dict[str, float]:
         """Return the accuracies of what training images tell about validation images; none where `stop` said so."""
-        backend, searched = self.backend, Vectors(bank, self.backend)
-        for batch in backend.put(bank.loader.epoch(bank.plan, view=0)):
+        backend, searched = self.backend, Vectors(split, self.backend)
+        for batch in backend.put(split.loader.epoch(split.plan, view=0)):
             if stop():
                 return {}
             with backend.autocast():
-                vectors = {STUDENT: student(batch.image).features["pooled"]}
+                vectors = {"": student(batch.image).features["pooled"]}
             searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.teacher(batch))})
             backend.end_step()
-        (found, label_N), (asked, wanted_M) = searched.gather(), asking.gather()
-        student_ND = found.pop(STUDENT)
-        self._searched = self._searched or found
+        (bank, label_N), (asking_MD, wanted_M) = searched.gather(), queries.gather()
+        student_ND = bank.pop("")
+        self._searched = self._searched or bank
         use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
-        for name, bank_ND in {STUDENT: student_ND, **self._searched}.items():
-            given = (bank_ND[use_N], label_N[use_N], asked[name][use_M], self.num_classes)
+        for name, bank_ND in {"": student_ND, **self._searched}.items():
             for kind, classify in (("knn", nearest), ("probe", ridge)):
-                right_M = classify(*given).argmax(-1) == wanted_M[use_M]
-                scores[name.format(kind)] = right_M.double().mean().item()
+                votes_MC = classify(bank_ND[use_N], label_N[use_N], asking_MD[name][use_M], self.num_classes)
+                scores[_key(name, kind)] = (votes_MC.argmax(-1) == wanted_M[use_M]).double().mean().item()
         return scores
 
     def _ask(self, number: int, batch: Batch) -> Outputs:
@@ -184,9 +227,15 @@ class EmbeddingEvaluator:
         return outputs
 
     def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
-        """Return the pooled features of each teacher, by the name of their scores."""
-        names = ["teacher_{}", *(f"teacher_{{}}_{number}" for number in range(2, self.members + 1))]
+        """Return the pooled features of each teacher, by "teacher", "teacher_2", ..."""
+        names = ["teacher", *(f"teacher_{number}" for number in range(2, self.members + 1))]
         return {name: teacher.of(member).features["pooled"] for member, name in enumerate(names)}
+
+
+def _key(model: str, score: str) -> str:
+    """Return the key of a score of a model: "knn", "teacher_knn", "teacher_knn_2"."""
+    who, _, number = model.partition("_")
+    return "_".join(filter(None, (who, score, number)))
 
 
 def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:

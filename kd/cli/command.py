@@ -1,19 +1,24 @@
-"""What the commands share: one line for a user's error, a traceback for ours."""
+"""What all commands share: their parser, their exit code, one line for a user's error and a traceback for ours."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import re
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from kd.errors import Interrupted, KdError
 from kd.jobs.signals import signals
 from kd.references import redact
+
+if TYPE_CHECKING:
+    from kd.config.schema import Config
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -21,9 +26,7 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     """Run a command and return its exit code: 0, 2 (the user can repair it), 75 (interrupted), 1 (a bug of ours).
 
-    Args:
-        command: takes nothing, returns nothing.
-        resumable: SIGTERM and SIGINT let it write a checkpoint, or end it where there is nothing to save.
+    A `resumable` command writes a checkpoint on SIGTERM and SIGINT, or ends where there is nothing to save.
     """
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
@@ -51,7 +54,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
 
 
 class _Lines(logging.Handler):
-    """Print messages alone, a line each: warnings to stderr, the rest to stdout."""
+    """Print messages without a prefix: warnings to stderr, the rest to stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
@@ -59,7 +62,7 @@ class _Lines(logging.Handler):
         print(redact(record.getMessage()), file=stream, flush=True)
 
 
-class KeysHelp(argparse.Action):
+class _KeysHelp(argparse.Action):
     """Print the usage and every key of the configuration."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: object) -> None:
@@ -77,16 +80,9 @@ class KeysHelp(argparse.Action):
         parser.exit(guarded(lambda: print("\n".join(lines), flush=True)))
 
 
-def parser(command: str, summary: str, example: str, with_config: bool = True) -> argparse.ArgumentParser:
-    """Build the parser of a command.
-
-    Args:
-        command: its name.
-        summary: one sentence.
-        example: shown below the options.
-        with_config: takes CONFIG and `key=value`; then `--help` explains every key.
-    """
-    made = argparse.ArgumentParser(
+def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> argparse.ArgumentParser:
+    """Build the parser of a command. `with_config` adds CONFIG and `key=value`, and `--help` explains every key."""
+    parser = argparse.ArgumentParser(
         prog=command,
         description=summary,
         epilog=f"example: {example}",
@@ -94,7 +90,25 @@ def parser(command: str, summary: str, example: str, with_config: bool = True) -
         add_help=not with_config,
     )
     if with_config:
-        made.add_argument("-h", "--help", action=KeysHelp)
-        made.add_argument("config", metavar="CONFIG", help="a YAML file")
-        made.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
-    return made
+        parser.add_argument("-h", "--help", action=_KeysHelp)
+        parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+    return parser
+
+
+def load_config(options: argparse.Namespace) -> Config:
+    """Load the configuration of a command whose parser has CONFIG and `key=value`."""
+    from kd import config
+
+    return config.load(options.config, options.overrides)
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse

@@ -1,4 +1,4 @@
-"""What SageMaker is asked to do, as plain data: a training job, an endpoint, a batch transform. Nothing is sent here.
+"""Requests to SageMaker as plain data: a training job, an endpoint, a batch transform. `aws` sends them.
 
 Source: the API reference of CreateTrainingJob, CreateModel, CreateEndpointConfig and CreateTransformJob, as botocore's
 service model has it. `validate` checks a request against that model.
@@ -6,7 +6,6 @@ service model has it. `validate` checks a request against that model.
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"
-"""Names of the instance groups."""
+"""The instance groups."""
 MUST_EXIST = ("data.root", "data.train", "data.val", "teacher.checkpoint", "student.checkpoint")
-"""Keys that name files. A job finds none of this machine's files."""
+"""Keys that name files. They must be on S3, since a job does not see this machine's files."""
 XLA_INSTANCES, NEURON_INSTANCES = ("ml.trn1",), ("ml.trn2", "ml.trn3")
 NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
 METRICS = {
@@ -32,9 +31,10 @@ METRICS = {
     "val:teacher_accuracy_percent": rf"\(teacher {NUMBER} %",
     "val:agreement_percent": rf"agreement {NUMBER} %",
 }
-"""What CloudWatch draws, read from the lines that `kd-train` prints where there is no terminal."""
-DAY = 24 * 3600
-"""Seconds that a job may wait for spot capacity, beside its run time."""
+"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
+SPOT_WAIT_SECONDS = 24 * 3600
+"""How long a job may wait for spot capacity, beside its run time."""
+PATTERN = re.compile(r"[{*?\[]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Job:
     """A training job."""
 
     name: str
-    """Of the job; SageMaker wants another one each time."""
+    """A new one for each job."""
     keys: Mapping[str, str]
     """The configuration as {"section.key": value}; see `kd.config.flat`."""
     image: str
@@ -81,7 +81,7 @@ def training_request(job: Job) -> dict[str, Any]:
     run_seconds = int(job.hours * 3600)
     stop = {"MaxRuntimeInSeconds": run_seconds}
     if job.spot:
-        stop["MaxWaitTimeInSeconds"] = run_seconds + DAY
+        stop["MaxWaitTimeInSeconds"] = run_seconds + SPOT_WAIT_SECONDS
     request = {
         "TrainingJobName": job.name,
         "AlgorithmSpecification": {
@@ -118,7 +118,7 @@ def _instances(job: Job) -> dict[str, Any]:
 
 
 def _backend(job: Job, keys: Mapping[str, str]) -> str:
-    """Return `backend.kind` where it must be set: asked for, or an instance that `auto` does not know."""
+    """Return `backend.kind` if it must be set: an option of the job, or an instance that `auto` does not detect."""
     if job.backend or keys.get("backend.kind", "auto") != "auto":
         return job.backend
     if job.instance.startswith(XLA_INSTANCES):
@@ -126,40 +126,36 @@ def _backend(job: Job, keys: Mapping[str, str]) -> str:
     return "neuron" if job.instance.startswith(NEURON_INSTANCES) else ""
 
 
-def _channels(given: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _channels(configured: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Turn `s3://...` values into channels; return those and the keys with the paths in the container."""
-    channels, keys, errors = [], {}, []
-    for key, value in given.items():
+    channels, keys, errors = [], dict(configured), []
+    for key, value in configured.items():
         if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
             if key in MUST_EXIST and value and "${" not in value:
                 wrong = f"'{value}' is a path of this machine; a training job does not see it"
                 errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))
-            keys[key] = value
             continue
         name = re.sub(r"[^A-Za-z0-9-]", "-", key)
         folder, _, last = value.rpartition("/")
-        pattern = re.search(r"[{*?\[]", folder)
-        if pattern:
+        if PATTERN.search(folder):
             errors.append(ConfigError(key, f"'{value}' has a pattern in its folder", "Patterns in the file name only"))
-        shards = re.search(r"[{*?\[]", last)  # FastFile gives the folder, and the pattern is read in the container
-        file = "." in last and not shards
-        source = f"{folder}/" if shards else value
-        channels.append(
-            {
-                "ChannelName": name,
-                "DataSource": {
-                    "S3DataSource": {
-                        "S3DataType": "S3Prefix",
-                        "S3Uri": source if shards or file else value.rstrip("/") + "/",
-                        "S3DataDistributionType": "FullyReplicated",
-                    }
-                },
-            }
-        )
-        keys[key] = posixpath.join(INPUT, name, last) if shards or file else posixpath.join(INPUT, name)
+        keys[key] = f"{INPUT}/{name}"
+        if PATTERN.search(last):  # FastFile mounts the folder; the container reads the pattern
+            channels.append(_channel(name, f"{folder}/"))
+            keys[key] += f"/{last}"
+        elif "." in last:
+            channels.append(_channel(name, value))
+            keys[key] += f"/{last}"
+        else:
+            channels.append(_channel(name, value.rstrip("/") + "/"))
     if errors:
         raise ConfigErrors(errors)
     return channels, keys
+
+
+def _channel(name: str, uri: str) -> dict[str, Any]:
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
 # --------------------------------------------------------------------------------------------- endpoint, transform
@@ -207,11 +203,8 @@ def model_request(hosting: Hosting) -> dict[str, Any]:
 def transform_requests(hosting: Hosting, images: str, output: str, at_once: int) -> dict[str, dict[str, Any]]:
     """Return the arguments of CreateModel and CreateTransformJob: each image is one request to kd-serve.
 
-    Args:
-        hosting: model and instances.
-        images: `s3://bucket/prefix` of image files.
-        output: `s3://bucket/prefix`; each image gets a file `NAME.out` with one JSON prediction.
-        at_once: requests at once on an instance; kd-serve lets up to 32 wait.
+    `images` and `output` are `s3://bucket/prefix`. Each image gets a file `NAME.out` with one JSON prediction. An
+    instance gets `at_once` requests at a time; kd-serve lets up to 32 wait.
     """
     source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": images}}
     job = {
@@ -231,7 +224,7 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
-    """Check a request by botocore's validator, and its lengths, patterns and enumerations, which that one leaves out.
+    """Check a request by botocore's validator, and what that one leaves out: lengths, patterns and enumerations.
 
     Raises:
         ConfigErrors: what is wrong, one line each.
@@ -247,36 +240,36 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
     if report.has_errors():
         lines = report.generate_report().splitlines()
         raise ConfigErrors([ConfigError(operation, line, "", "See the options of kd-launch") for line in lines])
-    errors = list(_beyond(shape, request, operation))
+    errors = list(_violations(shape, request, operation))
     if errors:
         raise ConfigErrors(errors)
 
 
-def _beyond(shape: Any, value: Any, where: str) -> Iterator[KdError]:
+def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
     """Yield what the service would refuse although botocore sends it."""
-    kind, told = shape.type_name, shape.metadata
-    for inner, given, place in _inside(shape, value, where):
-        yield from _beyond(inner, given, place)
-    if kind == "string" and told.get("enum") and value not in told["enum"]:
-        near = did_you_mean(value, told["enum"]) or "Correct it"
-        yield ConfigError(where, f"is '{value}'", f"One of {len(told['enum'])} names", near)
-    if kind == "string" and not _matches(told.get("pattern", ""), value):
-        yield ConfigError(where, f"is '{value[:80]}'", f"Text like {told['pattern']}", "Correct it")
+    for inner_shape, inner_value, inner_path in _children(shape, value, path):
+        yield from _violations(inner_shape, inner_value, inner_path)
+    kind, limits = shape.type_name, shape.metadata
+    if kind == "string" and limits.get("enum") and value not in limits["enum"]:
+        near = did_you_mean(value, limits["enum"]) or "Correct it"
+        yield ConfigError(path, f"is '{value}'", f"One of {len(limits['enum'])} names", near)
+    if kind == "string" and not _matches(limits.get("pattern", ""), value):
+        yield ConfigError(path, f"is '{value[:80]}'", f"Text like {limits['pattern']}", "Correct it")
     size = len(value) if kind in ("string", "list", "map") else value
-    if "max" in told and kind != "structure" and size > told["max"]:
-        yield ConfigError(where, f"has {size}", f"At most {told['max']}", "Shorten it")
+    if "max" in limits and kind != "structure" and size > limits["max"]:
+        yield ConfigError(path, f"has {size}", f"At most {limits['max']}", "Shorten it")
 
 
-def _inside(shape: Any, value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield shape, value and place of what a value holds."""
+def _children(shape: Any, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield shape, value and path of each member of a structure, list or map."""
     if shape.type_name == "structure":
-        yield from ((shape.members[key], inner, f"{where}.{key}") for key, inner in value.items())
+        yield from ((shape.members[key], inner, f"{path}.{key}") for key, inner in value.items())
     elif shape.type_name == "list":
-        yield from ((shape.member, inner, f"{where}[{i}]") for i, inner in enumerate(value))
+        yield from ((shape.member, inner, f"{path}[{i}]") for i, inner in enumerate(value))
     elif shape.type_name == "map":
         for key, inner in value.items():
-            yield shape.key, key, f"{where}.{key}"
-            yield shape.value, inner, f"{where}.{key}"
+            yield shape.key, key, f"{path}.{key}"
+            yield shape.value, inner, f"{path}.{key}"
 
 
 def _matches(pattern: str, value: str) -> bool:

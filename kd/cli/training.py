@@ -1,0 +1,192 @@
+"""`kd-train`, `kd-teach`, `kd-cache`, `kd-evaluate`, `kd-plan` and `kd-parts`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kd.cli.command import guarded, load_config, new_parser
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distill a teacher into a student."""
+    parser = new_parser(
+        "kd-train",
+        "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
+        "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check everything, time a few steps, say what the run takes and costs; train nothing",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="make every graph of the run in a few steps and write nothing, for neuron_parallel_compile",
+    )
+    options = parser.parse_intermixed_args(argv)
+
+    def command() -> None:
+        from kd.jobs.forecast import forecast
+        from kd.jobs.precompile import compile_only
+        from kd.jobs.train import train
+        from kd.setup.recipe import resolve
+
+        settings = load_config(options)
+        if options.check:
+            print(forecast(resolve(settings), options.config))
+            return
+        if options.compile_only:
+            print(compile_only(settings))
+            return
+        text = train(settings).report
+        if text:
+            print("\n" + text)
+
+    return guarded(command, resumable=True)
+
+
+def teach(argv: Sequence[str] | None = None) -> int:
+    """`kd-teach CONFIG [key=value ...]`: fit the teacher of a configuration."""
+    parser = new_parser(
+        "kd-teach",
+        "Fit the teacher of CONFIG (or several) on the labels, keep its best epoch, and print its folder. "
+        "One fitted before from the same content is reused.",
+        "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
+    )
+    options = parser.parse_intermixed_args(argv)
+
+    def command() -> None:
+        from kd.jobs.teach import teach
+
+        for folder in teach(load_config(options)):
+            print(folder)
+
+    return guarded(command, resumable=True)
+
+
+def cache(argv: Sequence[str] | None = None) -> int:
+    """`kd-cache CONFIG [key=value ...] [--verify] [--export FILE]`: compute the teacher's logits before training."""
+    parser = new_parser(
+        "kd-cache",
+        "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. Interrupted, the same command "
+        "goes on.",
+        "kd-cache configs/vit_food.yaml teacher.cache.views=4",
+    )
+    parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
+    text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
+    parser.add_argument("--export", metavar="FILE", default="", help=text)
+    options = parser.parse_intermixed_args(argv)
+
+    def command() -> None:
+        from kd.jobs.cache import cache
+
+        filled = cache(load_config(options), options.verify, options.export)
+        print(
+            f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
+            f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
+        )
+        if options.export:
+            print(f"cache: wrote '{options.export}'")
+        if options.verify:
+            print(f"cache: largest difference between a stored logit and the teacher's: {filled.difference:.3g}")
+
+    return guarded(command, resumable=True)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """`kd-evaluate RUN [key=value ...]`: score student and teacher; with `--endpoint`, a running endpoint."""
+    parser = new_parser(
+        "kd-evaluate",
+        "Evaluate the best student of a run folder, its teacher and their agreement on the validation split; or, with "
+        "--endpoint and --data, a running endpoint on a folder of class folders.",
+        "kd-evaluate runs/vit_food data.workers=2\n"
+        "         kd-evaluate --endpoint http://localhost:8080 --data images/val",
+        with_config=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run folder")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
+    parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
+    parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
+    options = parser.parse_intermixed_args(argv)
+    if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
+        parser.error("give either RUN, or --endpoint URL and --data FOLDER")
+
+    def command() -> None:
+        if options.endpoint:
+            from kd.serve import client
+
+            values = client.evaluate(options.endpoint, options.data)
+        else:
+            from kd.jobs.evaluate import evaluate
+
+            values = evaluate(options.run, options.overrides)
+        for name, value in values.items():
+            print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
+
+    return guarded(command)
+
+
+def plan(argv: Sequence[str] | None = None) -> int:
+    """`kd-plan CONFIG --on MACHINE [xN]`: hours, cost and efficiency of a run on rented machines."""
+    parser = new_parser(
+        "kd-plan",
+        "Say how many hours and dollars a configuration takes on 1, 2, ... devices of a machine, from a few measured "
+        "steps and a model of the communication. The assumptions are printed.",
+        "kd-plan configs/vit_food101.yaml --on p4d.24xlarge x4",
+    )
+    parser.add_argument("--on", metavar=("MACHINE", "xN"), nargs="+", help="a machine of --instances, and how many")
+    parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak rate that is reached (default 0.35)")
+    parser.add_argument("--run", metavar="RUN", type=Path, help="take the step from a run on such devices instead")
+    parser.add_argument("--instances", action=_Listing, help="list the known machines and their prices, and exit")
+    options = parser.parse_intermixed_args(argv)
+    if not options.on:
+        parser.error("give --on MACHINE xN; --instances lists the machines")
+
+    def command() -> None:
+        from kd.report.plan import plan
+        from kd.setup.recipe import resolve
+
+        print(plan(resolve(load_config(options)), options.on, options.mfu, options.run))
+
+    return guarded(command)
+
+
+class _Listing(argparse.Action):
+    """Print the table of machines."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=str(options["help"]))
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        """Print and exit."""
+        from kd.report.plan import listing
+
+        print(listing())
+        parser.exit()
+
+
+def parts(argv: Sequence[str] | None = None) -> int:
+    """`kd-parts [FOLDER]`: list the losses, sifters, datasets and backends."""
+    parser = new_parser(
+        "kd-parts", "List the parts that a configuration can name.", "kd-parts losses", with_config=False
+    )
+    parser.add_argument("folder", nargs="?", help="losses, sifters, datasets or backends (default: all)")
+    options = parser.parse_args(argv)
+
+    def command() -> None:
+        from kd import parts
+        from kd.errors import ConfigError, did_you_mean
+
+        name = options.folder
+        if name and name not in parts.FOLDERS:
+            near = did_you_mean(name, parts.FOLDERS) or "Give none to see all"
+            raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(parts.FOLDERS)}", near)
+        for folder in [name] if name else parts.FOLDERS:
+            print(f"{folder}:")
+            for part, summary in parts.describe(folder):
+                print(f"  {part:14s} {summary}")
+
+    return guarded(command)

@@ -1,0 +1,94 @@
+"""What the losses of a run read, and the task that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kd import parts
+from kd.config.schema import DataSection, LossSection, TaskSection
+from kd.contracts import Task
+from kd.errors import ConfigError
+from kd.types import Dims, Needs
+
+ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The outputs that the losses of a run read."""
+
+    teacher: bool
+    """Whether a loss needs a teacher."""
+    student_logits: bool
+    """False: the student is an embedding model, without a classifier."""
+    teacher_logits: bool
+    """False: the teacher needs no classes; its features are all that is asked of it."""
+    features: tuple[str, ...]
+    """Names of features, of both models."""
+
+
+def needs(losses: Sequence[LossSection]) -> list[Needs]:
+    """Return what each loss reads.
+
+    Raises:
+        ConfigError: a loss from outside does not say it.
+    """
+    found = []
+    for i, term in enumerate(losses):
+        loss = parts.build("losses", term.kind, term.options, f"losses[{i}]", dims=ANY_DIMS)
+        if not isinstance(getattr(loss, "needs", None), Needs):
+            wrong = f"the loss '{term.kind}' does not say what it reads"
+            remedy = "Set needs = Needs(teacher=True, logits='softmax'), for example"
+            raise ConfigError(f"losses[{i}].kind", wrong, "An attribute `needs` of the type kd.types.Needs", remedy)
+        found.append(loss.needs)
+    return found
+
+
+def reads(losses: Sequence[LossSection]) -> Reads:
+    """Return which outputs the losses read."""
+    return reads_of(needs(losses))
+
+
+def reads_of(needed: Sequence[Needs]) -> Reads:
+    """Return which outputs losses with these needs read."""
+    on_logits = [one for one in needed if one.logits]
+    features = frozenset().union(*(one.features for one in needed))
+    if not on_logits:
+        features |= {"pooled"}  # what is exported, and evaluated
+    return Reads(
+        teacher=any(one.teacher for one in needed),
+        student_logits=bool(on_logits),
+        teacher_logits=any(one.teacher for one in on_logits) or not features,
+        features=tuple(sorted(features)),
+    )
+
+
+def label_of(data: DataSection) -> str:
+    """Return what the label of an image is, "class" or "set"; "" where images have none."""
+    if data.labels == "none":
+        return ""
+    return parts.facts("datasets", data.kind, data.options, "data.kind").label
+
+
+def build_task(section: TaskSection) -> Task:
+    """Build the task that a section names."""
+    return parts.build("tasks", section.kind, section.options, "task.kind")
+
+
+def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
+    """Return the task; `auto`: the one of kd's own that reads logits as the losses do, for such labels.
+
+    Where no task fits both, the losses decide; the rules between keys then say what is wrong.
+    """
+    if section.kind != "auto":
+        return section
+    functions = [one.logits for one in needs(losses) if one.logits] or [""]
+    label, found = label_of(data), []
+    for name in parts.names("tasks"):
+        own = TaskSection(kind=name, options=parts.default_options("tasks", name))
+        task = build_task(own)
+        fits = bool(task.logits) == bool(functions[0]) and label in ("", task.label)
+        # a loss that does not fit the labels is wrong, not the task
+        found.append((fits and (bool(label) or task.logits == functions[0]), task.logits == functions[0], own))
+    return max(found, key=lambda one: one[:2])[2]

@@ -1,0 +1,97 @@
+"""Files of numbered, checksummed records, which several processes may write."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import weakref
+import zlib
+
+log = logging.getLogger("kd")
+
+
+class Stop:
+    """Whether writing has ended, and why. Processes forked from this one share it, so that only one of them warns."""
+
+    def __init__(self, name: str, consequence: str) -> None:
+        self.name, self.consequence, self._page = name, consequence, mmap.mmap(-1, mmap.PAGESIZE)
+
+    @property
+    def reason(self) -> str:
+        """Why writing has ended; "" while it goes on."""
+        return self._page[:].rstrip(b"\0").decode()
+
+    def set(self, reason: str) -> None:
+        """End writing, and warn once."""
+        if not self.reason:
+            text = reason.encode()
+            self._page[: len(text)] = text
+            log.warning(f"{self.name} takes no more ({reason}). {self.consequence}")
+
+
+class Records:
+    """A sparse file of numbered records, each of at most `size` bytes, with its length and a checksum.
+
+    Several processes may write one file. Each record is one write, so a reader finds the old record, the new one, or
+    one that is not whole. A record is not whole if it was never written, cut off, damaged, or copied from another id.
+
+    Records are read by `pread`. If a file is cut short while it is mapped, reading it ends the process (SIGBUS).
+    """
+
+    HEAD = struct.Struct("<II")
+    """Checksum and length."""
+
+    def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
+        """Take over an open file.
+
+        Args:
+            file: descriptor; closed with this object.
+            size: most bytes of a record's content.
+            stop: set when the disk is full.
+            label: enters the checksums. A record copied from a file of another label is not whole.
+            align: each record begins at a multiple of this many bytes.
+        """
+        self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
+        self._file, self._label = file, label
+        self._close = weakref.finalize(self, os.close, file)
+
+    def read(self, id: int) -> bytes | None:
+        """Return the content of a record, or None if it is not whole or cannot be read."""
+        start = id * self.stride
+        try:
+            head = os.pread(self._file, self.HEAD.size, start)
+            if len(head) < self.HEAD.size:
+                return None
+            checksum, length = self.HEAD.unpack(head)
+            if not 0 < length <= self.size:
+                return None
+            content = os.pread(self._file, length, start + self.HEAD.size)
+        except OSError:
+            return None
+        return content if len(content) == length and self._checksum(id, content) == checksum else None
+
+    def write(self, id: int, content: bytes) -> None:
+        """Write a record. If the disk is full, warn once and write no more; what is written stays good."""
+        if self.stop.reason or len(content) > self.size:
+            return
+        record = self.HEAD.pack(self._checksum(id, content), len(content)) + content
+        try:
+            reason = "it is full" if os.pwrite(self._file, record, id * self.stride) < len(record) else ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            self.stop.set(reason)
+
+    def clear(self) -> None:
+        """Remove all records."""
+        os.ftruncate(self._file, 0)
+
+    def _checksum(self, id: int, content: bytes) -> int:
+        return zlib.crc32(content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode()))
+
+
+def record_bytes(size: int, align: int = 1) -> int:
+    """Return how many bytes of a file a record with up to `size` bytes of content takes."""
+    return -(-(Records.HEAD.size + size) // align) * align

@@ -1,0 +1,99 @@
+"""report.md of a run: its scores as a table, its curves as sparklines, and what to type next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kd.scores import Scores
+from kd.text import table
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Trained(Protocol):
+    """A finished training, as `kd.jobs.distill.Result` holds it."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...  # the validation row of the best checkpoint
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def images_per_second(self) -> float: ...
+    @property
+    def teacher_parameters(self) -> int: ...  # of all teachers
+    @property
+    def sifting(self) -> str: ...  # Markdown
+    @property
+    def baseline(self) -> Trained | None: ...  # the same student, trained on labels alone
+
+
+def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
+    """Return the scores of a run and what to type next, as Markdown; empty if it was never evaluated."""
+    row, baseline = result.metrics, result.baseline
+    if not row:
+        return ""
+    teachers, comparison = scores.of_teachers(row), scores.against_teacher(row)
+    models = {**teachers, "student, distilled" if comparison else "student": row}
+    sizes = [(result.teacher_parameters if len(teachers) == 1 else 0, 0.0)] * len(teachers)
+    sizes.append((result.parameters, result.images_per_second))
+    if baseline is not None:
+        models["student, labels only"] = baseline.metrics
+        sizes.append((baseline.parameters, baseline.images_per_second))
+    rows = [
+        {
+            **cells,
+            "parameters": f"{parameters / 1e6:.2f} M" if parameters else "-",
+            "training images/s": f"{speed:.0f}" if speed else "-",
+        }
+        for cells, (parameters, speed) in zip(scores.table(models), sizes, strict=True)
+    ]
+    lines = [f"# {name}", "", table(rows), ""]
+    lines += [comparison, ""] if comparison else []
+    lines += [result.sifting] if result.sifting else []
+    lines += [
+        f"Best of the evaluations on the validation split by {scores.deciding(row).title}; seed {seed}; "
+        f"run folder `{result.folder}`.",
+        "",
+        f"Next: `kd-export {result.folder}` writes a folder that timm loads; `kd-report {result.folder}` a page about "
+        "the run.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def curves(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], scores: Scores) -> str:
+    """Return the curves of a run as sparklines, with first and last values; empty before the second row."""
+    lines = {
+        "loss": _curve(train, "loss"),
+        **{column.title: _curve(val, column.key, column.text) for column in scores.columns},
+        "step, ms": _curve(train, "step_ms"),
+        "images/s": _curve(train, "images_per_second"),
+    }
+    lines = {title: curve for title, curve in lines.items() if curve}
+    width = max(map(len, lines), default=0)
+    text = [f"{title:{width}s} {curve}" for title, curve in lines.items()]
+    return "\n".join(["```", *text, "```", ""]) if text else ""
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], key: str, text: Callable[[float], str] = "{:.4g}".format) -> str:
+    """Return one sparkline with its first and last value; empty with fewer than two values."""
+    values = [float(row[key]) for row in rows if key in row and math.isfinite(row[key])]
+    return f"{sparkline(values)} {text(values[0])} -> {text(values[-1])}" if len(values) > 1 else ""
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Return values as a row of blocks, lowest to highest, at most `width` of them; more are averaged."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[min(7, int(8 * (value - low) / span))] for value in means)

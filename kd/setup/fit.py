@@ -1,0 +1,54 @@
+"""Where a fitted teacher lies: a folder named by a hash of everything that its weights depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kd.config import Config
+from kd.setup.recipe import Recipe, resolve
+
+# Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
+# Where the data lies is one of them: its content is compared by its fingerprint.
+FREE = (
+    "run.name",
+    "run.folder",
+    "run.keep",
+    "run.mirror",
+    "run.trackers",
+    "run.every.",
+    "data.root",
+    "data.copies",
+    "data.workers",
+    "data.loader",
+    "data.deadline",
+    "data.eval_batch",
+    "data.max_skipped",  # it can only end a run
+    "teacher.shard",
+    "teacher.pipeline",
+    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
+    "backend.timeout_seconds",
+    "profile.",
+    "teacher.cache.path",
+    "price.",
+    "teacher.cache.max_gb",  # it can only refuse
+)
+
+
+def fit_folder(fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
+    """Return the recipe of a fit with its run folder, and the export folder that it leaves."""
+    # How often it is evaluated decides which weights are the best ones, and those are kept.
+    keys = resolve(fit).record.keys
+    counts = {key: value for key, value in keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}
+    content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+    key = hashlib.sha256(content.encode()).hexdigest()[:12]
+    name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
+    recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
+    return recipe, recipe.record.path / "export"
+
+
+def is_fitted(target: Path) -> bool:
+    """Return whether a teacher was exported there."""
+    return (target / "model.safetensors").is_file()

@@ -1,0 +1,125 @@
+"""Open the store of decoded pixels: what it keeps of an image, and whether there is room for it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from kd.config.schema import DataSection
+from kd.contracts import Backend, Source
+from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
+from kd.errors import CorruptImage, RunError
+from kd.files.storage import hashed_folder
+from kd.host import free_mib
+from kd.seeds import evenly_spaced
+
+SAMPLE = 16
+"""Training images that are decoded to estimate the size of a store."""
+Splits = tuple[Source, Source]
+"""Training and validation images."""
+
+log = logging.getLogger("kd")
+
+
+def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
+    """Return what a store keeps of a training image and of a validation image."""
+    side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop)
+    return Shrunk(side, crop), Cropped(section.image_size, section.eval_crop)
+
+
+def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
+    """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
+
+    Args:
+        section: `store` says where pixels are kept.
+        splits: training and validation images.
+        run_folder: below which a store on disk lies.
+        backend: its ranks agree on whether there is room.
+        fill: keep pixels. False: the same pixels, decoded each time.
+
+    Raises:
+        RunError: the store does not fit into the memory, or onto the disk.
+    """
+    rules, ram, folder = keep_rules(section), section.store == "ram", Path(run_folder)
+    train, val = splits
+    if not fill:
+        return Stored(train, rules[0]), Stored(val, rules[1])
+    made_from = [identity(train, "train", asdict(rules[0])), identity(val, "val", asdict(rules[1]))]
+    folders = [hashed_folder(folder / "stores", each["split"], each) for each in made_from]
+    _require_room(splits, rules, ram, folders, backend)
+    slots: list[Slots] = []
+    for each, path, rule in zip(made_from, folders, rules, strict=True):
+        slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
+    kept = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
+    if backend.rank == 0 and not ram:
+        for split, stored in zip(("training", "validation"), kept, strict=True):
+            sample = evenly_spaced(len(stored), SAMPLE)
+            if changed := stored.refresh(sample):
+                log.warning(
+                    f"data.store: {changed} of {len(sample)} sampled {split} images have changed since they were "
+                    "decoded: all are decoded again"
+                )
+    backend.barrier()
+    return kept
+
+
+def _require_room(
+    splits: Splits, rules: tuple[Shrunk, Cropped], ram: bool, folders: list[Path], backend: Backend
+) -> None:
+    """Require room for a store, as rank 0 finds it, and log what it takes."""
+    ranks, folder = backend.local_world_size, folders[0].parents[1]
+    train, val = splits
+    numbers = [0.0, 0.0, 0.0]
+    if backend.rank == 0:
+        each = _mean_bytes(train, rules[0]), slot_bytes(rules[1].most)
+        numbers[0] = each[0] * len(train) + each[1] * len(val)
+        if ram:
+            numbers[2] = free_mib() * 2**20
+        else:
+            files = [path / PIXELS for path in folders]
+            numbers[1] = sum(file.stat().st_blocks * 512 for file in files if file.is_file())
+            numbers[2] = shutil.disk_usage(_existing(folder)).free
+    found = torch.tensor(numbers, dtype=torch.float32, device=backend.device) / 2**20
+    backend.broadcast_([found])
+    whole, there, left = found.tolist()
+    needed = whole * ranks if ram else max(0.0, whole - there)
+    if needed > left:
+        copies = f" on each of {ranks} ranks, {_size(needed)} in all" if ram and ranks > 1 else ""
+        kept_there = f", {_size(there)} of it there already" if there and not ram else ""
+        where = "of memory are left here" if ram else f"are free at '{folder}'"
+        remedy = "Set data.store=disk" if ram else "Free space, choose another run.folder"
+        raise RunError(
+            "data.store",
+            f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(whole)}{copies}{kept_there}; "
+            f"{_size(left)} {where}",
+            "One of none, ram and disk",
+            f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
+        )
+    if backend.rank == 0:
+        where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
+        log.info("store: about %s of decoded images %s, %s of it there already", _size(whole), where, _size(there))
+
+
+def _mean_bytes(source: Source, rule: Shrunk) -> float:
+    """Return the mean bytes that a training image takes in its slot, from a few evenly spaced ones."""
+    found = []
+    for id in evenly_spaced(len(source), SAMPLE):
+        try:
+            image = rule(source.decode(id).image)
+        except CorruptImage:
+            continue  # training will ask for it, and data.on_corrupt decide
+        found.append(slot_bytes(image.width * image.height))
+    return sum(found) / len(found) if found else float(slot_bytes(rule.most))
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest folder above that is there already."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"

@@ -1,0 +1,105 @@
+"""What tasks with logits share: the evaluation of student and teacher on the validation split.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kd.contracts import Evaluation, Teacher
+from kd.errors import DataError
+from kd.scores import Scores
+from kd.types import Batch
+
+
+class LogitsEvaluator:
+    """Score models on one validation split. See `kd.contracts.Evaluator`.
+
+    The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
+    """
+
+    def __init__(self, setting: Evaluation, scores: Scores) -> None:
+        """Prepare evaluations; nothing is computed yet."""
+        self.backend, self.loader, self.plan = setting.backend, setting.val.loader, setting.val.plan
+        self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
+        self.decides = scores.decides(self.labelled).key
+        self.chance = 1 / max(1, self.num_classes)
+        self._teacher_logits: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Evaluate over all ranks.
+
+        Args:
+            student: maps uint8 images [B, 3, H, W] to Outputs.
+            stop: asked before each batch, on all ranks alike; True gives the evaluation up.
+
+        Returns:
+            The row; empty if the evaluation was given up.
+
+        Raises:
+            DataError: no image has a weight, because none could be decoded.
+        """
+        was_training = student.training
+        student.eval()
+        keep = self.teacher is not None and not self._teacher_logits
+        rows: list[dict[str, Tensor]] = []
+        for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
+            if stop():
+                student.train(was_training)
+                return {}
+            with self.backend.autocast():
+                student_BC = student(batch.image).logits.float()
+            teacher_BC = self._ask_teacher(i, batch)
+            if keep and teacher_BC is not None:
+                self._teacher_logits.append(teacher_BC)
+            rows.append(self._row(batch, student_BC, teacher_BC))  # not summed here: on XLA batch 1 would be special
+            self.backend.end_step()
+        student.train(was_training)
+        return self._finish(rows)
+
+    def of(self, teacher: Teacher) -> LogitsEvaluator:
+        """Return the same for another teacher."""
+        other = copy.copy(self)
+        other.teacher, other._teacher_logits = teacher, []
+        return other
+
+    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return nothing: an answer is not simply right or wrong."""
+        return {}
+
+    def _ask_teacher(self, number: int, batch: Batch) -> Tensor | None:
+        """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""
+        if self.teacher is None:
+            return None
+        if number < len(self._teacher_logits):
+            return self._teacher_logits[number]
+        teacher_BC = self.teacher(batch).logits.float()
+        self.backend.end_step()
+        return teacher_BC
+
+    def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return what `_finish` needs of a batch, on the device."""
+        raise NotImplementedError
+
+    def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Return the validation row, equal on all ranks."""
+        raise NotImplementedError
+
+    def _require(self, images: int, labelled: int) -> None:
+        """Require that so many images, of which so many have a label, can be scored.
+
+        Raises:
+            DataError: there is none.
+        """
+        if images == 0:
+            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
+            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        if self.labelled and labelled == 0:
+            wrong = "no image of the validation split that could be decoded has a label"
+            raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")

@@ -1,0 +1,118 @@
+"""The contract `kd.contracts.Task`, tested on every file in `kd/tasks`, new ones included.
+
+Shape legend: B images of a batch, C classes, K teachers.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from kd import parts
+from kd.config.reads import needs
+from kd.config.schema import LossSection
+from kd.contracts import Task
+from kd.scores import Scores
+from kd.types import Batch
+
+B, C, K = 6, 5, 3
+NAMES = parts.names("tasks")
+
+
+def build(name: str) -> Task:
+    return parts.build("tasks", name, parts.default_options("tasks", name), "task.kind")
+
+
+every_task = pytest.mark.parametrize("name", NAMES)
+on_logits = pytest.mark.parametrize("name", [name for name in NAMES if build(name).logits])
+
+
+def draw(*shape: int) -> Tensor:
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def probabilities(task: Task, logits: Tensor) -> Tensor:
+    return logits.double().softmax(-1) if task.logits == "softmax" else logits.double().sigmoid()
+
+
+@every_task
+def test_says_what_it_is(name):
+    task = build(name)
+    assert task.name == name
+    assert task.logits in ("softmax", "sigmoid", "")
+    assert task.label in ("class", "set")
+    assert bool(task.problem_type) == bool(task.logits)
+    (needed,) = needs([LossSection(kind=task.label_loss, options=parts.default_options("losses", task.label_loss))])
+    assert needed.labels
+    assert not needed.teacher
+    assert not task.logits or needed.logits == task.logits
+
+
+@every_task
+def test_its_columns_have_keys_of_their_own_and_survive_the_manifest(name):
+    scores = build(name).scores
+    keys = [column.key for column in (*scores.own, *scores.pair)]
+    assert len(set(keys)) == len(keys)
+    assert scores.decides(True) == scores.own[0]
+    assert scores.decides(False) == scores.pair[0]
+    assert Scores.read(json.loads(json.dumps(scores.record()))) == scores
+
+
+@every_task
+def test_labels_of_noise_are_known_ones(name):
+    task = build(name)
+    label = task.no_labels(B, C)
+    assert label.shape == ((B,) if task.label == "class" else (B, C))
+    assert Batch.of(torch.zeros(B, 3, 1, 1), label).labelled.all()
+
+
+@on_logits
+def test_an_average_is_that_of_the_probabilities(name):
+    task, logits_KBC, shares_K = build(name), draw(K, B, C), torch.tensor([0.5, 0.3, 0.2])
+    expected_BC = (shares_K[:, None, None] * probabilities(task, logits_KBC)).sum(0)
+    found_BC = probabilities(task, task.average(logits_KBC, shares_K))
+    torch.testing.assert_close(found_BC, expected_BC, rtol=1e-5, atol=1e-7)
+
+
+@on_logits
+def test_entropy_is_the_formula(name):
+    task, logits_BC = build(name), draw(B, C)
+    p_BC = probabilities(task, logits_BC)
+    expected_BC = -p_BC * p_BC.log()
+    if task.logits == "sigmoid":  # of yes and of no
+        expected_BC = expected_BC - (1 - p_BC) * (1 - p_BC).log()
+    torch.testing.assert_close(task.entropy(logits_BC).double(), expected_BC.sum(1), rtol=1e-4, atol=1e-5)
+
+
+@on_logits
+def test_probabilities_are_known_and_become_logits(name):
+    task, logits_BC = build(name), draw(B, C)
+    answer_BC = probabilities(task, logits_BC).float()
+    assert task.are_probabilities(answer_BC)
+    assert not task.are_probabilities(logits_BC)
+    assert task.refuse(answer_BC) == task.refuse(logits_BC) == ""
+    found_BC = probabilities(task, task.from_probabilities(answer_BC))
+    torch.testing.assert_close(found_BC, answer_BC.double(), rtol=1e-4, atol=2e-6)
+
+
+def test_probabilities_of_one_label_are_refused_where_an_image_has_several():
+    assert "those of one label an image" in build("label_sets").refuse(draw(B, C).softmax(1))
+
+
+@on_logits
+def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
+    task, logits_BC = build(name), draw(B, C)
+    answer_B = logits_BC.argmax(1)
+    label = answer_B.clone() if task.label == "class" else (logits_BC > 0).to(torch.int8)
+    same = task.graph_scores(logits_BC, logits_BC, label)
+    assert (same.facts[same.decides], same.facts["same_top1"], same.others) == (1.0, B, 0)
+    wrong_BC = logits_BC.clone()
+    wrong_BC[0] = -wrong_BC[0]
+    other = task.graph_scores(wrong_BC, logits_BC, label)
+    assert (other.facts["same_top1"], other.others) == (B - 1, 1)
+    assert other.facts[other.decides] < 1
+    unknown = torch.full_like(label, -1)
+    assert task.graph_scores(wrong_BC, logits_BC, unknown).facts["same_top1"] == B - 1

@@ -1,0 +1,54 @@
+"""A real run, built from a configuration, that leaves its rows in memory or in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kd import config
+from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import RunDir
+from kd.engine.run import Run
+from kd.jobs.teach import obtain_teachers
+from kd.progress.console import Console
+from kd.setup.build import Results, Setting, build_backend, build_run
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+from kd.setup.teacher import Teachers
+
+
+class Made(NamedTuple):
+    run: Run
+    store: Any
+    facts: dict[str, Any]
+
+
+@pytest.fixture
+def make(settings) -> Callable[..., Made]:
+    """Build a run: `make("optimizer.lr=1", folder=path)`; what a job does, without its checks.
+
+    `recorded` are choices of an earlier start; `change` makes other teachers of those that the configuration names.
+    """
+
+    def made(
+        *overrides: str,
+        folder: Path | None = None,
+        logger: Any = None,
+        recorded: Mapping[str, Any] | None = None,
+        change: Callable[[Teachers], Teachers] = lambda teachers: teachers,
+    ) -> Made:
+        recipe = resolve(config.load(settings, overrides), folder)
+        data, backend = open_sources(recipe.data), build_backend(recipe.backend)
+        teachers = change(obtain_teachers(recipe.teacher, data, backend))
+        store = Memory() if folder is None else RunDir(folder, keep=recipe.record.keep)
+        if isinstance(store, RunDir):
+            store.open(recipe.record.yaml)
+        results = Results(store, logger or Console("", quiet=True), recorded or {})
+        setting = Setting(teachers, backend, recipe.backend)
+        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
+        return Made(built.run, store, built.facts)
+
+    return made

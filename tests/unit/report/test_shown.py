@@ -1,0 +1,156 @@
+"""A task whose columns nobody knows is shown everywhere, without an `if` for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from kd.export.card import Card
+from kd.export.card import render as card_text
+from kd.progress.console import Console
+from kd.progress.summary import curves, summary
+from kd.report.page import render
+from kd.report.record import RunRecord, price_rows
+from kd.report.text import summary as text
+from kd.scores import Column, Scores
+from kd.tasks import embedding, label_sets, single_label
+from kd.types import State
+
+DEPTH = Scores(
+    own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),
+    pair=(Column("gap", "gap", "m", "mean distance from the teacher"), Column("bias", "bias", "m")),
+    note="Depths of pixels, in metres.",
+)
+VAL = [
+    {"step": 5, "delta1": 0.75, "mae": 0.375, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.5, "bias": 0.25},
+    {"step": 9, "delta1": 0.5, "mae": 0.625, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.75, "bias": 0.0},
+]
+ALONE = [{"step": 9, "delta1": 0.25, "mae": 0.8125}]
+TRAIN = [{"step": step, "epoch": 0, "images": 8 * step, "seconds": step, "loss": 1 / step} for step in (5, 9)]
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@dataclass(frozen=True)
+class Trained:
+    folder: Path = Path("runs/depth")
+    metrics: dict | tuple = ()
+    parameters: int = 2_000_000
+    images_per_second: float = 40.0
+    teacher_parameters: int = 8_000_000
+    sifting: str = ""
+    baseline: Trained | None = None
+
+
+def record(name: str = "depth", **changes) -> RunRecord:
+    alone = RunRecord("alone", {}, {}, TRAIN, ALONE, [], DEPTH)
+    return replace(RunRecord(name, {"price.per_hour": 1.0}, {}, TRAIN, VAL, [], DEPTH, baseline=alone), **changes)
+
+
+def card(**changes) -> str:
+    content = {field: "" for field in Card.__dataclass_fields__}
+    content |= dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)
+    content |= {key: {} for key in ("thresholds", "calibration", "metrics", "baseline", "graphs", "commands")}
+    return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
+
+
+def test_console(capsys):
+    console = Console("depth", scores=DEPTH)
+    console.log("val", State(step=5), VAL[0])
+    console.log("val", State(step=5), {"gap": 0.5, "bias": 0.25})
+    labelled, unlabelled = capsys.readouterr().out.splitlines()
+    assert labelled.endswith("val within a quarter 75.0 % (teacher 87.5 %), gap 0.5000 m")
+    assert unlabelled.endswith("val gap 0.5000 m, bias 0.2500 m")
+
+
+def test_summary():
+    baseline = Trained(metrics=ALONE[0])
+    found = words(summary("depth", 0, Trained(metrics=VAL[0], baseline=baseline), DEPTH))
+    assert "| model | within a quarter | mean absolute error |" in found
+    assert "| teacher | 87.5 % | 0.1250 | 8.00 M | - |" in found
+    assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in found
+    assert "| student, labels only | 25.0 % | 0.8125 |" in found
+    assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
+    assert "by within a quarter; seed 0" in found
+    assert summary("depth", 0, Trained(metrics={}), DEPTH) == ""
+    lines = curves(TRAIN, VAL, DEPTH).splitlines()
+    assert any(line.startswith("mean absolute error") and line.endswith("0.3750 -> 0.6250") for line in lines)
+
+
+def test_summary_without_labels_and_without_a_teacher():
+    unlabelled = words(summary("depth", 0, Trained(metrics={"gap": 0.5}), DEPTH))
+    assert "| model | parameters | training images/s |" in unlabelled
+    assert "| student, distilled | 2.00 M |" in unlabelled
+    assert "by gap; seed 0" in unlabelled
+    alone = words(summary("depth", 0, Trained(metrics=ALONE[0]), DEPTH))
+    assert "| student | 25.0 % |" in alone
+    assert "teacher" not in alone
+
+
+def test_summary_of_several_teachers():
+    row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
+    found = words(summary("depth", 0, Trained(metrics=row), DEPTH))
+    assert "| teacher | 87.5 % | 0.1250 | - |" in found  # the parameters are of both together
+    assert "| teacher 2 | 100.0 % | 0.0000 | - |" in found
+
+
+def test_text_and_prices():
+    found = text([record()])
+    assert "within a quarter 75.0 % (teacher 87.5 %), gap 0.5000 m, labels only 25.0 %, 8 images/s" in found
+    assert "0.3750 -> 0.6250" in found
+    (row,) = price_rows([record()])
+    assert row["score"] == "within a quarter 75.0 %"
+    assert row["USD a point"] != "-"
+    (unlabelled,) = price_rows([record(val=[{"step": 5, "gap": 0.5}])])
+    assert (unlabelled["score"], unlabelled["USD a point"]) == ("gap 0.5000 m", "-")  # metres are no points
+
+
+def test_page():
+    page = render([record()])
+    for name, small in (
+        ("validation within a quarter", "teacher 87.5 %, labels only 25.0 %"),
+        ("validation mean absolute error", "teacher 0.1250, labels only 0.8125"),
+        ("gap", "mean distance from the teacher; bias 0.2500 m"),
+    ):
+        assert f"<span>{name}</span><small>{small}</small>" in page
+    for title in ("within a quarter", "mean absolute error", "gap"):
+        assert f"<h3>Validation {title}</h3>" in page
+    assert "<th>mean absolute error</th>" in page
+    assert "<td>0.8125</td>" in page  # side by side with the baseline
+    assert "accuracy" not in page
+
+
+def test_a_page_of_two_tasks():
+    """One has the agreement as a share, the other as a cosine: a chart each."""
+    rows = [{"step": 5, "agreement": 0.5}, {"step": 9, "agreement": 0.75}]
+    one = record("one", val=rows, scores=single_label.SCORES)
+    two = replace(one, name="two", scores=embedding.SCORES)
+    page = render([one, two, record("three")])
+    assert page.count("<h3>Validation agreement</h3>") == 2
+    for cell in ("75.0 %", "0.7500"):
+        assert f"<td>{cell}</td>" in page
+
+
+def test_card():
+    graphs = {"model.onnx": {"within a quarter": 0.75, "max_difference": 1e-5, "images": 8, "cpu_ms": 1.5}}
+    found = card(baseline=ALONE[0], graphs=graphs)
+    assert "| model | within a quarter | mean absolute error |" in found
+    assert "| teacher | 87.5 % | 0.1250 |" in found
+    assert "| this student | 75.0 % | 0.3750 |" in found
+    assert "| the same student, labels only | 25.0 % | 0.8125 |" in found
+    assert "Depths of pixels, in metres." in found
+    assert "gap 0.5000 m (mean distance from the teacher)" in found
+    assert "| file | within a quarter | max abs. difference | CPU ms per image |" in found
+    assert "| model.onnx | 75.0 % | 1.0e-05 | 1.50 |" in found
+    assert "without labels" in card(metrics={"gap": 0.5})
+    assert "no validation" in card(metrics={})
+
+
+@pytest.mark.parametrize("scores", [single_label.SCORES, label_sets.SCORES, embedding.SCORES, DEPTH])
+def test_columns_survive_the_manifest(scores):
+    assert Scores.read(scores.record()) == scores
+    assert [column.meaning for column in Scores.read(scores.record()).pair] == [one.meaning for one in scores.pair]
