@@ -229,6 +229,8 @@ class Evaluation:
     """Whether validation images have labels, all or some."""
     bank: Callable[[], Split] | None = None
     """Makes the split of training images in which the neighbours of a vector are searched."""
+    bank_teacher: Teacher | None = None
+    """Answers for training images; another than `teacher` where it answers by an image's id."""
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None
     """(student, teacher) -> cosine [B], through what the losses on features have learned."""
     members: int = 1
