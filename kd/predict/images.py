@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kd.errors import DataError
 from kd.files import object_store, shards
-from kd.files.pixels import ENDINGS
+from kd.files.pixels import ENDINGS, MAX_BYTES
 from kd.files.retry import retried
+from kd.serve.problems import Problem
 
 WHERE = "kd-predict"
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -26,7 +27,7 @@ class Images:
 
     names: Sequence[str]
     read: Callable[[int], bytes]
-    """Returns the bytes of one image, by its position. Raises one of `GONE`, or OSError. Thread-safe."""
+    """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
     remote: bool = False
     """Reading waits for a network."""
 
@@ -43,6 +44,7 @@ class Images:
 
         Raises:
             OSError: one of `GONE`.
+            Problem: it has more than `MAX_BYTES`.
             DataError: the storage is away.
         """
         return retried(lambda: self.read(id), f"'{self.names[id]}'", WHERE, final=GONE)
@@ -64,8 +66,9 @@ def find(source: str, copies: Path) -> Images:
     if source.endswith(".tar"):
         images = _shards(source, copies)
     elif object_store.is_url(source):
-        urls = [url for url in object_store.listing(source, WHERE) if _is_image(url)]
-        images = Images(urls, lambda id: object_store.read(urls[id], WHERE), remote=True)
+        sizes = {url: size for url, size in object_store.listing(source, WHERE).items() if _is_image(url)}
+        urls = list(sizes)
+        images = Images(urls, lambda id: _url(urls[id], sizes[urls[id]]), remote=True)
     elif os.path.isdir(source):
         images = _folder(source)
     elif os.path.isfile(source):
@@ -102,7 +105,23 @@ def _folder(root: str) -> Images:
 
 def _content(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
+        _check_bytes(os.fstat(file.fileno()).st_size)
         return file.readall()
+
+
+def _url(url: str, size: int) -> bytes:
+    _check_bytes(size)
+    return object_store.read(url, WHERE)
+
+
+def _member(path: str, offset: int, size: int) -> bytes:
+    _check_bytes(size)
+    return shards.content(path, offset, size)
+
+
+def _check_bytes(size: int) -> None:
+    if size > MAX_BYTES:
+        raise Problem(413, f"The image has {size} bytes. Allowed are {MAX_BYTES}.")
 
 
 def _cannot_list(error: OSError) -> None:
@@ -143,4 +162,4 @@ def _shards(pattern: str, copies: Path) -> Images:
                 if ending in endings:
                     names.append(f"{title}/{key}.{ending}")
                     members.append((shard.path, *endings[ending]))
-    return Images(names, lambda id: shards.content(*members[id]))
+    return Images(names, lambda id: _member(*members[id]))

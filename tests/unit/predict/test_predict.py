@@ -173,6 +173,24 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert int(done.stdout.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
 
+def test_images_of_many_gigabytes_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
+    """They were read whole."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(pictures / "0.jpg", folder / "0.jpg")
+    for name, size in (("bomb.jpg", 40 * 10**9), ("few.tar", 40 * 10**9 + 10240)):
+        (folder / name).touch()
+        os.truncate(folder / name, size)  # zeros that take no space
+    info = tarfile.TarInfo("bomb.jpg")
+    info.size = 40 * 10**9
+    with (folder / "few.tar").open("r+b") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+    rows = jsonl(run(exported, folder, tmp_path / "folder.jsonl"))
+    assert rows.pop("0.jpg") == expected["0.jpg"]
+    assert "40000000000 bytes" in rows["bomb.jpg"]["error"]
+    assert jsonl(run(exported, folder / "few.tar", tmp_path / "tar.jsonl")) == {"few.tar/bomb.jpg": rows["bomb.jpg"]}
+
+
 def test_links_to_folders_are_followed(pictures, tmp_path):
     """Their images were left out, and nothing was said; training follows them."""
     (tmp_path / "photos").mkdir()
