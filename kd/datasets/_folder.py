@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kd.datasets._decode import Names, fingerprint, read_image
+from kd.datasets._decode import Names, fingerprint, read_file
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
 from kd.files.retry import retried
@@ -52,7 +52,7 @@ class ImageFolder:
             DataError: it is gone or cannot be read.
         """
         path = os.path.join(self._root, self._names[id])
-        return read_image(lambda: _content(path), f"file '{self.name(id)}'", WHERE)
+        return read_file(path, f"file '{self.name(id)}'", WHERE)
 
 
 def scan(root: str, folder: bytes) -> dict[bytes, int]:
@@ -91,11 +91,6 @@ def _size(entry: os.DirEntry[bytes]) -> int:
         if entry.is_symlink():
             return -1  # it leads nowhere; decode says so
         return retried(lambda: entry.stat().st_size, f"file '{text(entry.path)}'", WHERE)
-
-
-def _content(path: bytes) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

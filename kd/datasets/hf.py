@@ -9,12 +9,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, read_image, refuse
+from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, read_file, refuse
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import Decoded
 
@@ -90,7 +89,7 @@ class HuggingFace:
         if data is None and path is None:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return read_image(Path(path).read_bytes, f"{subject} ({os.path.basename(path)})", WHERE)
+            return read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:

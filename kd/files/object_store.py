@@ -38,6 +38,16 @@ def listing(url: str, where: str) -> dict[str, int]:
         DataError: it cannot be listed.
         MissingExtra: no package for this protocol is installed.
     """
+    return {each: int(info["size"] or 0) for each, info in _infos(url, where).items()}
+
+
+def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
+    """Return for each file of a `listing` its size and what `version` says; raises as `listing`."""
+    infos = _infos(url, where)
+    return {each: (int(info["size"] or 0), _version(each, info)) for each, info in infos.items()}
+
+
+def _infos(url: str, where: str) -> dict[str, Any]:
     with _one_line(url, where):
         files, path = _open(url, where)
         if re.search(r"[*?\[]", path):
@@ -47,7 +57,7 @@ def listing(url: str, where: str) -> dict[str, int]:
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
                 infos[join(url, below) if below else url] = info
-        return {each: int(infos[each]["size"] or 0) for each in sorted(infos)}
+        return {each: infos[each] for each in sorted(infos)}
 
 
 def version(url: str, where: str) -> str:
@@ -59,8 +69,11 @@ def version(url: str, where: str) -> str:
     """
     with _one_line(url, where):
         files, path = _open(url, where)
-        info = files.info(path)
-        marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
+        return _version(url, files.info(path))
+
+
+def _version(url: str, info: Any) -> str:
+    marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
     return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
 
 

@@ -31,6 +31,8 @@ MANIFEST_WAIT = 10.0
 """Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
 LAST = 2**26
 """Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
+LINE = 2**20
+"""Bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time."""
 log = logging.getLogger("kd")
 
 # ---------------------------------------------------------------------------------------------- whole or absent
@@ -232,11 +234,13 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         skipped = 0 if last is None else max(0, path.stat().st_size - last)
         file.seek(skipped)
-        lines = file.read().split(b"\n")
-    rows = []
-    for line in lines[1 if skipped else 0 :]:
-        with suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
+        rows, whole = [], not skipped
+        while part := file.readline(LINE):
+            ends = part.endswith(b"\n")
+            if whole and (ends or len(part) < LINE):
+                with suppress(ValueError, RecursionError):
+                    rows.append(json.loads(part))
+            whole = ends
     return [row for row in rows if isinstance(row, dict)]
 
 
