@@ -40,7 +40,7 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.export.folder import export
+    from kd.export.folder import complete, new_export
     from kd.models import runtimes as onnx
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
@@ -48,12 +48,11 @@ def random_export(folder: Path) -> Path:
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"
     student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
-    extras = folder / "extras"
-    extras.mkdir()
-    onnx.write_onnx(onnx.export_program(student, SIZE), extras / "model.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0)
-    facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
-    export(folder / "export", content, weights, {}, extras, facts)
+    with new_export(folder / "export") as draft:
+        onnx.write_onnx(onnx.export_program(student, SIZE), draft / "model.onnx")
+        content, weights = export_files(student.network, LABELS, 1.0)
+        facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
+        complete(draft, content, weights, {}, facts)
     return folder / "export"
 
 

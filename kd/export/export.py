@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from kd.config.schema import DataSection, StudentSection
 from kd.errors import RunError
 from kd.export import graphs
 from kd.export.card import Card, render
-from kd.export.folder import refuse_other, write_folder
+from kd.export.folder import complete, new_export, refuse_other
 from kd.export.graphs import Made
 from kd.host import environment, processor, versions
 from kd.models import runtimes
@@ -80,9 +79,8 @@ def export(
     target, task, section = target or path / "export", recipe.student.task, recipe.data.section
     refuse_other(target)  # before minutes of work, not after
     student, provenance = best_student(folder, recipe.student, section, classes)
-    with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
-        extras, data_hash = Path(temporary), folder.manifest().get("data", "")
-        made = graphs.write(extras, student, recipe, classes, data_hash, options)
+    with new_export(target) as draft:
+        made = graphs.write(draft, student, recipe, classes, folder.manifest().get("data", ""), options)
         if made.calibration:
             provenance |= {"digest": digest(student.network), "calibration": made.calibration}
         labels = classes if task.logits else ()
@@ -98,8 +96,8 @@ def export(
         }
         card = described(folder, recipe, student, provenance, made)
         card = replace(card, license=options.license, commands=commands(target.name, options.onnx))
-        (extras / "README.md").write_text(render(card), encoding="utf-8")
-        write_folder(target, content, weights, provenance, extras, facts)
+        (draft / "README.md").write_text(render(card), encoding="utf-8")
+        complete(draft, content, weights, provenance, facts)
     return Exported(target, made.lines)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import FolderInUse, MissingExtra, RunError
-from kd.files.storage import atomic_file, disk_error, take_lock
+from kd.files.storage import atomic_file, disk_error, recover, take_lock
 
 WHERE = "--to"
 SHOWN = 10
@@ -121,6 +121,7 @@ def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
     with file:
         if not take_lock(file, path, WHERE):
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
+        recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
         journal = Journal(path, file)
         journal.resume(dict(identity))
