@@ -23,6 +23,7 @@ from kd.models.timm_folder import export_files
 from kd.references import written
 from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,11 @@ class Exported:
 
 
 def export(
-    path: Path, target: Path | None = None, options: Options | None = None, overrides: Sequence[str] = ()
+    path: Path,
+    target: Path | None = None,
+    options: Options | None = None,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> Exported:
     """Export the best student of a run folder.
 
@@ -64,23 +69,28 @@ def export(
         target: where; None: `export` in the run folder.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
+        trust: import modules that the run names, and read images wherever it says.
 
     Raises:
-        RunError: no run folder, no checkpoint, other data, or the disk is full.
+        RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
         ModelError: a graph does not answer as PyTorch does.
         MissingExtra: a package that an option needs.
     """
     options = options or Options()
-    folder, settings = opened_run(path)
+    folder, settings = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target, task, section = target or path / "export", recipe.student.task, recipe.data.section
     refuse_other(target)  # before minutes of work, not after
+    vouched = Trust.of(trust, overrides, section)
+    if options.onnx or options.pt2:  # they are compared on images
+        vouched.check_folder(recipe.data)
+    data_hash = folder.manifest().get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, classes)
     with new_export(target) as draft:
-        made = graphs.write(draft, student, recipe, classes, folder.manifest().get("data", ""), options)
+        made = graphs.write(draft, student, recipe, classes, data_hash, options)
         if made.calibration:
             provenance |= {"digest": digest(student.network), "calibration": made.calibration}
         labels = classes if task.logits else ()

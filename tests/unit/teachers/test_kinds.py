@@ -253,6 +253,12 @@ def changed(section, **values):
         ("torch", {"args": {"classes": 4}, "checkpoint": ""}, r"teacher\.model: has 4 classes, the data has 3"),
         ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the answers are no prob"),
         ("torch", {"precision": "int8", "classes": "none.txt"}, r"teacher\.classes: 'none\.txt' cannot be read"),
+        (
+            "transformers",
+            {"args": {"trust_remote_code": True}},
+            r"teacher\.args: has trust_remote_code, which runs code",
+        ),
+        ("zero_shot", {"args": {"trust_remote_code": False}}, r"teacher\.args: has trust_remote_code, which runs code"),
         ("onnx", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
         ("onnx", {"model": "none.onnx"}, r"teacher\.model: no file 'none\.onnx'"),
         ("onnx", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but a graph holds its weights"),
