@@ -32,7 +32,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> 
     vouched.check_teacher(recipe.teacher)
     vouched.check_folder(recipe.data)
     best = folder.best()[1]
-    results = Results(folder, Console("", quiet=True), folder.manifest()["choices"])
+    results = Results(folder, Console("", quiet=True), folder.manifest().get("choices", {}))
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         vouched.check_images(data, folder.manifest())

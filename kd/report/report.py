@@ -86,7 +86,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
         remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
@@ -156,5 +156,5 @@ def content(file: Path, otherwise: Any) -> Any:
         return otherwise
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError("run", f"'{file}' is not readable as JSON: {error}", "", "Remove the file") from error

@@ -59,7 +59,7 @@ def parse(folder: RunDir, text: str, trust: bool) -> Config:
             key, module = named_module(interpolated(read_yaml(content), [], here=False))
         if not module:
             return config.load(content, here=False)
-    except (YAMLError, OmegaConfBaseException, KdError) as error:
+    except (YAMLError, OmegaConfBaseException, KdError, RecursionError, ValueError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
         raise RunError(

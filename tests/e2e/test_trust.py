@@ -103,6 +103,13 @@ def test_no_module_of_a_baseline_is_imported(run, edited, refused, touched):
     assert not touched.exists()
 
 
+@pytest.mark.parametrize("text", ["a: " + "[" * 3000 + "]" * 3000, "run: {name: \xff", "losses: *x"])
+def test_a_config_that_nobody_wrote_is_one_line(text, run, refused):
+    (run / "config.yaml").write_bytes(text.encode("latin-1"))
+    for words in (("report", run), ("evaluate", run), ("export", run)):
+        assert "config.yaml' is not the config of a run: " in refused(*words)
+
+
 def images_of(page: Path) -> int:
     return page.read_text().count("data:image/jpeg")
 
