@@ -328,6 +328,16 @@ class DatasetFacts:
 
     label: str = "class"
     """What the label of an image is: "class", or "set" where it may have several."""
+    root: str = ""
+    """The folder whose files are the images; "": they do not lie in files of one folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherFacts:
+    """What others must know of a teacher's options: `facts(options)` of its module."""
+
+    runs_code: bool = False
+    """What `model` names is imported and called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import numpy as np
 from kd.datasets._decode import first_few, hold_out, label_images
 from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, check_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
+from kd.types import DatasetFacts
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -51,6 +52,11 @@ class Options:
             raise ValueError("val_fraction and lists exclude each other; set one of them")
         if not self.train_split or not self.val_split or self.train_split == self.val_split:
             raise ValueError("train_split and val_split must be two different folders; to share one, set val_fraction")
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

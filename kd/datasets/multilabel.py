@@ -54,7 +54,7 @@ class Options:
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(label="set")
+    return DatasetFacts(label="set", root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ LAST = 2**26
 """Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
 LINE = 2**20
 """Bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time."""
+REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
 # ---------------------------------------------------------------------------------------------- whole or absent
@@ -73,6 +74,21 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
         raise disk_error(error, path, where) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
+    """Refuse to replace a folder that holds other files than those of these names.
+
+    Raises:
+        RunError: it does, or it is a file or a link.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        wrong = f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
+        raise RunError(where, wrong, REPLACED, "Choose another folder")
+    for path in sorted(folder.rglob("*")):
+        holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+        if path.relative_to(folder).as_posix() not in names and not holds_files:
+            raise RunError(where, f"'{path}' is not of an export", REPLACED, "Move it away, or choose another folder")
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:

@@ -32,7 +32,7 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
 
 def stored_keys(folder: RunDir, text: str) -> dict[str, Any]:
     """Return a stored configuration as {"section.key": value}."""
-    return flatten(config.to_dict(parse(folder, text), values=True))
+    return flatten(config.to_dict(parse(folder, text, trust=True), values=True))
 
 
 def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
 from kd.files.retry import REMEDY
-from kd.files.storage import atomic_file, disk_error, take_lock
+from kd.files.storage import atomic_file, disk_error, recover, take_lock
 from kd.predict.images import Images
 
 WHERE = "--to"
@@ -146,6 +146,7 @@ def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterato
     try:
         if not take_lock(file, path, WHERE):
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
+        recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
         journal = Journal(path, file)
         journal.resume(dict(identity), images)

@@ -43,8 +43,15 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote."""
+        """Read what `str` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
         precision, kernel, *rest = text.split("+")
+        known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
+        if not known or rest not in ([], ["compiled"]):
+            raise ValueError(f"no execution mode '{text}'")
         return cls(precision, kernel, bool(rest))
 
     @property

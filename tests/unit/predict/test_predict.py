@@ -70,6 +70,13 @@ def expected(exported, pictures) -> dict[str, dict]:
     return found
 
 
+def test_drafts_of_a_killed_process_go(exported, pictures, command, tmp_path):
+    for name in (".all.csv.0123456789ab.tmp", ".all.csv.ba9876543210.tmp", ".other.csv.0123456789ab.tmp"):
+        (tmp_path / name).write_text("image,label")
+    assert command("predict", exported, pictures, "--to", tmp_path / "all.csv").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.csv.0123456789ab.tmp", "all.csv"]
+
+
 def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
     target = tmp_path / "out" / "all.csv"
     answer = command("predict", exported, pictures, "--to", target, "--top", "2")
