@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kd import config
 from kd.artifacts.run_dir import RunDir
-from kd.errors import DataError, RunError
+from kd.errors import ConfigError, DataError, RunError
 from kd.files import object_store
 from kd.types import State
 
@@ -163,3 +164,18 @@ def test_a_file_outside_of_the_copy_is_refused(aws, tmp_path):
     with pytest.raises(RunError, match=r"has a file '\.\./\.\./outside'"):
         opened(tmp_path / "a" / "run")
     assert not (tmp_path / "outside").exists()
+
+
+def test_folder_markers_are_no_files(mirrored, aws, tmp_path):
+    """Consoles and tools of object stores write an empty object for a folder."""
+    for marker in ("", "checkpoints/", "checkpoints/step_00000004/"):
+        aws("s3").put_object(Bucket="bucket", Key=f"runs/tiny/{marker}", Body=b"")
+    folder = opened(tmp_path / "elsewhere")
+    folder.close()
+    assert local(tmp_path / "elsewhere") == local(mirrored)
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/copies", "local://copies", "FILE:///tmp/copies"])
+def test_a_mirror_on_this_machine_is_refused_before_the_run(settings, url):
+    with pytest.raises(ConfigError, match=r"^run\.mirror: is '.*://.*A URL"):
+        config.load(settings, [f"run.mirror={url}"])
