@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from kd.artifacts import checkpoint
 from kd.errors import KdError, RunError
 from kd.files import object_store
 from kd.files.storage import log
@@ -44,18 +45,12 @@ class Mirror:
         """Restore the run folder if it holds no run.
 
         Raises:
-            RunError: the copy is no run, or has a newer checkpoint than the folder; the disk is full.
+            RunError: the copy is no run, has no whole checkpoint, or a newer one than the folder; the disk is full.
             DataError: the store refuses or is away.
             MissingExtra: no package for the URL's protocol is installed.
         """
-        prefix = f"{self.url}/"
-        names = [url.removeprefix(prefix) for url in object_store.listing(self.url, WHERE) if url.startswith(prefix)]
+        names = self._names()
         self._remote = dict.fromkeys(names)
-        if names and CONFIG not in names:
-            allowed = "The copy of a run, or nothing"
-            raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
-        if outside := next((name for name in names if ".." in name.split("/") or name.startswith("/")), ""):
-            raise RunError(WHERE, f"'{self.url}' has a file '{outside}'", "Files below the copy", "Remove it there")
         if not (self.folder / CONFIG).exists():
             self._restore(names)
             return
@@ -92,16 +87,63 @@ class Mirror:
         """Wait for uploads that have begun."""
         self._pool.shutdown(wait=True)
 
+    def _names(self) -> list[str]:
+        """Return the files of the copy, without those of runs inside of it: each has a copy of its own."""
+        prefix = f"{self.url}/"
+        names = [url.removeprefix(prefix) for url in object_store.listing(self.url, WHERE) if url.startswith(prefix)]
+        if names and CONFIG not in names:
+            allowed = "The copy of a run, or nothing"
+            raise RunError(WHERE, f"'{self.url}' holds files that are no run", allowed, "Choose another URL")
+        if outside := next((name for name in names if ".." in name.split("/") or name.startswith("/")), ""):
+            raise RunError(WHERE, f"'{self.url}' has a file '{outside}'", "Files below the copy", "Remove it there")
+        inner = tuple(name.removesuffix(CONFIG) for name in names if name.endswith(f"/{CONFIG}"))
+        return [name for name in names if not name.startswith(inner)]
+
     def _restore(self, names: list[str]) -> None:
+        """Restore all but checkpoints that are not whole, which are removed from the copy."""
         complete = _checkpoints(names)
-        wanted = [name for name in names if not (match := CHECKPOINT.fullmatch(name)) or match[1] in complete]
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of a restoration that was interrupted
-        for name in sorted(wanted, key=lambda name: name == CONFIG):  # last: with it, the folder holds a run
-            path = self.folder / name
-            object_store.copy_here(object_store.join(self.url, name), path, WHERE)
-            self._remote[name] = _mark(os.stat(path))
+        for name in names:
+            if name != CONFIG and (not name.startswith("checkpoints/") or name.split("/")[1] in complete):
+                self._fetch(name)
+        rotten = self._rotten(complete)
+        for name in sorted(filter(CHECKPOINT.fullmatch, names), key=_rank, reverse=True):
+            if name.split("/")[1] in rotten:
+                self._remove(name)
+        if CONFIG in names:  # last: with it, the folder holds a run
+            self._fetch(CONFIG)
         if complete:
-            log.info(f"{WHERE}: restored {max(complete)} from '{self.url}'")
+            log.info(f"{WHERE}: restored {max(complete - rotten)} from '{self.url}'")
+
+    def _fetch(self, name: str) -> None:
+        path = self.folder / name
+        object_store.copy_here(object_store.join(self.url, name), path, WHERE)
+        self._remote[name] = _mark(os.stat(path))
+
+    def _remove(self, name: str) -> None:
+        object_store.remove(object_store.join(self.url, name), WHERE)
+        del self._remote[name]
+
+    def _rotten(self, names: set[str]) -> set[str]:
+        """Return the restored checkpoints that are not whole; they are removed from the folder.
+
+        Raises:
+            RunError: none is whole.
+        """
+        rotten = {}
+        for name in sorted(names):
+            folder = self.folder / "checkpoints" / name
+            try:
+                checkpoint.read(folder)
+            except checkpoint.Broken as error:
+                rotten[name] = error.wrong
+                shutil.rmtree(folder)
+        if names and len(rotten) == len(names):
+            wrong = f"no checkpoint in '{self.url}' is whole: {'; '.join(rotten.values())}"
+            raise RunError(WHERE, wrong, "", "Choose another run.name, or remove the copy to begin anew")
+        for wrong in rotten.values():
+            log.warning(f"{WHERE}: in '{self.url}', {wrong}. It is removed, and the one before it is taken.")
+        return set(rotten)
 
     def _upload(self) -> None:
         with self._lock:
@@ -116,8 +158,7 @@ class Mirror:
                     self._remote[name] = mark
             gone = [name for name in self._remote if CHECKPOINT.fullmatch(name) and name not in snapshot]
             for name in sorted(gone, key=_rank, reverse=True):
-                object_store.remove(object_store.join(self.url, name), WHERE)
-                del self._remote[name]
+                self._remove(name)
         except KdError as error:
             log.warning(f"{error} The run goes on; the next checkpoint is uploaded again.")
             raise

@@ -179,3 +179,53 @@ def test_folder_markers_are_no_files(mirrored, aws, tmp_path):
 def test_a_mirror_on_this_machine_is_refused_before_the_run(settings, url):
     with pytest.raises(ConfigError, match=r"^run\.mirror: is '.*://.*A URL"):
         config.load(settings, [f"run.mirror={url}"])
+
+
+def damage(aws, step: int, file: str = "tensors.safetensors") -> None:
+    """Change one byte of a checkpoint in the copy."""
+    key = f"runs/tiny/checkpoints/step_{step:08d}/{file}"
+    body = bytearray(aws("s3").get_object(Bucket="bucket", Key=key)["Body"].read())
+    body[-3] ^= 1
+    aws("s3").put_object(Bucket="bucket", Key=key, Body=bytes(body))
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
+def test_of_a_rotten_checkpoint_in_the_copy_the_one_before_it_is_restored(mirrored, aws, tmp_path, caplog, file):
+    damage(aws, 4, file)
+    for name in ("stopped", "elsewhere"):  # the first is killed before it makes a checkpoint
+        with caplog.at_level(logging.WARNING, "kd"):
+            folder = opened(tmp_path / name)
+        found = folder.restore() or pytest.fail("nothing was restored")
+        assert (found[0].step, found[1]["w"].tolist()) == (3, [3.0] * 3)
+        folder.close()
+    assert "step_00000004" in caplog.text
+    folder = opened(tmp_path / "stopped")  # its disk is still there
+    train(folder, 4, 5)
+    folder.complete_copy()
+    folder.close()
+    assert remote(aws) == local(tmp_path / "stopped")
+
+
+def test_a_copy_without_a_whole_checkpoint_is_not_begun_anew(mirrored, aws, tmp_path):
+    damage(aws, 3)
+    damage(aws, 4)
+    before = remote(aws)
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"run\.mirror: no checkpoint .*'s3://bucket/runs/tiny' is whole.*run\.name"):
+            opened(tmp_path / "elsewhere")
+    assert remote(aws) == before
+
+
+def test_a_run_inside_of_the_run_folder_has_a_copy_of_its_own(mirrored, aws, tmp_path):
+    """The baseline's: its rotten checkpoint is left out too."""
+    inner = opened(mirrored / "labels_only", f"{URL}/labels_only")
+    train(inner, 1, 2)
+    inner.complete_copy()
+    inner.close()
+    key = "runs/tiny/labels_only/checkpoints/step_00000002/tensors.safetensors"
+    aws("s3").put_object(Bucket="bucket", Key=key, Body=b"rotten")
+    opened(tmp_path / "elsewhere").close()
+    inner = opened(tmp_path / "elsewhere" / "labels_only", f"{URL}/labels_only")
+    state, _, _ = inner.restore() or pytest.fail("nothing was restored")
+    assert state.step == 1
+    inner.close()
