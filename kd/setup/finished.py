@@ -35,10 +35,10 @@ def opened_run(path: Path) -> tuple[RunDir, Config]:
     if stored is None:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
-    return folder, parse(folder, stored)
+    return folder, parse(folder.config_file, stored)
 
 
-def parse(folder: RunDir, text: str) -> Config:
+def parse(file: Path | str, text: str) -> Config:
     """Load a stored configuration.
 
     Raises:
@@ -50,9 +50,7 @@ def parse(folder: RunDir, text: str) -> Config:
     except (YAMLError, OmegaConfBaseException, KdError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
-        raise RunError(
-            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
-        ) from error
+        raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
 
 
 def best_student(
