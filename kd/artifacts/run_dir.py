@@ -39,23 +39,33 @@ CHECKSUM = "choices_crc32"
 class RunDir:
     """The folder of one run. See `kd.contracts.RunStore`."""
 
-    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "") -> None:
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "", shared: bool = False) -> None:
         """Name a run folder; nothing is read or written yet.
 
-        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none.
+        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none. Where it is
+        `shared`, several runs on several machines may write it: the last to start does, the others go on without.
         """
         self.path, self.rank, self.keep = path, rank, keep
         self._mirror = None
         if mirror and rank == 0:
             from kd.artifacts.mirror import Mirror  # object stores: only where a copy is kept
 
-            self._mirror = Mirror(path, mirror)
+            self._mirror = Mirror(path, mirror, shared)
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
+    def copied(self, name: str) -> str:
+        """Return a text file of the copy; "" without a copy, or without a checkpoint in it."""
+        return self._mirror.read(name) if self._mirror is not None else ""
+
     def restore_copy(self) -> None:
-        """Restore the folder from its copy, if there is one and the folder holds no run; before `open`."""
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`.
+
+        Raises:
+            RunError: another process writes the folder, or the copy does not fit it.
+        """
         if self._mirror is not None:
+            self._enter()
             self._mirror.open()
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
@@ -81,13 +91,8 @@ class RunDir:
         if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            recover(self.checkpoints, alone=True)
-            recover(self.path)
-        except OSError as error:
-            raise disk_error(error, self.path, "run.folder") from error
+        if self._lock is None:
+            self._enter()
         if not self._folders():
             write_text(self.config_file, config)
             measured = ("choices", "measured_ms", "teacher_error")
@@ -268,6 +273,15 @@ class RunDir:
         if self.rank == 0:
             self.rows()  # they have steps
             keep_rows(self._metrics_file, lambda row: row["step"] <= step)
+
+    def _enter(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            recover(self.checkpoints, alone=True)
+            recover(self.path)
+        except OSError as error:
+            raise disk_error(error, self.path, "run.folder") from error
 
     def _take_lock(self) -> None:
         try:

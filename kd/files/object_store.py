@@ -32,7 +32,7 @@ def join(url: str, name: str) -> str:
 
 
 def listing(url: str, where: str) -> dict[str, int]:
-    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted.
+    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted; no folders.
 
     Raises:
         DataError: it cannot be listed.
@@ -50,14 +50,16 @@ def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
 def _infos(url: str, where: str) -> dict[str, Any]:
     with _one_line(url, where):
         files, path = _open(url, where)
+        infos = {}
         if re.search(r"[*?\[]", path):
             infos = {files.unstrip_protocol(name): info for name, info in files.glob(path, detail=True).items()}
         else:  # not `unstrip_protocol`: a URL can be written in several ways, and the caller's is kept
-            infos = {}
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
-                infos[join(url, below) if below else url] = info
-        return {each: infos[each] for each in sorted(infos)}
+                infos[join(url, below) if below or name.endswith("/") else url] = info
+        # consoles of object stores write an empty object "photos/" for a folder
+        names = [each for each in sorted(infos) if not each.endswith("/") and infos[each].get("type") != "directory"]
+        return {each: infos[each] for each in names}
 
 
 def version(url: str, where: str) -> str:

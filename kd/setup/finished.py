@@ -42,10 +42,10 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     if stored is None:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
-    return folder, parse(folder, stored, trust)
+    return folder, parse(folder.config_file, stored, trust)
 
 
-def parse(folder: RunDir, text: str, trust: bool) -> Config:
+def parse(file: Path | str, text: str, trust: bool) -> Config:
     """Load a stored configuration.
 
     Raises:
@@ -62,10 +62,8 @@ def parse(folder: RunDir, text: str, trust: bool) -> Config:
     except (YAMLError, OmegaConfBaseException, KdError, RecursionError, ValueError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
-        raise RunError(
-            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
-        ) from error
-    raise untrusted(key, f"names the module '{module}', which '{folder.config_file}' would import")
+        raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
+    raise untrusted(key, f"names the module '{module}', which '{file}' would import")
 
 
 def best_student(
