@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import warnings
 import zlib
@@ -192,6 +193,14 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
         if count > 1:
             held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
     return held
+
+
+def stamp(status: os.stat_result) -> int:
+    """Return a number of 64 bits that changes with the times of a file; see `kd.contracts.Stamped`.
+
+    A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack it.
+    """
+    return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
 def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:
