@@ -48,10 +48,7 @@ class Source(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Create missing images (render, unpack); rank 0 calls it before any image is decoded.
-
-        Listing must work without it, so that `--check` is fast.
-        """
+        """Create missing images (render, unpack), on rank 0 before any is decoded; listing must work without it."""
         ...
 
     def decode(self, id: int) -> Decoded:
@@ -61,6 +58,15 @@ class Source(Protocol):
             CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
             DataError: they cannot be read. It ends the run.
         """
+        ...
+
+
+@runtime_checkable
+class Stamped(Protocol):
+    """A source of files that tells which of them may have changed. Of any other source a store compares a sample."""
+
+    def stamp(self, id: int) -> int:
+        """Return 64 bits made of the times of the image's file when it was listed: a hint to read and compare it."""
         ...
 
 

@@ -96,7 +96,7 @@ def counted(group: str, report: Path, code: int, seconds: float) -> list[dict[st
             label = f"{group}: {case.get('name')}"
             measured.append(row(label, tried[name], 0, 0, float(facts["seconds"]), facts["mib"]))
     count, lost = sum(tried.values()), len(failed)
-    if code and not lost:  # killed, out of time, or nothing was collected
+    if not lost and (code or not count):  # killed, out of time, left without a report, or nothing was tried
         count, lost = count + 1, 1
     return [row(group, count, lost, skipped, seconds), *measured]
 
@@ -155,7 +155,7 @@ def main() -> int:
         import _record
 
         _record.write("reliability", " ".join(["python tools/soak.py", *sys.argv[1:]]), rows)
-    return 1 if total["lost"] or not total["tried"] else 0
+    return 1 if total["lost"] else 0
 
 
 if __name__ == "__main__":

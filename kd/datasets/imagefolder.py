@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kd.datasets._decode import first_few, hold_out, label_images
-from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, check_root, folders, scan, text
+from kd.datasets._folder import ENDINGS, WHERE, File, ImageFolder, check_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts
 
@@ -92,7 +92,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     return ImageFolder(root, names, [files[name] for name in names], label, order)
 
 
-def _from_list(options: Options, split: str, root: str) -> dict[bytes, int]:
+def _from_list(options: Options, split: str, root: str) -> dict[bytes, File]:
     key = "train_list" if split == "train" else "val_list"
     where = f"data.{key}"
     files = scan(root, b"")

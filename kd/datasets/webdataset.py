@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image
+from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
 from kd.types import Decoded
@@ -83,6 +83,7 @@ class WebDataset:
         self.classes = tuple(classes)
         self._shard_of, self._labels, self._where = shard_of, labels, where
         self._shards = tuple(shard.path for shard in shards)
+        self._stamps = [stamp(os.stat(path)) for path in self._shards]
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
         titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
@@ -106,6 +107,10 @@ class WebDataset:
     def name(self, id: int) -> str:
         """Return shard and key, `train-000000.tar/0001`."""
         return self._names[id].decode("utf-8", "backslashreplace")
+
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the shard when it was indexed."""
+        return self._stamps[self._shard_of[id]]
 
     def prepare(self) -> None:
         """Do nothing: the images are there."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_integers_over_several_shards(tmp_path):
     assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(11)] == list(range(11))
     wild = build(options(tmp_path, train=str(tmp_path / "train-*.tar")), "train", None)
     assert wild.fingerprint == source.fingerprint
+
+
+def test_the_stamp_is_made_of_the_times_of_the_shard(tmp_path):
+    for number in range(2):
+        shard(tmp_path / f"train-{number}.tar", samples([0, 1]))
+    both = options(tmp_path, train=str(tmp_path / "train-*.tar"))
+    before = build(both, "train", None)
+    os.utime(tmp_path / "train-1.tar", ns=(1, 1))
+    after = build(both, "train", None)
+    assert after.fingerprint == before.fingerprint
+    assert [after.stamp(id) != before.stamp(id) for id in range(4)] == [False, False, True, True]
 
 
 def test_names_in_text_and_val_by_the_training_classes(tmp_path):
