@@ -56,6 +56,9 @@ GROUPS = {
             "tests/distributed/test_stragglers.py",
         )
     ),
+    "strangers": Group(
+        ("tests/e2e/test_trust.py", "tests/unit/sagemaker/test_meeting.py", "tests/unit/predict/test_predict.py")
+    ),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
     "kills": Group(("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")),
 }
