@@ -4,8 +4,8 @@
     python tools/soak.py fuzz scale      # some of them: a table, no CSV
 
 Each group is a pytest process. A test that tries many cases records their number (`record_property("tried", n)`); any
-other test is one case. A failed test is one case lost, and so is a process that did not end by itself. Exit code 1 if
-anything was lost, or was not tried.
+other test is one case. A failed test is one case lost. So is a process that did not end by itself or left no
+report, and a group whose tests were all skipped or expected to fail. Exit code 1 if anything was lost.
 """
 
 from __future__ import annotations
