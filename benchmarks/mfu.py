@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from _record import write
 from kd.engine.criterion import Criterion, Distillation
 from kd.losses.kl import KL
-from kd.models.classifier import compile_forward, set_attention
+from kd.models.classifier import set_attention
+from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
 from kd.tasks.single_label import SingleLabel

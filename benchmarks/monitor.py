@@ -52,11 +52,11 @@ def build(stack: ExitStack) -> Run:
     pair = network(64), network(32)
     for one in pair:
         one(torch.rand(1, 3, 32, 32))
-    given = api.Given(data, data, [{"kind": "kl"}], "none", "all", 0)
-    recipe = given.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, 32, {}, {"kind": "cpu", "threads": 1})
+    arguments = api.Arguments(data, data, [{"kind": "kl"}], "none", "all", 0)
+    recipe = arguments.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, 32, {}, {"kind": "cpu", "threads": 1})
     world = stack.enter_context(distributed(recipe.backend))
-    models = api._models(*pair, given, 0, world)
-    return api._run(recipe, given, models, Results(Memory(), Console("", quiet=True)), world)
+    models = api._models(*pair, arguments, 0, world)
+    return api._run(recipe, arguments, models, Results(Memory(), Console("", quiet=True)), world)
 
 
 def segment(run: Run, steps: int) -> float:

@@ -40,7 +40,7 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.export.folder import write_folder
+    from kd.export.folder import complete, new_export
     from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
@@ -48,12 +48,11 @@ def random_export(folder: Path) -> Path:
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"
     student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
-    extras = folder / "extras"
-    extras.mkdir()
-    runtimes.write_onnx(runtimes.export_program(student, SIZE), extras / "model.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
-    facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
-    write_folder(folder / "export", content, weights, {}, extras, facts)
+    with new_export(folder / "export") as draft:
+        runtimes.write_onnx(runtimes.export_program(student, SIZE), draft / "model.onnx")
+        content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
+        facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
+        complete(draft, content, weights, {}, facts)
     return folder / "export"
 
 

@@ -84,20 +84,19 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights."""
     import torch
 
-    from kd.export.folder import write_folder
+    from kd.export.folder import complete, new_export
     from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
 
     torch.manual_seed(0)
     student = load(Spec("student", name, {}, LABELS), size).eval()
-    extras = folder / "extras"
-    extras.mkdir()
-    runtimes.write_onnx(runtimes.export_program(student, size), extras / "model.onnx")
-    runtimes.write_int8(extras / "model.onnx", extras / "model.int8.onnx")
-    content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
-    facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
-    write_folder(folder / "export", content, weights, {}, extras, facts)
+    with new_export(folder / "export") as draft:
+        runtimes.write_onnx(runtimes.export_program(student, size), draft / "model.onnx")
+        runtimes.write_int8(draft / "model.onnx", draft / "model.int8.onnx")
+        content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
+        facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
+        complete(draft, content, weights, {}, facts)
     return folder / "export"
 
 

@@ -89,12 +89,12 @@ def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Ca
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.3, CE(label_smoothing=0.0))])
     data = TensorDataset(batches[0].image, batches[0].label)
     size = len(data)
-    given = api.Given(data, data, criterion, "none", "all", 0)
+    arguments = api.Arguments(data, data, criterion, "none", "all", 0)
     own = {"kind": "cpu", "precision": "fp32"}
-    recipe = given.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, size, {"lr": 1e-3}, own)
+    recipe = arguments.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, size, {"lr": 1e-3}, own)
     world = distributed(recipe.backend).__enter__()
-    models = api._models(Logits(teacher), Logits(copy.deepcopy(student)), given, 0, world)
-    run = api._run(recipe, given, models, Results(Memory(), Console("", quiet=True)), world)
+    models = api._models(Logits(teacher), Logits(copy.deepcopy(student)), arguments, 0, world)
+    run = api._run(recipe, arguments, models, Results(Memory(), Console("", quiet=True)), world)
     run.distillation.train()
     state, meter, plan = State(), Meter(run, State()), run.sifter.plan(0, 0.0)
 

@@ -119,8 +119,8 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    given = Given(train, val, losses, sifter, labels, workers)
-    recipe = given.recipe(
+    arguments = Arguments(train, val, losses, sifter, labels, workers)
+    recipe = arguments.recipe(
         run={"epochs": epochs, "steps": steps, "seed": seed},
         batch_size=getattr(train, "batch_size", None) or batch_size if isinstance(train, DataLoader) else batch_size,
         optimizer=optimizer or {},
@@ -137,8 +137,8 @@ def distill(
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
         _sink(folder, recipe.record, world) as sink,
     ):
-        models = _models(teacher, student, given, seed, world)
-        run = _run(recipe, given, models, Results(sink, console), world)
+        models = _models(teacher, student, arguments, seed, world)
+        run = _run(recipe, arguments, models, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
         facts = parts.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
@@ -154,7 +154,7 @@ def distill(
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Arguments:
     """The arguments of `distill` that are objects, or may be."""
 
     train: Any
@@ -217,24 +217,24 @@ def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator
         own.close()
 
 
-def _models(teacher: Any, student: nn.Module, given: Given, seed: int, world: Backend) -> Models:
+def _models(teacher: Any, student: nn.Module, arguments: Arguments, seed: int, world: Backend) -> Models:
     modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     wheres = [f"teacher[{i}]" for i in range(len(modules))] if len(modules) > 1 else ["teacher"]
     teachers = [LogitsModel(one, where) for one, where in zip(modules, wheres, strict=True)]
     model = LogitsModel(student, "student")
-    return Models(teachers, model, _num_classes([model, *teachers], given, seed, world))
+    return Models(teachers, model, _num_classes([model, *teachers], arguments, seed, world))
 
 
-def _run(recipe: Recipe, given: Given, models: Models, results: Results, world: Backend) -> Run:
+def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
     section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, models.num_classes
-    batch_size, train, labels = fixed_batch(section), given.train, given.labels
-    val_batch = getattr(given.val, "batch_size", None) or batch_size
-    train_loader, num_images = _loader("train", given, batch_size, seed, num_classes, world)
-    val_loader, num_val = _loader("val", given, val_batch, seed, num_classes, world)
+    batch_size, train, labels = fixed_batch(section), arguments.train, arguments.labels
+    val_batch = getattr(arguments.val, "batch_size", None) or batch_size
+    train_loader, num_images = _loader("train", arguments, batch_size, seed, num_classes, world)
+    val_loader, num_val = _loader("val", arguments, val_batch, seed, num_classes, world)
     split = split_batch(section, world.world_size, num_images)
     several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
     model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
-    live, criterion, sifter = LiveTeacher(model, world.device), given.losses, given.sifter
+    live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
     if not isinstance(criterion, Criterion):
         labelled = (_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
         criterion = build_criterion(recipe.student.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
@@ -258,9 +258,9 @@ def _run(recipe: Recipe, given: Given, models: Models, results: Results, world: 
 
 
 def _loader(
-    where: str, given: Given, batch_size: int, seed: int, num_classes: int, world: Backend
+    where: str, arguments: Arguments, batch_size: int, seed: int, num_classes: int, world: Backend
 ) -> tuple[Loader, int]:
-    items, labels = getattr(given, where), given.labels
+    items, labels = getattr(arguments, where), arguments.labels
     if isinstance(items, DataLoader):
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
@@ -268,7 +268,7 @@ def _loader(
         num_images = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
         return BatchLoader(items, batch_size, where, labels, num_classes), num_images
     dataset = MapDataset(items, seed, where, labels, num_classes)
-    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, given.workers), len(dataset)
+    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, arguments.workers), len(dataset)
 
 
 def _labels(items: Any) -> torch.Tensor:
@@ -277,13 +277,13 @@ def _labels(items: Any) -> torch.Tensor:
     return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
 
 
-def _num_classes(models: Sequence[LogitsModel], given: Given, seed: int, world: Backend) -> int:
+def _num_classes(models: Sequence[LogitsModel], arguments: Arguments, seed: int, world: Backend) -> int:
     """Ask all models, the student first, about one image, and return the number of their classes.
 
     Raises:
         ConfigError: it is not the same for all.
     """
-    items, labels = given.train, given.labels
+    items, labels = arguments.train, arguments.labels
     if isinstance(items, DataLoader):
         size = items.batch_size or 1
         image = next(BatchLoader(items, size, "train", labels).epoch(evaluation_plan(size, size), 0)).image[:1]

@@ -48,10 +48,7 @@ class Source(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Create missing images (render, unpack); rank 0 calls it before any image is decoded.
-
-        Listing must work without it, so that `--check` is fast.
-        """
+        """Create missing images (render, unpack), on rank 0 before any is decoded; listing must work without it."""
         ...
 
     def decode(self, id: int) -> Decoded:
@@ -61,6 +58,15 @@ class Source(Protocol):
             CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
             DataError: they cannot be read. It ends the run.
         """
+        ...
+
+
+@runtime_checkable
+class Stamped(Protocol):
+    """A source of files that tells which of them may have changed. Of any other source a store compares a sample."""
+
+    def stamp(self, id: int) -> int:
+        """Return 64 bits made of the times of the image's file when it was listed: a hint to read and compare it."""
         ...
 
 
@@ -229,6 +235,8 @@ class Evaluation:
     """Whether validation images have labels, all or some."""
     bank: Callable[[], Split] | None = None
     """Makes the split of training images in which the neighbours of a vector are searched."""
+    bank_teacher: Teacher | None = None
+    """Answers for training images; another than `teacher` where it answers by an image's id."""
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None
     """(student, teacher) -> cosine [B], through what the losses on features have learned."""
     members: int = 1

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from kd.errors import PartNotFound, did_you_mean
-from kd.types import BackendFacts, DatasetFacts, SifterFacts
+from kd.types import BackendFacts, DatasetFacts, SifterFacts, TeacherFacts
 
 FOLDERS = ("tasks", "losses", "sifters", "datasets", "teachers", "backends")
-FACTS = {"datasets": DatasetFacts, "sifters": SifterFacts, "backends": BackendFacts}
+FACTS = {"datasets": DatasetFacts, "sifters": SifterFacts, "teachers": TeacherFacts, "backends": BackendFacts}
 """What a part without a function `facts` is taken for."""
 
 

@@ -318,6 +318,8 @@ class State:
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
     skipped: int = 0
     """Steps in a row, up to this one, that were not applied because their gradient was not finite."""
+    skipped_in_all: int = 0
+    """All such steps of the run so far."""
     threads: int = 0
     """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""
 
@@ -328,6 +330,16 @@ class DatasetFacts:
 
     label: str = "class"
     """What the label of an image is: "class", or "set" where it may have several."""
+    root: str = ""
+    """The folder whose files are the images; "": they do not lie in files of one folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherFacts:
+    """What others must know of a teacher's options: `facts(options)` of its module."""
+
+    runs_code: bool = False
+    """What `model` names is imported and called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,10 @@ FORMAT = 3
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
+class Broken(RunError):
+    """A checkpoint is cut short or damaged. One of another format is not."""
+
+
 def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
     """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded.
 
@@ -41,7 +45,8 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
     """Read the state of a checkpoint and the content of its state.json.
 
     Raises:
-        RunError: it is damaged or of another format; the remedy names what to do.
+        Broken: it is damaged; the remedy names what to do.
+        RunError: it is of another format.
     """
     try:
         content = json.loads((folder / STATE).read_text())
@@ -59,7 +64,8 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
     """Read a checkpoint folder.
 
     Raises:
-        RunError: it is cut short, damaged (the tensor is named) or of another format; the remedy names what to do.
+        Broken: it is cut short or damaged (the tensor is named); the remedy names what to do.
+        RunError: it is of another format.
     """
     state, content = head(folder)
     try:
@@ -98,6 +104,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
 
 
-def _broken(folder: Path, wrong: str) -> RunError:
+def _broken(folder: Path, wrong: str) -> Broken:
     remedy = f"Remove '{folder}'; the same command then resumes from the checkpoint before it"
-    return RunError("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)
+    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)

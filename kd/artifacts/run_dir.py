@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -31,27 +32,40 @@ from kd.files.storage import (
 )
 from kd.types import State
 
+CHECKSUM = "choices_crc32"
+"""In the manifest: a resumed run follows the choices, so they must be those that it began with."""
+
 
 class RunDir:
     """The folder of one run. See `kd.contracts.RunStore`."""
 
-    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "") -> None:
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "", shared: bool = False) -> None:
         """Name a run folder; nothing is read or written yet.
 
-        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none.
+        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none. Where it is
+        `shared`, several runs on several machines may write it: the last to start does, the others go on without.
         """
         self.path, self.rank, self.keep = path, rank, keep
         self._mirror = None
         if mirror and rank == 0:
             from kd.artifacts.mirror import Mirror  # object stores: only where a copy is kept
 
-            self._mirror = Mirror(path, mirror)
+            self._mirror = Mirror(path, mirror, shared)
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
+    def copied(self, name: str) -> str:
+        """Return a text file of the copy; "" without a copy, or without a checkpoint in it."""
+        return self._mirror.read(name) if self._mirror is not None else ""
+
     def restore_copy(self) -> None:
-        """Restore the folder from its copy, if there is one and the folder holds no run; before `open`."""
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`.
+
+        Raises:
+            RunError: another process writes the folder, or the copy does not fit it.
+        """
         if self._mirror is not None:
+            self._enter()
             self._mirror.open()
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
@@ -77,18 +91,13 @@ class RunDir:
         if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            recover(self.checkpoints, alone=True)
-            recover(self.path)
-        except OSError as error:
-            raise disk_error(error, self.path, "run.folder") from error
+        if self._lock is None:
+            self._enter()
         if not self._folders():
             write_text(self.config_file, config)
             measured = ("choices", "measured_ms", "teacher_error")
             choices = {} if keys else {k: v for k, v in self.manifest().items() if k in measured}
-            write_json(self.path / "manifest.json", choices)
+            self._write_manifest(choices)
 
     @property
     def config_file(self) -> Path:
@@ -97,7 +106,7 @@ class RunDir:
 
     def stored_config(self) -> str | None:
         """Return the configuration of the run that this folder holds, or None."""
-        return self.config_file.read_text() if self.config_file.is_file() else None
+        return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
 
     def step(self) -> int:
         """Return the step of the newest checkpoint; 0 where there is none."""
@@ -107,19 +116,25 @@ class RunDir:
         """Return what manifest.json records; empty before the first `record`.
 
         Raises:
-            RunError: it is damaged.
+            RunError: it is damaged, or its choices are not those that the run began with.
         """
         file = self.path / "manifest.json"
         try:
-            return json.loads(file.read_text()) if file.is_file() else {}
-        except ValueError as error:
+            content = json.loads(file.read_text()) if file.is_file() else {}
+            if not isinstance(content, dict) or not isinstance(content.get("choices", {}), dict):
+                raise TypeError("no object of JSON with an object `choices`")
+            expected = content.pop(CHECKSUM, None)  # older builds wrote none
+            if expected not in (None, _checksum(content.get("choices", {}))):
+                raise ValueError("`choices` were changed after they were recorded")
+        except (ValueError, TypeError, RecursionError) as error:
             remedy = "Restore it, or choose another run.name"
             raise RunError("run.folder", f"'{file}' is damaged ({error})", "", remedy) from error
+        return content
 
     def record(self, **facts: Any) -> None:
         """Add facts to manifest.json; rank 0 only."""
         if self.rank == 0:
-            write_json(self.path / "manifest.json", {**self.manifest(), **facts})
+            self._write_manifest({**self.manifest(), **facts})
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Append a row to metrics.jsonl."""
@@ -137,8 +152,17 @@ class RunDir:
         return [row for row in self.rows() if row["kind"] == kind]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all kinds, oldest first."""
-        return read_rows(self._metrics_file, last=None)
+        """Return the rows of all kinds, oldest first.
+
+        Raises:
+            RunError: a row lacks its kind or its step.
+        """
+        rows = read_rows(self._metrics_file, last=None)
+        for row in rows:
+            if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
+                wrong = f"'{self._metrics_file}' does not hold what kd writes: a row {json.dumps(row)[:80]}"
+                raise RunError("run.folder", wrong, "Rows with kind and step", "Remove that line")
+        return rows
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
@@ -218,8 +242,17 @@ class RunDir:
             self._lock.close()
             self._lock = None
 
+    def _write_manifest(self, content: dict[str, Any]) -> None:
+        more = {CHECKSUM: _checksum(content["choices"])} if "choices" in content else {}
+        write_json(self.path / "manifest.json", {**content, **more})
+
     def _folders(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+        found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+        for folder in found:
+            if not folder.name.removeprefix("step_").isdecimal():
+                allowed = "step_ and a number"
+                raise RunError("run.folder", f"'{folder}' is no checkpoint of kd", allowed, "Move it out of the folder")
+        return found
 
     def _best(self) -> Path | None:
         """Return the newest checkpoint that was the best when it was written: none after it was better.
@@ -238,7 +271,17 @@ class RunDir:
 
     def _truncate_metrics(self, step: int) -> None:
         if self.rank == 0:
+            self.rows()  # they have steps
             keep_rows(self._metrics_file, lambda row: row["step"] <= step)
+
+    def _enter(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            recover(self.checkpoints, alone=True)
+            recover(self.path)
+        except OSError as error:
+            raise disk_error(error, self.path, "run.folder") from error
 
     def _take_lock(self) -> None:
         try:
@@ -250,3 +293,7 @@ class RunDir:
             holder = (self.path / ".lock").read_text().strip() or "unknown"
             remedy = "Wait for it, or choose another run.name"
             raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
+
+
+def _checksum(choices: dict[str, str]) -> int:
+    return zlib.crc32(json.dumps(choices, sort_keys=True).encode())

@@ -96,6 +96,12 @@ def new_parser(command: str, summary: str, example: str, with_config: bool = Tru
     return parser
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust` to a command that reads run folders."""
+    text = "run code that the run's config.yaml names, and read images wherever it says: for runs that you would start"
+    parser.add_argument("--trust", action="store_true", help=text)
+
+
 def load_config(options: argparse.Namespace) -> Config:
     """Load the configuration of a command whose parser has CONFIG and `key=value`."""
     from kd import config

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import guarded, new_parser
+from kd.cli.command import add_trust, guarded, new_parser
 
 LIVE_SECONDS = 5.0
 
@@ -22,25 +22,25 @@ def report(argv: Sequence[str] | None = None) -> int:
         from kd.text import table
 
         if options.price:
-            print(table(job.prices(paths, overrides)))
+            print(table(job.prices(paths, overrides, options.trust)))
         elif options.live:
-            _serve(paths, options.port, overrides)
+            _serve(paths, options.port, overrides, options.trust)
         else:
-            page = job.report(paths, options.to, options.images, overrides)
+            page = job.report(paths, options.to, options.images, overrides, options.trust)
             print(page.summary)
             print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
 
     return guarded(command)
 
 
-def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str]) -> None:
+def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str], trust: bool) -> None:
     from kd.errors import RunError
     from kd.report.live import LOOPBACK, server
     from kd.report.report import live_page
 
-    live_page(paths, LIVE_SECONDS, overrides)  # refuses a wrong folder before anything is served
+    live_page(paths, LIVE_SECONDS, overrides, trust)  # refuses a wrong folder before anything is served
     try:
-        running = server(lambda: live_page(paths, LIVE_SECONDS, overrides), port)
+        running = server(lambda: live_page(paths, LIVE_SECONDS, overrides, trust), port)
     except OSError as error:
         raise RunError("--port", f"{port} cannot be bound ({error.strerror})", "", "Give another, or 0") from error
     print(f"http://{LOOPBACK}:{running.server_address[1]}/ shows the run while it goes; Ctrl-C ends it", flush=True)
@@ -72,4 +72,5 @@ def _parser() -> argparse.ArgumentParser:
         default=2000,
         help="validation images to ask both models; 0: all (default 2000)",
     )
+    add_trust(parser)
     return parser

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import guarded, new_parser, whole_number
+from kd.cli.command import add_trust, guarded, new_parser, whole_number
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -39,6 +39,7 @@ def export(argv: Sequence[str] | None = None) -> int:
                 license=options.license,
             ),
             options.overrides,
+            options.trust,
         )
         print(f"wrote {exported.folder}")
         for line in exported.lines:
@@ -97,6 +98,7 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)"
     )
+    add_trust(parser)
     return parser
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import guarded, load_config, new_parser
+from kd.cli.command import add_trust, guarded, load_config, new_parser
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -110,6 +110,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
+    add_trust(parser)
     options = parser.parse_intermixed_args(argv)
     if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
         parser.error("give either RUN, or --endpoint URL and --data FOLDER")
@@ -122,7 +123,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         else:
             from kd.jobs.evaluate import evaluate
 
-            values = evaluate(options.run, options.overrides)
+            values = evaluate(options.run, options.overrides, options.trust)
         for name, value in values.items():
             print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
 
@@ -140,6 +141,7 @@ def plan(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--on", metavar=("MACHINE", "xN"), nargs="+", help="a machine of --instances, and how many")
     parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak rate that is reached (default 0.35)")
     parser.add_argument("--run", metavar="RUN", type=Path, help="take the step from a run on such devices instead")
+    add_trust(parser)
     parser.add_argument("--instances", action=_Listing, help="list the known machines and their prices, and exit")
     options = parser.parse_intermixed_args(argv)
     if not options.on:
@@ -149,7 +151,7 @@ def plan(argv: Sequence[str] | None = None) -> int:
         from kd.report.plan import plan
         from kd.setup.recipe import resolve
 
-        print(plan(resolve(load_config(options)), options.on, options.mfu, options.run))
+        print(plan(resolve(load_config(options)), options.on, options.mfu, options.run, options.trust))
 
     return guarded(command)
 

@@ -328,7 +328,7 @@ class OptimizerSection:
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
-    it, count it in the rows, and end the run after more than 10 such steps in a row."""
+    it and count it. More than 10 such steps in a row end the run, and more than half of all its steps are an error."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema: float = ranged(0.0, low=0.0, high=0.99999)

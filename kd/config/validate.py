@@ -37,8 +37,10 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     needed = needs(config.losses)
     read, task = reads_of(needed), build_task(config.task)
     features = bool(read.features)
-    if config.run.mirror and "://" not in config.run.mirror:
-        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", "A URL such as s3://BUCKET/runs", "Correct it")
+    protocol, url, _ = config.run.mirror.partition("://")
+    if config.run.mirror and (not url or protocol.lower() in ("file", "local")):  # a file there can be half-written
+        allowed = "A URL of an object store such as s3://BUCKET/runs"
+        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", allowed, "Correct it, or leave it empty")
     if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
         wrong = "passes logits and pooled features on, but the losses ask for other outputs"
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"

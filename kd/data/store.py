@@ -2,7 +2,9 @@
 
 One file a split, one record an image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
 The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
-bytes, so no process waits for another. An image without a whole record is decoded (again).
+bytes, so no process waits for another. An image without a whole record is decoded (again), and so is one whose file has
+other times than when it was decoded: names and sizes are the store's identity, and a file may be replaced by one of the
+same size.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import PIL
 from PIL import Image, features
 
-from kd.contracts import Source
+from kd.contracts import Source, Stamped
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.pixels import centre_crop
-from kd.files.storage import Records, Stop, disk_error, open_folder, record_bytes
+from kd.files.storage import Records, Stop, disk_error, log, open_folder, record_bytes
 from kd.types import Decoded, Label
 
-FORMAT = 3
-HEAD = struct.Struct("<III")
-"""Width, height, and the CRC-32 of the encoded bytes."""
+FORMAT = 4
+HEAD = struct.Struct("<IIIQ")
+"""Width, height, the CRC-32 of the encoded bytes, and the stamp of their file."""
 WHERE = "data.store"
 PIXELS = "pixels"
 """Name of the file in a store's folder."""
@@ -89,6 +91,16 @@ class Cropped:
         return centre_crop(image, self.size, self.crop)
 
 
+class Slot(NamedTuple):
+    """A stored image."""
+
+    image: Image.Image
+    crc: int
+    """CRC-32 of the encoded bytes that it was decoded from."""
+    stamp: int
+    """Of their file; see `kd.contracts.Stamped`."""
+
+
 class Slots:
     """A file of one record an image, for this process and those that it forks."""
 
@@ -98,18 +110,18 @@ class Slots:
         stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
-    def read(self, id: int) -> Decoded | None:
+    def read(self, id: int) -> Slot | None:
         """Return an image, or None if its record is not whole."""
         content = self.records.read(id)
         if content is None:
             return None
-        width, height, crc = HEAD.unpack_from(content)
+        width, height, crc, stamp = HEAD.unpack_from(content)
         pixels: Any = memoryview(content)[HEAD.size :]
-        return Decoded(Image.frombytes("RGB", (width, height), pixels), crc)
+        return Slot(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
-    def write(self, id: int, decoded: Decoded) -> None:
+    def write(self, id: int, slot: Slot) -> None:
         """Store an image, if it has at most `pixels` pixels and the disk is not full."""
-        self.records.write(id, HEAD.pack(*decoded.image.size, decoded.crc) + decoded.image.tobytes())
+        self.records.write(id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # spawned workers, as on macOS, inherit no memory
@@ -127,8 +139,8 @@ class Stored:
     """A source whose images are decoded once and stored as far as training needs them. See `kd.contracts.Source`.
 
     An image is the same whether it comes out of its slot or has just been decoded. Not stored are images that cannot be
-    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. A file
-    that was replaced by one of the same size is noticed by `refresh` only, in a sample.
+    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. Where the
+    source is not `Stamped`, an image replaced by one of the same size is noticed by `refresh` only, in a sample.
     """
 
     def __init__(self, source: Source, keep: Callable[[Image.Image], Image.Image], slots: Slots | None = None) -> None:
@@ -136,6 +148,13 @@ class Stored:
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
+        self._stamped = source if isinstance(source, Stamped) else None
+        # A byte an image: 1 where its bytes were compared in this run and are those of the slot; then one for `_warn`.
+        # Forked workers share it. Hosts with copies of the data share a store, but not the times of its files.
+        self._same = mmap.mmap(-1, len(source) + 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stored, (self.source, self.keep, self.slots)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -159,20 +178,32 @@ class Stored:
             CorruptImage: it is not stored and cannot be decoded.
             DataError: it is not stored and cannot be read.
         """
-        decoded = self.slots.read(id) if self.slots is not None else None
-        if decoded is None:
+        stamp = self._stamped.stamp(id) if self._stamped is not None else 0
+        slot = self.slots.read(id) if self.slots is not None else None
+        if slot is None or (slot.stamp != stamp and not self._same[id]):
             image, crc = self.source.decode(id)
-            decoded = Decoded(self.keep(image), crc)
+            if slot is not None:
+                self._same[id] = crc == slot.crc
+                self._warn(id)
+            slot = Slot(self.keep(image), crc, stamp)
             if self.slots is not None:
-                self.slots.write(id, decoded)
-        return decoded
+                self.slots.write(id, slot)
+        return Decoded(slot.image, slot.crc)
+
+    def _warn(self, id: int) -> None:
+        """Warn once where the bytes of an image are others than those that it was decoded from."""
+        if not self._same[id] and not self._same[len(self)]:
+            self._same[len(self)] = 1
+            text = "%s: '%s' has changed since it was decoded; it and all others that have are decoded again"
+            log.warning(text, WHERE, self.name(id))
 
     def refresh(self, ids: Iterable[int]) -> int:
         """Read some images again and return how many have changed since they were stored.
 
-        If one sampled file has changed, others may have: the whole store is cleared.
+        If one sampled file has changed, others may have: the whole store is cleared. Files with stamps are compared as
+        they are used.
         """
-        if self.slots is None:
+        if self.slots is None or self._stamped is not None:
             return 0
         changed = 0
         for id in ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import warnings
 import zlib
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
-from kd.files.pixels import to_rgb
+from kd.files.pixels import MAX_BYTES, to_rgb
 from kd.files.retry import REMEDY, retried
 from kd.types import Decoded
 
@@ -31,6 +32,27 @@ def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str 
     """
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
+
+
+def read_file(path: str | bytes, subject: str, where: str) -> Decoded:
+    """Read an image from a file of its own; raises as `read_image`."""
+
+    def content() -> bytes:
+        with open(path, "rb") as file:
+            check_bytes(os.fstat(file.fileno()).st_size, subject, where)
+            return file.read()
+
+    return read_image(content, subject, where)
+
+
+def check_bytes(size: int, subject: str, where: str) -> None:
+    """Refuse an image of too many encoded bytes before they are read.
+
+    Raises:
+        CorruptImage: it has more than MAX_BYTES.
+    """
+    if size > MAX_BYTES:
+        raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 
 
 def decode(data: bytes, subject: str, where: str) -> Decoded:
@@ -192,6 +214,14 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
         if count > 1:
             held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
     return held
+
+
+def stamp(status: os.stat_result) -> int:
+    """Return a number of 64 bits that changes with the times of a file; see `kd.contracts.Stamped`.
+
+    A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack it.
+    """
+    return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
 def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:

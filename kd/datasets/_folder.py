@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from kd.datasets._decode import Names, fingerprint, read_image
+from kd.datasets._decode import Names, fingerprint, read_file, stamp
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
 from kd.files.retry import retried
@@ -17,18 +18,28 @@ WHERE = "data.root"
 ENDINGS = tuple(f".{ending}".encode() for ending in pixels.ENDINGS)
 
 
+class File(NamedTuple):
+    """What a listing says about an image file."""
+
+    size: int
+    """Bytes."""
+    stamp: int
+    """See `kd.contracts.Stamped`."""
+
+
 class ImageFolder:
-    """A listing of image files. Its memory is three arrays, cheap to pickle and to share with forked workers."""
+    """A listing of image files. Its memory is four arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
-        self, root: str, names: Sequence[bytes], sizes: Sequence[int], labels: np.ndarray, classes: Sequence[str]
+        self, root: str, names: Sequence[bytes], files: Sequence[File], labels: np.ndarray, classes: Sequence[str]
     ) -> None:
-        """Take names below `root` in order, sizes in bytes, and labels: a class each, or int8 [N, C] of sets."""
+        """Take names below `root` in order, their files, and labels: a class each, or int8 [N, C] of sets."""
         self.classes = tuple(classes)
         self._root = os.fsencode(root)
         self._names = Names(names)
         self._labels = labels
-        self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, sizes)
+        self._stamps = np.array([file.stamp for file in files], np.uint64)
+        self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, [file.size for file in files])
 
     def __len__(self) -> int:
         return len(self._names)
@@ -41,6 +52,10 @@ class ImageFolder:
         """Return the path in the root folder, with "/" on every system."""
         return text(self._names[id])
 
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the file when it was listed."""
+        return int(self._stamps[id])
+
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
@@ -52,16 +67,16 @@ class ImageFolder:
             DataError: it is gone or cannot be read.
         """
         path = os.path.join(self._root, self._names[id])
-        return read_image(lambda: _content(path), f"file '{self.name(id)}'", WHERE)
+        return read_file(path, f"file '{self.name(id)}'", WHERE)
 
 
-def scan(root: str, folder: bytes) -> dict[bytes, int]:
-    """Return the image files below `folder`, as paths in `root`, with their sizes in bytes.
+def scan(root: str, folder: bytes) -> dict[bytes, File]:
+    """Return the image files below `folder`, as paths in `root`, with their sizes and times.
 
-    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its size is one more
+    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
     request to the storage, which NFS answers from the same listing.
     """
-    sizes: dict[bytes, int] = {}
+    files: dict[bytes, File] = {}
     todo: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while todo:
         relative, above = todo.pop()
@@ -80,22 +95,18 @@ def scan(root: str, folder: bytes) -> dict[bytes, int]:
             if _is_folder(entry):
                 todo.append((prefix + entry.name, above | {here}))
             elif entry.name.lower().endswith(ENDINGS):
-                sizes[prefix + entry.name] = _size(entry)
-    return sizes
+                files[prefix + entry.name] = _file(entry)
+    return files
 
 
-def _size(entry: os.DirEntry[bytes]) -> int:
+def _file(entry: os.DirEntry[bytes]) -> File:
     try:
-        return entry.stat().st_size
+        status = entry.stat()
     except OSError:
         if entry.is_symlink():
-            return -1  # it leads nowhere; decode says so
-        return retried(lambda: entry.stat().st_size, f"file '{text(entry.path)}'", WHERE)
-
-
-def _content(path: bytes) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+            return File(-1, 0)  # it leads nowhere; decode says so
+        status = retried(entry.stat, f"file '{text(entry.path)}'", WHERE)
+    return File(status.st_size, stamp(status))
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

@@ -204,7 +204,7 @@ def _move(draft: Path, folder: Path) -> None:
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(label="set" if options.label_sets else "class")
+    return DatasetFacts(label="set" if options.label_sets else "class", root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:

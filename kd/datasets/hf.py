@@ -9,12 +9,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import decode, fingerprint, hold_out, label_images, name_labels, read_image, refuse
+from kd.datasets._decode import (
+    decode,
+    fingerprint,
+    hold_out,
+    label_images,
+    name_labels,
+    read_file,
+    refuse,
+    stamp,
+)
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import Decoded
 
@@ -61,8 +69,9 @@ class HuggingFace:
     ) -> None:
         self.classes = tuple(classes)
         self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
-        sizes = _sizes(table, image_key)[rows]
-        self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes)
+        sizes, stamps = _files(table, image_key)
+        self._stamps = stamps[rows]
+        self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -74,6 +83,10 @@ class HuggingFace:
     def name(self, id: int) -> str:
         """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
+
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the image's own file, or of the table's files, when it was listed."""
+        return int(self._stamps[id])
 
     def prepare(self) -> None:
         """Do nothing: the images are there."""
@@ -90,7 +103,7 @@ class HuggingFace:
         if data is None and path is None:
             raise refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return read_image(Path(path).read_bytes, f"{subject} ({os.path.basename(path)})", WHERE)
+            return read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
         return decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
@@ -136,11 +149,15 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 
 
-def _sizes(table: Any, image_key: str) -> np.ndarray:
-    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none; no image is read for it."""
+def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none, and stamps, uint64 [N].
+
+    No image is read for it.
+    """
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    parts, raw = [], table.with_format("arrow")
+    whole = sum(stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
+    parts, raw, stamps = [], table.with_format("arrow"), np.full(len(table), whole, np.uint64)
     for start in range(0, len(table), ROWS):
         cells = raw[start : start + ROWS][image_key].combine_chunks()
         lengths = compute.binary_length(compute.struct_field(cells, "bytes"))
@@ -148,9 +165,10 @@ def _sizes(table: Any, image_key: str) -> np.ndarray:
         paths = compute.struct_field(cells, "path").to_pylist() if (sizes < 0).any() else []
         for row in np.flatnonzero(sizes < 0):
             if paths[row] and os.path.isfile(paths[row]):
-                sizes[row] = os.path.getsize(paths[row])
+                status = os.stat(paths[row])
+                sizes[row], stamps[start + row] = status.st_size, stamp(status)
         parts.append(sizes)
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
 
 
 def _import_datasets() -> Any:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kd.datasets._decode import first_few, hold_out, label_images
-from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, check_root, folders, scan, text
+from kd.datasets._folder import ENDINGS, WHERE, File, ImageFolder, check_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
+from kd.types import DatasetFacts
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -53,6 +54,11 @@ class Options:
             raise ValueError("train_split and val_split must be two different folders; to share one, set val_fraction")
 
 
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(root=options.root)
+
+
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
     """List the images of a split; without labels they may lie in any folders.
 
@@ -86,7 +92,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     return ImageFolder(root, names, [files[name] for name in names], label, order)
 
 
-def _from_list(options: Options, split: str, root: str) -> dict[bytes, int]:
+def _from_list(options: Options, split: str, root: str) -> dict[bytes, File]:
     key = "train_list" if split == "train" else "val_list"
     where = f"data.{key}"
     files = scan(root, b"")

@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 
 from kd.datasets._decode import first_few, hold_out
-from kd.datasets._folder import ImageFolder, check_root, scan
+from kd.datasets._folder import File, ImageFolder, check_root, scan
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts
 
@@ -54,7 +54,7 @@ class Options:
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(label="set")
+    return DatasetFacts(label="set", root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
@@ -73,16 +73,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     own = header or sorted(set().union(*(labels or () for labels in labels_of.values())))
     order = tuple(own if classes is None else classes)
     names = sorted(map(os.fsencode, labels_of))
-    sizes = _sizes(root, names, where)
+    files = _files(root, names, where)
     if options.val_fraction and names:
         keep = np.flatnonzero(hold_out(names, np.zeros(len(names), np.int64), options.val_fraction) == (split == "val"))
-        names, sizes = [names[id] for id in keep], [sizes[id] for id in keep]
+        names, files = [names[id] for id in keep], [files[id] for id in keep]
     if not names:
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
     if labels == "none":
-        return ImageFolder(root, names, sizes, np.full(len(names), -1, np.int32), ())
+        return ImageFolder(root, names, files, np.full(len(names), -1, np.int32), ())
     sets = [labels_of[os.fsdecode(name)] for name in names]
-    return ImageFolder(root, names, sizes, _table(sets, names, order, where, labels), order)
+    return ImageFolder(root, names, files, _table(sets, names, order, where, labels), order)
 
 
 def _table(
@@ -107,8 +107,8 @@ def _table(
     return table
 
 
-def _sizes(root: str, names: Sequence[bytes], where: str) -> list[int]:
-    """Return the sizes of the files in bytes.
+def _files(root: str, names: Sequence[bytes], where: str) -> list[File]:
+    """Return what the listing says about the files.
 
     Raises:
         DataError: one is not there, or is no image by its name.

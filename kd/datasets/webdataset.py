@@ -15,10 +15,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, fingerprint, label_images, name_labels, read_image
+from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
 from kd.types import Decoded
+
+MAX_LABEL = 2**20
+"""Bytes of a label member."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,7 @@ class WebDataset:
         self.classes = tuple(classes)
         self._shard_of, self._labels, self._where = shard_of, labels, where
         self._shards = tuple(shard.path for shard in shards)
+        self._stamps = [stamp(os.stat(path)) for path in self._shards]
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
         titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
@@ -104,6 +108,10 @@ class WebDataset:
         """Return shard and key, `train-000000.tar/0001`."""
         return self._names[id].decode("utf-8", "backslashreplace")
 
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the shard when it was indexed."""
+        return self._stamps[self._shard_of[id]]
+
     def prepare(self) -> None:
         """Do nothing: the images are there."""
 
@@ -115,7 +123,9 @@ class WebDataset:
             DataError: the shard is gone, cannot be read, or is shorter than it was.
         """
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
-        return read_image(lambda: content(shard, offset, size), f"image '{self.name(id)}'", self._where)
+        subject = f"image '{self.name(id)}'"
+        check_bytes(size, subject, self._where)
+        return read_image(lambda: content(shard, offset, size), subject, self._where)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
@@ -186,6 +196,9 @@ def _pair(
                 f"Image: {', '.join(endings)}. Label: {options.label_key}",
                 f"Set data.{remedy}",
             )
+        if label[1] > MAX_LABEL:
+            wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
+            raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")
         images.append(_Image(key, *image, _label(read(file, *label), f"{shard}/{key}", options, where)))
     return images
 
@@ -193,7 +206,7 @@ def _pair(
 def _label(data: bytes, name: str, options: Options, where: str) -> str:
     try:
         value = json.loads(data)[options.label_field] if options.label_field else data.decode().strip()
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         wanted = f"JSON with the key '{options.label_field}'" if options.label_field else "text"
         raise DataError(
             where, f"the label of '{name}' is {data[:60]!r}", f"Allowed: {wanted}", "Set data.label_field"

@@ -17,10 +17,9 @@ from kd.seeds import seed_from
 from kd.types import Batch, Plan, State
 
 # The same command would resume from the last checkpoint and diverge in the same step again.
-AFTER_DIVERGING = (
-    "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32; or go on "
-    "without such steps with optimizer.on_nonfinite=skip"
-)
+LOWER = "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
+AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
+AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
 
 
 class Diverged(NonFiniteLoss):

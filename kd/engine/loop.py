@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kd.engine.criterion import Scoring
 from kd.engine.diagnosis import Diverged, located
-from kd.engine.meter import Meter
+from kd.engine.meter import Meter, require_applied
 from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
 from kd.errors import Interrupted
@@ -28,6 +28,7 @@ def train(run: Run) -> State:
 
     Raises:
         NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed. Term, steps and layer are named.
+            Or more than half of the steps of the whole run were skipped.
         Interrupted: `run.stop` asked for it; a checkpoint of the last step was written.
     """
     try:
@@ -70,6 +71,7 @@ def _train(run: Run) -> State:
                 meter.resume()
                 if last:
                     break
+    require_applied(state)
     return state
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kd.engine.diagnosis import diverged
+from kd.engine.diagnosis import AFTER_SKIPPING, diverged
 from kd.engine.run import Run
+from kd.errors import NonFiniteLoss
 from kd.types import Plan, State
 
 MOST_SKIPPED = 10
@@ -56,7 +57,8 @@ class Meter:
         skipped, in_a_row = 0, 0
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
-        state = replace(state, seconds=state.seconds + seconds, skipped=in_a_row)
+        in_all = state.skipped_in_all + skipped
+        state = replace(state, seconds=state.seconds + seconds, skipped=in_a_row, skipped_in_all=in_all)
         if self.run.skip_nonfinite:
             values["skipped"] = float(skipped)
         values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
@@ -114,3 +116,14 @@ class Meter:
         """Restart the clock where a flush ended the window: evaluation and checkpoints are not training."""
         if not self.rows:
             self.clock, self.teacher_images = time.perf_counter(), self.run.teacher.images
+
+
+def require_applied(state: State) -> None:
+    """Require at least half of the steps of a finished run to have changed the weights.
+
+    Raises:
+        NonFiniteLoss: more were skipped.
+    """
+    if 2 * state.skipped_in_all > state.step:
+        wrong = f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient was NaN or infinite"
+        raise NonFiniteLoss("optimizer.on_nonfinite", wrong, "At most half of the steps", AFTER_SKIPPING)

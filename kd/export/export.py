@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from kd.config.schema import DataSection, StudentSection
 from kd.errors import RunError
 from kd.export import graphs
 from kd.export.card import Card, render
-from kd.export.folder import refuse_other, write_folder
+from kd.export.folder import complete, new_export, refuse_other
 from kd.export.graphs import Made
 from kd.host import environment, processor, versions
 from kd.models import runtimes
@@ -24,6 +23,7 @@ from kd.models.timm_folder import export_files
 from kd.references import written
 from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,11 @@ class Exported:
 
 
 def export(
-    path: Path, target: Path | None = None, options: Options | None = None, overrides: Sequence[str] = ()
+    path: Path,
+    target: Path | None = None,
+    options: Options | None = None,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> Exported:
     """Export the best student of a run folder.
 
@@ -65,24 +69,28 @@ def export(
         target: where; None: `export` in the run folder.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
+        trust: import modules that the run names, and read images wherever it says.
 
     Raises:
-        RunError: no run folder, no checkpoint, other data, or the disk is full.
+        RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
         ModelError: a graph does not answer as PyTorch does.
         MissingExtra: a package that an option needs.
     """
     options = options or Options()
-    folder, settings = opened_run(path)
+    folder, settings = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     classes = folder.manifest().get("classes")
     if not classes:
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     target, task, section = target or path / "export", recipe.student.task, recipe.data.section
     refuse_other(target)  # before minutes of work, not after
+    vouched = Trust.of(trust, overrides, section)
+    if options.onnx or options.pt2:  # they are compared on images
+        vouched.check_folder(recipe.data)
+    data_hash = folder.manifest().get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, classes)
-    with tempfile.TemporaryDirectory(prefix="kd-export-") as temporary:
-        extras, data_hash = Path(temporary), folder.manifest().get("data", "")
-        made = graphs.write(extras, student, recipe, classes, data_hash, options)
+    with new_export(target) as draft:
+        made = graphs.write(draft, student, recipe, classes, data_hash, options)
         if made.calibration:
             provenance |= {"digest": digest(student.network), "calibration": made.calibration}
         labels = classes if task.logits else ()
@@ -98,8 +106,8 @@ def export(
         }
         card = described(folder, recipe, student, provenance, made)
         card = replace(card, license=options.license, commands=commands(target.name, options.onnx))
-        (extras / "README.md").write_text(render(card), encoding="utf-8")
-        write_folder(target, content, weights, provenance, extras, facts)
+        (draft / "README.md").write_text(render(card), encoding="utf-8")
+        complete(draft, content, weights, provenance, facts)
     return Exported(target, made.lines)
 
 

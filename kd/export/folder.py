@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +12,78 @@ from torch import Tensor
 
 from kd.artifacts.checkpoint import save_tensors
 from kd.errors import RunError
-from kd.files.manifest import MANIFEST, checksum, sha256
-from kd.files.storage import atomic_folder, write_json
+from kd.files.manifest import MANIFEST, checksum, sha256, unchanged
+from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_json
 
 
-def write_folder(
-    folder: Path,
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    provenance: dict[str, Any],
-    extras: Path | None = None,
-    facts: dict[str, Any] | None = None,
-) -> None:
-    """Write an export folder atomically, replacing an older one.
+@contextmanager
+def new_export(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export.
 
-    Args:
-        folder: where; `timm.create_model('local-dir:FOLDER', pretrained=True)` then loads it.
-        config: contents of config.json in timm's form, `label_names` included.
-        tensors: weights by timm's names.
-        provenance: written to kd.json: metrics, run, hashes.
-        extras: a flat folder whose files are added: graphs, the model card.
-        facts: written to manifest.json, beside size and sha256 of every other file and a checksum of all this.
+    What a killed export left beside it is removed.
 
     Raises:
         RunError: something else lies at `folder`, the disk is full or not writable.
     """
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
-        save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
-        (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
-        write_json(draft / "config.json", config)
-        write_json(draft / "kd.json", provenance)
-        if extras is not None:
-            for path in extras.iterdir():
-                shutil.copyfile(path, draft / path.name)
-        files = {path.relative_to(draft).as_posix(): _entry(path) for path in draft.rglob("*") if path.is_file()}
-        content = json.loads(json.dumps({**(facts or {}), "files": files}))  # as it will be read
-        write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
+        yield draft
+        refuse_other(folder)  # minutes later
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+    """Write an export without graphs; see `new_export` and `complete`."""
+    with new_export(folder) as draft:
+        complete(draft, config, tensors, provenance)
+
+
+def complete(
+    draft: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    provenance: dict[str, Any],
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write what each export has, and the list of all files.
+
+    Args:
+        draft: a flat folder that may hold more files: graphs, the model card.
+        config: contents of config.json in timm's form, `label_names` included. With it,
+            `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder.
+        tensors: weights by timm's names.
+        provenance: written to kd.json: metrics, run, hashes.
+        facts: written to manifest.json, beside size and sha256 of every other file and a checksum of all this.
+    """
+    save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
+    (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
+    write_json(draft / "config.json", config)
+    write_json(draft / "kd.json", provenance)
+    content = json.loads(json.dumps({**(facts or {}), "files": _listing(draft)}))  # as it will be read
+    write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse to replace what is not an export.
+    """Refuse to replace what is not an export, or an export in which somebody has worked.
 
     Raises:
-        RunError: something else lies at `folder`.
+        RunError: `folder` is a file or a link, or holds what its manifest does not list.
     """
-    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not empty and not (folder / "kd.json").is_file():
-        allowed = "A new or empty folder, or an older export, which is replaced"
-        raise RunError("export", f"'{folder}' exists and is not an exported model", allowed, "Choose another folder")
+    listed: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
+        content = json.loads((folder / MANIFEST).read_bytes())
+        listed = {**content["files"], MANIFEST: None} if unchanged(content) else {}
+    if not listed and folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()):
+        raise RunError("export", f"'{folder}' exists and is not an exported model", REPLACED, "Choose another folder")
+    refuse_unlisted(folder, listed, "export")
+    for name, entry in _listing(folder).items():
+        if name != MANIFEST and listed[name] != entry:
+            wrong = f"'{folder / name}' was changed after the export"
+            raise RunError("export", wrong, REPLACED, "Move it away, or choose another folder")
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def _listing(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return size and sha256 of every file."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
+    }

@@ -32,22 +32,34 @@ def join(url: str, name: str) -> str:
 
 
 def listing(url: str, where: str) -> dict[str, int]:
-    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted.
+    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted; no folders.
 
     Raises:
         DataError: it cannot be listed.
         MissingExtra: no package for this protocol is installed.
     """
+    return {each: int(info["size"] or 0) for each, info in _infos(url, where).items()}
+
+
+def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
+    """Return for each file of a `listing` its size and what `version` says; raises as `listing`."""
+    infos = _infos(url, where)
+    return {each: (int(info["size"] or 0), _version(each, info)) for each, info in infos.items()}
+
+
+def _infos(url: str, where: str) -> dict[str, Any]:
     with _one_line(url, where):
         files, path = _open(url, where)
+        infos = {}
         if re.search(r"[*?\[]", path):
             infos = {files.unstrip_protocol(name): info for name, info in files.glob(path, detail=True).items()}
         else:  # not `unstrip_protocol`: a URL can be written in several ways, and the caller's is kept
-            infos = {}
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
-                infos[join(url, below) if below else url] = info
-        return {each: int(infos[each]["size"] or 0) for each in sorted(infos)}
+                infos[join(url, below) if below or name.endswith("/") else url] = info
+        # consoles of object stores write an empty object "photos/" for a folder
+        names = [each for each in sorted(infos) if not each.endswith("/") and infos[each].get("type") != "directory"]
+        return {each: infos[each] for each in names}
 
 
 def version(url: str, where: str) -> str:
@@ -59,8 +71,11 @@ def version(url: str, where: str) -> str:
     """
     with _one_line(url, where):
         files, path = _open(url, where)
-        info = files.info(path)
-        marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
+        return _version(url, files.info(path))
+
+
+def _version(url: str, info: Any) -> str:
+    marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
     return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
 
 

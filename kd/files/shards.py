@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from kd.errors import DataError, did_you_mean
 from kd.files import object_store
@@ -20,6 +20,8 @@ from kd.files.storage import disk_error, lock, log, recover
 
 BLOCK = 512
 """Bytes of a tar block; headers and contents begin on its multiples."""
+MAX_HEADER = 2**20
+"""Bytes of an extended header. tarfile reads one whole, whatever size it claims."""
 AT_ONCE = 8
 """Shards that are copied at the same time."""
 
@@ -71,7 +73,7 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
-    with tarfile.open(fileobj=file, mode="r:") as tar:
+    with tarfile.open(fileobj=cast(BinaryIO, _Headers(file)), mode="r:") as tar:
         for member in tar:
             size = member.size if member.isreg() else 0
             end = member.offset_data + -(-size // BLOCK) * BLOCK
@@ -97,6 +99,18 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
             "Copy or write it again",
         )
     return samples
+
+
+class _Headers:
+    """A shard of which tarfile reads headers only."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes; at most {MAX_HEADER} are read")
+        return self._file.read(size)
 
 
 def content(path: str, offset: int, size: int) -> bytes:

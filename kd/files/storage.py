@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,9 @@ MANIFEST_WAIT = 10.0
 """Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
 LAST = 2**26
 """Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
+LINE = 2**20
+"""Bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time."""
+REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
 # ---------------------------------------------------------------------------------------------- whole or absent
@@ -71,6 +74,21 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
         raise disk_error(error, path, where) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
+    """Refuse to replace a folder that holds other files than those of these names.
+
+    Raises:
+        RunError: it does, or it is a file or a link.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        wrong = f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
+        raise RunError(where, wrong, REPLACED, "Choose another folder")
+    for path in sorted(folder.rglob("*")):
+        holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+        if path.relative_to(folder).as_posix() not in names and not holds_files:
+            raise RunError(where, f"'{path}' is not of an export", REPLACED, "Move it away, or choose another folder")
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
@@ -232,11 +250,13 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         skipped = 0 if last is None else max(0, path.stat().st_size - last)
         file.seek(skipped)
-        lines = file.read().split(b"\n")
-    rows = []
-    for line in lines[1 if skipped else 0 :]:
-        with suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
+        rows, whole = [], not skipped
+        while part := file.readline(LINE):
+            ends = part.endswith(b"\n")
+            if whole and (ends or len(part) < LINE):
+                with suppress(ValueError, RecursionError):
+                    rows.append(json.loads(part))
+            whole = ends
     return [row for row in rows if isinstance(row, dict)]
 
 

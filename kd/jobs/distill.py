@@ -24,6 +24,7 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
+from kd.progress.summary import skipped_text
 from kd.progress.trackers import Trackers
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.recipe import Recipe, TeacherPlan
@@ -45,6 +46,9 @@ class Result:
     """What the sifter did, as Markdown."""
     batch_size: int = 0
     """Images of an optimizer step, as configured or as found."""
+    steps: int = 0
+    skipped: int = 0
+    """Steps whose gradient was not finite."""
     baseline: Result | None = None
     report: str = ""
 
@@ -83,6 +87,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
+        skipped = skipped_text(state.skipped_in_all, state.step)
+        console.info(f"{title}: {skipped}" if skipped else "")
         sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")
@@ -99,6 +105,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         teacher_parameters=count_parameters(model) if model is not None else 0,
         sifting=sifting,
         batch_size=run.length.batch_size,
+        steps=state.step,
+        skipped=state.skipped_in_all,
     )
 
 

@@ -12,16 +12,31 @@ from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
 from kd.setup.finished import load_distillation, opened_run
 from kd.setup.recipe import resolve
+from kd.setup.trust import Trust
 
 
-def evaluate(path: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split."""
-    folder, stored = opened_run(path)
+def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:
+    """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split.
+
+    Args:
+        path: the run folder.
+        overrides: keys of its configuration to change.
+        trust: run code that it names, and read images wherever it says.
+
+    Raises:
+        RunError: it is no run folder, or needs trust.
+    """
+    folder, stored = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
+    vouched = Trust.of(trust, overrides, recipe.data.section)
+    vouched.check_teacher(recipe.teacher)
+    vouched.check_folder(recipe.data)
     best = folder.best()[1]
-    results = Results(folder, Console("", quiet=True), folder.manifest()["choices"])
+    results = Results(folder, Console("", quiet=True), folder.manifest().get("choices", {}))
     with distributed(recipe.backend) as backend:
-        teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend, fill=False), backend)
+        data = open_data(recipe.data, backend, fill=False)
+        vouched.check_images(data, folder.manifest())
+        teachers = obtain_teachers(recipe.teacher, data, backend)
         setting = Setting(teachers, backend, recipe.backend)
         run = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results).run
         load_distillation(run.distillation, best)

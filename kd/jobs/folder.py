@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kd import config
@@ -16,23 +18,54 @@ from kd.setup.recipe import Record, flatten, hashes
 
 
 @contextmanager
-def open_run(record: Record, rank: int) -> Iterator[RunDir]:
-    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
-    folder = RunDir(record.path, rank, record.keep, record.mirror)
-    folder.restore_copy()
-    stored = folder.stored_config()
-    differences = different_keys(stored_keys(folder, stored), record.keys) if stored is not None else []
-    folder.open(record.yaml, [*differences, *changed_values(stored or "", record)])
+def open_run(record: Record, rank: int, shared: bool = False) -> Iterator[RunDir]:
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ.
+
+    Args:
+        record: of the run.
+        rank: of this process.
+        shared: several runs may write its copy (see `RunDir`).
+    """
+    folder = RunDir(record.path, rank, record.keep, record.mirror, shared)
     try:
+        require_own_copy(folder, record)
+        folder.restore_copy()
+        stored = folder.stored_config()
+        folder.open(record.yaml, differences(folder.config_file, stored, record) if stored is not None else [])
         yield folder
         folder.complete_copy()
     finally:
         folder.close()
 
 
-def stored_keys(folder: RunDir, text: str) -> dict[str, Any]:
-    """Return a stored configuration as {"section.key": value}."""
-    return flatten(config.to_dict(parse(folder, text), values=True))
+def require_own_copy(folder: RunDir, record: Record) -> None:
+    """Require the copy to be that of this run, where it has a checkpoint to lose.
+
+    Raises:
+        RunError: it is that of a run with another configuration, or the folder's run has other data or teachers.
+    """
+    text = folder.copied("config.yaml")
+    if not text:
+        return
+    keys = differences(f"{record.mirror}/config.yaml", text, record)
+    try:
+        facts = dict(json.loads(folder.copied("manifest.json") or "{}"))
+    except (ValueError, TypeError, RecursionError):  # damaged: the configuration alone is compared
+        facts = {}
+    here = folder.manifest()
+    both = facts.keys() & here.keys()
+    keys += [f"{key} (its content hash)" for key in ("data", "teacher") if key in both and facts[key] != here[key]]
+    if keys:
+        wrong = f"'{record.mirror}' is the copy of another run; it differs in {', '.join(keys)}"
+        raise RunError(
+            "run.mirror", wrong, "One copy, one run", "Choose another run.name or run.mirror, or remove the copy"
+        )
+
+
+def differences(file: Path | str, text: str, record: Record) -> list[str]:
+    """List the keys in which a stored configuration computes something else."""
+    stored = flatten(config.to_dict(parse(file, text, trust=True), values=True))
+    return [*different_keys(stored, record.keys), *changed_values(text, record)]
 
 
 def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

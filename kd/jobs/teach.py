@@ -93,7 +93,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
         outcome, folder, holder = FITTED, None, ""
         if backend.rank == 0 and not is_fitted(target):
             try:
-                folder = stack.enter_context(open_run(record, 0))
+                folder = stack.enter_context(open_run(record, 0, shared=True))
                 outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first look
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
@@ -102,7 +102,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
         if outcome == FITTED:
             return None
         if outcome == MINE:
-            return folder or stack.enter_context(open_run(record, backend.rank))
+            return folder or stack.enter_context(open_run(record, backend.rank, shared=True))
         if backend.rank == 0:
             now = holder + _content(record.path)
             if now != seen:

@@ -133,22 +133,25 @@ class Store:
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [B] and which of them are whole, bool [B].
+        """Return records [B] and which of them are whole, bool [B]; one whose logits are not all finite is not.
 
         Raises:
             RunError: the view's file cannot be opened.
         """
         try:
-            records = self._opened(view)
+            opened = self._opened(view)
         except FileNotFoundError:
             return np.zeros(len(ids), self.codec.record), np.zeros(len(ids), bool)
         except OSError as error:
             raise disk_error(error, self._path(view), WHERE) from error
         size = self.codec.record.itemsize
-        found = [records.read(id) for id in ids]
+        found = [opened.read(id) for id in ids]
         whole = np.array([content is not None and len(content) == size for content in found], bool)
         content = bytearray().join(part if part and len(part) == size else bytes(size) for part in found)
-        return np.frombuffer(content, self.codec.record), whole
+        records = np.frombuffer(content, self.codec.record)
+        if self.codec.num_classes:  # earlier versions of kd stored what float16 cannot hold
+            whole &= np.isfinite(records["logits"]).all(1)
+        return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
         """Return what the records [B] hold, as `Codec.expand` takes it.
@@ -274,31 +277,34 @@ class CachedTeacher:
             said = said.map(lambda tensor: tensor.index_select(0, rows))
         codec = self.store.codec
         parts = codec.pack(said)
-        if self.store.writable:
-            crc = [batch.crc[row] if batch.crc else 0 for row, _ in answer.missing]
-            self._waiting.append((batch.view, [id for _, id in answer.missing], parts, crc))
-            self._bytes += sum(part.nbytes for part in parts)
-            if len(self._waiting) >= WAITING or self._bytes >= WAITING_BYTES:
-                self.flush()
+        crc = [batch.crc[row] if batch.crc else 0 for row, _ in answer.missing]
+        self._waiting.append((batch.view, [id for _, id in answer.missing], parts, crc))
+        self._bytes += sum(part.nbytes for part in parts)
+        if len(self._waiting) >= WAITING or self._bytes >= WAITING_BYTES:
+            self.flush()
         kept = codec.unpack(parts).map(lambda tensor: tensor.float())
         features = {name: known.features[name].index_copy(0, rows, kept.features[name]) for name in codec.features}
         return Outputs(known.logits.index_copy(0, rows, kept.logits), features)
 
     def flush(self) -> None:
-        """Write the records that are still on the device.
+        """Write the records that are still on the device; where another run writes, only check them.
 
         Raises:
-            ModelError: a feature is not a number, or too large for float16.
+            ModelError: an output is not a number, or too large for float16. It is not written.
         """
         waiting, self._waiting, self._bytes = self._waiting, [], 0
+        codec = self.store.codec
         for view, ids, parts, crc in waiting:
             arrays = [part.cpu().numpy() for part in parts]
-            for name, array in zip(self.store.codec.names, arrays, strict=True):
-                if name in self.store.codec.features and not np.isfinite(array).all():
+            for name, array in zip(codec.names, arrays, strict=True):
+                if not np.isfinite(array).all():
                     wrong = f"the teacher's '{name}' holds values that are not finite as {array.dtype}"
-                    remedy = "Set teacher.cache.dtype=fp32, or teacher.precision=fp32"
-                    raise ModelError("teacher.cache.dtype", wrong, "float16 reaches 65504", remedy)
-            self.store.write(view, ids, arrays, crc)
+                    half = codec.dtype == np.float16
+                    remedy = "Set teacher.cache.dtype=fp32, or" if half else "Correct the teacher, or set"
+                    allowed = "float16 reaches 65504" if half else "Finite numbers"
+                    raise ModelError("teacher.cache.dtype", wrong, allowed, f"{remedy} teacher.precision=fp32")
+            if self.store.writable:
+                self.store.write(view, ids, arrays, crc)
 
 
 def _tensor(part: np.ndarray) -> Tensor:

@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from kd.errors import ModelError
 from kd.types import Outputs
 
-GRAPHS = 64
-"""Limit of compiled graphs in a process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
-training, evaluation and the copies of trials each need their own."""
-
-
 Average = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -269,20 +264,6 @@ def set_attention(module: nn.Module, fused: bool) -> int:
     for layer in layers:
         layer.fused_attn = fused  # type: ignore[assignment]
     return len(layers)
-
-
-def compile_forward(module: nn.Module) -> nn.Module:
-    """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled.
-
-    Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives the
-    same bits as an uninterrupted one.
-    """
-    import torch._dynamo.config as limits  # slow to import, so only where something is compiled
-
-    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # in older torch
-    setattr(limits, name, max(getattr(limits, name), GRAPHS))
-    module.compile(dynamic=False)
-    return module
 
 
 def count_attention(module: Any) -> int:

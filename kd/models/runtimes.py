@@ -181,18 +181,49 @@ def open_session(path: Path, threads: int, where: str) -> Any:
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has its own types, one for each kind of damage
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            where, f"'{path}' is no graph that onnxruntime can run ({reason})", "", "Export it anew"
-        ) from error
+        raise _no_graph(where, path, error) from error
 
 
-def graph_files(path: Path) -> list[Path]:
-    """Return an ONNX file and those beside it that hold its weights."""
-    onnx = require("onnx", "teacher.model")
-    stored = onnx.load(str(path), load_external_data=False).graph.initializer
-    beside = {pair.value for tensor in stored for pair in tensor.external_data if pair.key == "location"}
-    return [path, *(path.parent / name for name in sorted(beside))]
+def _no_graph(where: str, path: Path, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:200]
+    return ModelError(where, f"'{path}' is no graph that onnxruntime can run ({reason})", "", "Export it anew")
+
+
+def graph_files(path: Path, where: str) -> list[Path]:
+    """Return an ONNX file and those beside it that hold its weights.
+
+    Raises:
+        MissingExtra: onnx is not installed.
+        ModelError: it is no graph, or names weights that are no regular file in its folder.
+    """
+    onnx = require("onnx", where)
+    try:
+        names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
+    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
+        raise _no_graph(where, path, error) from error
+    home, files = path.parent.resolve(), [path]
+    for name in names:
+        file = path.parent / name
+        outside = "\0" in name or ".." in Path(name).parts or not file.resolve().is_relative_to(home)
+        if outside or not file.is_file():
+            wrong = (
+                f"'{path}' has weights in {name!r}, which is {'outside its folder' if outside else 'no regular file'}"
+            )
+            allowed = "Regular files in the folder of the graph, by relative names and without links out of it"
+            raise ModelError(where, wrong, allowed, "Put them there, or export it anew")
+        files.append(file)
+    return files
+
+
+def _external(message: Any) -> Iterator[str]:
+    """Yield the file names of all tensors in a message of ONNX: initializers, attributes, functions, subgraphs."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield from (pair.value for pair in message.external_data if pair.key == "location")
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for one in [value] if hasattr(value, "DESCRIPTOR") else value:
+                yield from _external(one)
 
 
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from kd.errors import DataError
 from kd.files import object_store, shards
-from kd.files.pixels import ENDINGS
+from kd.files.pixels import ENDINGS, MAX_BYTES
 from kd.files.retry import retried
+from kd.serve.problems import Problem
 
 WHERE = "kd-predict"
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""These concern one image. Any other OSError may concern all that follow, and ends the command after some tries."""
+"""These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
+all that follow, and ends the command after some tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,11 @@ class Images:
 
     names: Sequence[str]
     read: Callable[[int], bytes]
-    """Returns the bytes of one image, by its position. Raises one of `GONE`, or OSError. Thread-safe."""
+    """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
+    stamps: Sequence[str]
+    """Size and time of each image when it was listed; "": it was not there, or it is a URL in a list."""
+    path: Callable[[int], str]
+    """Returns the file of an image on this machine; "": there is none."""
     remote: bool = False
     """Reading waits for a network."""
 
@@ -42,10 +48,20 @@ class Images:
         """Return the bytes of one image; try again where the storage fails.
 
         Raises:
-            OSError: one of `GONE`.
+            OSError: one of `GONE`, of an image that cannot be read and is still there, or was not there before.
+            Problem: it has more than `MAX_BYTES`.
             DataError: the storage is away.
         """
-        return retried(lambda: self.read(id), f"'{self.names[id]}'", WHERE, final=GONE)
+
+        def read() -> bytes:
+            try:
+                return self.read(id)
+            except GONE as error:
+                if self.stamps[id] and self.path(id) and not _stamp(self.path(id)):
+                    raise OSError(f"{error.strerror}, and was there before") from error
+                raise
+
+        return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
 
 
 def find(source: str, copies: Path) -> Images:
@@ -64,8 +80,9 @@ def find(source: str, copies: Path) -> Images:
     if source.endswith(".tar"):
         images = _shards(source, copies)
     elif object_store.is_url(source):
-        urls = [url for url in object_store.listing(source, WHERE) if _is_image(url)]
-        images = Images(urls, lambda id: object_store.read(urls[id], WHERE), remote=True)
+        found = {url: each for url, each in object_store.versions(source, WHERE).items() if _is_image(url)}
+        urls, sizes, stamps = list(found), [size for size, _ in found.values()], [each for _, each in found.values()]
+        images = Images(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
     elif os.path.isdir(source):
         images = _folder(source)
     elif os.path.isfile(source):
@@ -97,12 +114,52 @@ def _folder(root: str) -> Images:
         images = (name for name in files if _is_image(name) and not name.startswith("."))
         names += [name if inside == "." else f"{inside}/{name}" for name in images]
     names.sort()
-    return Images(names, lambda id: _content(os.path.join(root, names[id])))
+    return _files(root, names)
+
+
+def _files(folder: str, names: Sequence[str]) -> Images:
+    def path(id: int) -> str:
+        return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
+
+    def content(id: int) -> bytes:
+        return _content(path(id)) if path(id) else object_store.read(names[id], WHERE)
+
+    stamps = [_stamp(path(id)) if path(id) else "" for id in range(len(names))]
+    remote = any(map(object_store.is_url, names))
+    if names and not any(stamps) and not remote:
+        wrong = f"none of the {len(names)} images is there, from '{names[0]}' on"
+        raise DataError(WHERE, wrong, "", "Check the paths, or bring the storage back")
+    return Images(names, content, stamps, path, remote)
+
+
+def _stamp(path: str) -> str:
+    """Return the size and time of a file; "" where there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _content(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
+        _check_bytes(os.fstat(file.fileno()).st_size)
         return file.readall()
+
+
+def _url(url: str, size: int) -> bytes:
+    _check_bytes(size)
+    return object_store.read(url, WHERE)
+
+
+def _member(path: str, offset: int, size: int) -> bytes:
+    _check_bytes(size)
+    return shards.content(path, offset, size)
+
+
+def _check_bytes(size: int) -> None:
+    if size > MAX_BYTES:
+        raise Problem(413, f"The image has {size} bytes. Allowed are {MAX_BYTES}.")
 
 
 def _cannot_list(error: OSError) -> None:
@@ -117,17 +174,12 @@ def _list(path: str) -> Images:
         allowed = "Text with a path a line"
         raise DataError(WHERE, f"the list '{path}' cannot be read ({error})", allowed, "Check the file") from error
     names = [line.strip() for line in text.splitlines() if line.strip()]
-    folder = os.path.dirname(path)
-
-    def content(id: int) -> bytes:
-        name = names[id]
-        return object_store.read(name, WHERE) if object_store.is_url(name) else _content(os.path.join(folder, name))
-
-    return Images(names, content, remote=any(map(object_store.is_url, names)))
+    return _files(os.path.dirname(path), names)
 
 
 def _shards(pattern: str, copies: Path) -> Images:
     names: list[str] = []
+    stamps: list[str] = []
     members: list[tuple[str, int, int]] = []
     """Path, offset and size of each image."""
     for shard in shards.find(pattern, WHERE, str(copies)):
@@ -137,10 +189,12 @@ def _shards(pattern: str, copies: Path) -> Images:
         except (OSError, tarfile.TarError) as error:
             wrong = f"the shard '{shard.origin}' cannot be read ({error})"
             raise DataError(WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again") from error
+        stamp = _stamp(shard.path) if shard.path == shard.origin else Path(shard.path).parent.name  # the URL's version
         title = re.split(r"[/\\]", shard.origin)[-1]
         for key, endings in samples.items():
             for ending in ENDINGS:
                 if ending in endings:
                     names.append(f"{title}/{key}.{ending}")
                     members.append((shard.path, *endings[ending]))
-    return Images(names, lambda id: shards.content(*members[id]))
+                    stamps.append(stamp)
+    return Images(names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0])

@@ -1,27 +1,33 @@
 """Rows on the disk: a journal that a killed command goes on with, and the file that it becomes.
 
-The journal has one JSON object a line: first what the predictions depend on, then one row for each image, in order. So
-the number of rows is the position of the next image. A row that was cut short is removed and made again.
+The journal has one JSON object a line: first what the predictions depend on, then one row for each image, in order,
+with the image's name and stamp. The first row that is not whole, or not of the image at its place as it is now, is
+removed with all that follow, and they are made again.
 """
 
 from __future__ import annotations
 
 import csv
+import filecmp
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kd.errors import FolderInUse, MissingExtra, RunError
-from kd.files.storage import atomic_file, disk_error, take_lock
+from kd.errors import DataError, FolderInUse, MissingExtra, RunError
+from kd.files.retry import REMEDY
+from kd.files.storage import atomic_file, disk_error, recover, take_lock
+from kd.predict.images import Images
 
 WHERE = "--to"
 SHOWN = 10
 """Unreadable images that a message names."""
 ROWS = 65_536
 """Rows of a group of a Parquet file."""
+STAMP = "stamp"
+"""Key of an image's stamp. Only rows of the journal have it."""
 Row = dict[str, Any]
 
 
@@ -33,16 +39,28 @@ class Journal:
         self.done = self.num_unreadable = 0
         self.unreadable: list[str] = []
         """Name and error of the first few."""
+        self.changed = ""
+        """Name of the first image that is not the one that a row was made of; "": all are."""
 
-    def resume(self, identity: Row) -> None:
+    def resume(self, identity: Row, images: Images) -> None:
         """Count the rows that are there; cut off the rest. A new journal begins with `identity`.
 
         Raises:
-            RunError: the journal was begun with another one.
+            RunError: the journal was begun with another one, or the disk is full.
+            DataError: an image that has a row is not there any more: the storage is away.
         """
         end = 0
         for row, size in _rows(self._file):
             if end:
+                if self.done == len(images.names):
+                    break
+                name, stamp = images.names[self.done], images.stamps[self.done]
+                if row.get("image") == name and row.get(STAMP) and not stamp:
+                    wrong = f"'{name}' has a row and cannot be found any more: the storage is away, or the file is"
+                    raise DataError(WHERE, wrong, "", REMEDY)
+                if (row.get("image"), row.get(STAMP)) != (name, stamp):
+                    self.changed = name
+                    break
                 self._count(row)
             elif row != identity:
                 changed = ", ".join(key for key in identity if row.get(key) != identity[key])
@@ -52,8 +70,8 @@ class Journal:
         self._file.truncate(end)
         self._file.seek(0, os.SEEK_END)
         if not end:
-            self._file.write(_line(identity))
-            self._file.flush()
+            self._write(identity)
+            self.flush()
 
     def add(self, row: Row) -> None:
         """Append the row of the next image.
@@ -61,11 +79,14 @@ class Journal:
         Raises:
             RunError: the disk is full.
         """
+        self._write(row)
+        self._count(row)
+
+    def _write(self, row: Row) -> None:
         try:
             self._file.write(_line(row))
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
-        self._count(row)
 
     def _count(self, row: Row) -> None:
         self.done += 1
@@ -88,46 +109,64 @@ class Journal:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
         Args:
-            target: a file that does not exist.
+            target: a file that does not exist, or has these rows, because an earlier start was killed here.
             top: labels of each image; 0: as many as exceed their thresholds.
 
         Raises:
-            RunError: the disk is full or not writable.
+            RunError: the disk is full or not writable, or `target` is another file.
             MissingExtra: Parquet without pyarrow.
         """
         self.flush()
         self._file.seek(0)
-        rows = (row for row, _ in _rows(self._file))
+        rows = ({key: value for key, value in row.items() if key != STAMP} for row, _ in _rows(self._file))
         next(rows)
         with atomic_file(target, WHERE) as draft:
             FORMATS[target.suffix](draft, rows, top)
+            if target.exists() and not filecmp.cmp(draft, target, shallow=False):
+                raise _exists(target)
         self.path.unlink()
 
 
 @contextmanager
-def opened(target: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
+def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterator[Journal]:
     """Open or begin the journal of a result, `<target>.part`.
 
     Raises:
-        RunError: the journal is of other images or another model, or the disk is not writable or has no locks.
+        RunError: the journal is of other images or another model, `target` is there and the journal has not all rows,
+            or the disk is full, not writable or has no locks.
+        DataError: as `Journal.resume`.
         FolderInUse: another process is writing it.
     """
-    path = target.with_name(target.name + ".part")
+    path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
     except OSError as error:
         raise disk_error(error, path, WHERE) from error
-    with file:
+    try:
         if not take_lock(file, path, WHERE):
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
+        recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
         journal = Journal(path, file)
-        journal.resume(dict(identity))
+        journal.resume(dict(identity), images)
+        if target.exists() and journal.done < len(images.names):
+            raise _exists(target)
         try:
             yield journal
         finally:
             journal.flush()
+    finally:
+        with suppress(OSError):  # of a full disk: the rows that `flush` could not write
+            file.close()
+
+
+def _journal(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def _exists(target: Path) -> RunError:
+    return RunError(WHERE, f"'{target}' exists", "A file that does not exist", "Remove it, or choose another --to")
 
 
 def _rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
@@ -195,13 +234,13 @@ def check_format(target: Path) -> None:
     """Refuse a result that could not be written in the end.
 
     Raises:
-        RunError: an unknown ending, or the result is there already.
+        RunError: an unknown ending, or the result is there already, without a journal.
         MissingExtra: Parquet without pyarrow.
     """
     if target.suffix not in FORMATS:
         raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
-    if target.exists():
-        raise RunError(WHERE, f"'{target}' exists", "A file that does not exist", "Remove it, or choose another --to")
+    if target.exists() and not _journal(target).exists():
+        raise _exists(target)
     if target.suffix == ".parquet":
         _pyarrow()
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kd.errors import RunError
 from kd.predict import images as listing
-from kd.predict.results import WHERE, Row, check_format, opened
+from kd.predict.results import STAMP, WHERE, Row, check_format, opened
 from kd.serve.answers import embeddings, predictions
 from kd.serve.images import prepare
 from kd.serve.limits import Limits, usable_cores
@@ -94,9 +94,12 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     model.warm_up(1)
     classifier = _Classifier(images, model, Limits(max_pixels=settings.max_pixels), top)
     started = time.monotonic()
-    with warnings.catch_warnings(), opened(settings.to, identity) as journal:
+    with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
+        if journal.changed:
+            note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
+            print(note, file=sys.stderr, flush=True)
         for row in classifier.all_rows(resumed, cores):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
@@ -142,7 +145,7 @@ class _Classifier:
 
     def rows(self, ids: range, contents: Sequence[Future[bytes]]) -> list[Row]:
         """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
-        made: list[Row] = [{"image": self.images.names[id]} for id in ids]
+        made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
         outputs = []
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
             try:

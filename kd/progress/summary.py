@@ -30,6 +30,10 @@ class Trained(Protocol):
     @property
     def sifting(self) -> str: ...  # Markdown
     @property
+    def steps(self) -> int: ...
+    @property
+    def skipped(self) -> int: ...  # steps whose gradient was not finite
+    @property
     def baseline(self) -> Trained | None: ...  # the same student, trained on labels alone
 
 
@@ -55,6 +59,8 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
     ]
     lines = [f"# {name}", "", table(rows), ""]
     lines += [comparison, ""] if comparison else []
+    for of, one in (("", result), ("Labels only: ", baseline)):
+        lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
     lines += [result.sifting] if result.sifting else []
     lines += [
         f"Best of the evaluations on the validation split by {scores.deciding(row).title}; seed {seed}; "
@@ -65,6 +71,12 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def skipped_text(skipped: int, steps: int) -> str:
+    """Say how many steps were left out by `optimizer.on_nonfinite: skip`; "" where none was."""
+    text = f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or infinite."
+    return text if skipped else ""
 
 
 def curves(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], scores: Scores) -> str:

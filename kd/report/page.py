@@ -77,6 +77,8 @@ def _tiles(run: RunRecord) -> str:
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
         if waits:
             tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
+    if run.skipped:
+        tiles.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
     if run.cost:
         tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
     content = "".join(
@@ -117,7 +119,7 @@ def _compared(runs: Sequence[RunRecord]) -> str:
             "run": name,
             **titles,
             **run.scores.cells(run.best),
-            "steps": f"{run.steps:,}",
+            "steps": f"{run.steps:,}" + (f", {run.skipped:,} skipped" if run.skipped else ""),
             "images/s": f"{run.images_per_second:,.0f}",
             "training": clock(run.seconds),
         }

@@ -22,7 +22,7 @@ from kd.setup.recipe import LoopPlan, Recipe
 from kd.text import money, percent, table
 
 
-def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | None = None) -> str:
+def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | None = None, trust: bool = False) -> str:
     """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
 
     Args:
@@ -30,6 +30,7 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
         machine: its name and, optionally, how many: ["p4d.24xlarge", "x4"].
         mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
         run: a run folder made on one or more such devices, whose step is taken instead.
+        trust: import modules that this run names.
 
     Raises:
         ConfigError: no such machine, several processes, or a batch that does not divide.
@@ -46,7 +47,7 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
     with distributed(recipe.backend) as backend:
         measured = measure(recipe.teacher, recipe.student, data, split, backend)
     here = step_cost(measured, recipe.loop, recipe.teacher.needed)
-    cost, origin = of_run(run, here) if run is not None else elsewhere(instance, here, measured, mfu)
+    cost, origin = of_run(run, here, trust) if run is not None else elsewhere(instance, here, measured, mfu)
     epochs = recipe.loop.images(len(data.train), split.batch_size) / len(data.train)
     job = Job(len(data.train), epochs, split.batch_size, data.section.micro_batch)
     lines = [line(job, cost, instance, *size) for size in sizes(instance, machines)]
@@ -131,13 +132,13 @@ def step_cost(measured: Measured, loop: LoopPlan, teacher: bool) -> StepCost:
     )
 
 
-def of_run(path: Path, cost: StepCost) -> tuple[StepCost, str]:
+def of_run(path: Path, cost: StepCost, trust: bool = False) -> tuple[StepCost, str]:
     """Return the cost of a step as a run measured it on its devices, and a line about it.
 
     Raises:
         ConfigError: the run has no training rows yet.
     """
-    run = read(path, -1)
+    run = read(path, -1, trust=trust)
     if not run.images_per_second:
         raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")
     devices = int(run.manifest.get("world_size", 1))

@@ -26,6 +26,7 @@ from kd.setup.finished import best_student
 from kd.setup.fit import fit_folder, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
+from kd.setup.trust import Trust
 from kd.types import Batch
 
 FILE = "answers.json"
@@ -36,21 +37,24 @@ MOST_PICTURES, SIDE = 24, 160
 
 
 def answers(
-    folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int
+    folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int, vouched: Trust
 ) -> tuple[Answers | None, str]:
     """Return the predictions of the best student and its teacher, or None, and a note about what is missing.
 
     They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
-    evenly spaced; 0: all. A teacher is loaded, never fitted.
+    evenly spaced; 0: all. A teacher is loaded, never fitted. `vouched` says what the run folder may name.
     """
     if student.task.logits != "softmax" or not teacher.logits:
         return None, ""  # an embedding, or a set of labels, is no answer to count
     try:
+        vouched.check_folder(plan)
         data = open_sources(plan)
+        vouched.check_images(data, folder.manifest())
         data.val.prepare()
         belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
         stored = _stored(folder, belongs)
         if stored is None:
+            vouched.check_teacher(teacher)
             stored = {
                 **_predict(folder, student, _teacher(teacher, data), data, images),
                 "belongs": belongs,

@@ -120,6 +120,11 @@ class RunRecord:
         return int(self.train[-1]["step"]) if self.train else 0
 
     @property
+    def skipped(self) -> int:
+        """Of `steps`, those that were skipped because their gradient was not finite."""
+        return int(sum(row.get("skipped", 0) for row in self.train))
+
+    @property
     def images(self) -> int:
         """Images trained on."""
         return int(self.train[-1]["images"]) if self.train else 0

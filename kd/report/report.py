@@ -20,6 +20,7 @@ from kd.report.record import RunRecord, price_rows
 from kd.scores import Scores
 from kd.setup.finished import opened_run
 from kd.setup.recipe import BASELINE, resolve
+from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,11 @@ class Report:
 
 
 def report(
-    paths: Sequence[Path], target: Path | None = None, images: int = 2000, overrides: Sequence[str] = ()
+    paths: Sequence[Path],
+    target: Path | None = None,
+    images: int = 2000,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> Report:
     """Write the page of one or several runs.
 
@@ -43,36 +48,37 @@ def report(
         target: of the page; None: report.html in the first run folder.
         images: validation images that the models answer, evenly spaced; 0: all.
         overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
+        trust: run code that they name, and read images wherever they say.
 
     Raises:
-        RunError: a folder is no run folder, or the page cannot be written.
+        RunError: a folder is no run folder or needs trust, or the page cannot be written.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
-        runs = distinct([read(path, images, overrides) for path in paths])
+        runs = distinct([read(path, images, overrides, trust) for path in paths])
         page, summary = redact(render(runs)), redact(text.summary(runs))
     write_text(file, page, "--to")
     return Report(file, len(page.encode()), summary)
 
 
-def prices(paths: Sequence[Path], overrides: Sequence[str] = ()) -> list[dict[str, str]]:
+def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
     """Return the table that compares the costs of runs.
 
     Raises:
         RunError: no run has a price.
     """
     with _damage_as_one_line(paths):
-        runs = distinct([read(path, -1, overrides) for path in paths])
+        runs = distinct([read(path, -1, overrides, trust) for path in paths])
         if not any(run.cost for run in runs):
             remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
             raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
         return price_rows(runs)
 
 
-def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = ()) -> str:
+def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = (), trust: bool = False) -> str:
     """Return the page of runs as they stand now, without the models' answers."""
     with _damage_as_one_line(paths):
-        return redact(render(distinct([read(path, -1, overrides) for path in paths]), seconds))
+        return redact(render(distinct([read(path, -1, overrides, trust) for path in paths]), seconds))
 
 
 @contextmanager
@@ -80,7 +86,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
         remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
@@ -94,18 +100,19 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [replace(run, name=f"{run.name} ({n})") if n > 1 else run for run, n in zip(runs, counts, strict=True)]
 
 
-def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
+def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
     """Read a run folder; a negative number of images leaves out the models' answers.
 
     Raises:
-        RunError: it is no run folder.
+        RunError: it is no run folder, or names a module and is not trusted.
     """
-    folder, stored = opened_run(path)
+    folder, stored = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
     counted, note = None, ""
     if images >= 0 and folder.best_row():
-        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images)
+        vouched = Trust.of(trust, overrides, recipe.data.section)
+        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
     sheet = path / "sifting.jpg"
     return RunRecord(
         name=recipe.record.name,
@@ -122,7 +129,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = ()) -> RunRecord:
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
-        baseline=read(path / BASELINE, -1) if (path / BASELINE / "config.yaml").is_file() else None,
+        baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
         notes=(note,) if note else (),
     )
 
@@ -149,5 +156,5 @@ def content(file: Path, otherwise: Any) -> Any:
         return otherwise
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError("run", f"'{file}' is not readable as JSON: {error}", "", "Remove the file") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kd.progress.summary import curves
+from kd.progress.summary import curves, skipped_text
 from kd.report.record import RunRecord, differences, price_rows, time_parts
 from kd.text import clock, percent, table
 
@@ -32,7 +32,8 @@ def _results(run: RunRecord) -> list[str]:
         score = run.baseline.decides
         parts.append(f"labels only {score.text(run.baseline.best[score.key])}")
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
-    return [", ".join(parts) + ".", ""]
+    skipped = skipped_text(run.skipped, run.steps)
+    return [", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
 
 
 def where_time_went(run: RunRecord) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kd.files import manifest, pixels
-from kd.files.storage import atomic_folder
+from kd.files.storage import atomic_folder, refuse_unlisted
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
 REQUIREMENTS = "timm>=1.0.26\nsafetensors>=0.4\npillow>=10\n"
@@ -24,7 +24,7 @@ def sagemaker_archives(export: Path) -> list[Path]:
     """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
 
     Raises:
-        RunError: the disk is full or not writable.
+        RunError: that folder holds something else, the disk is full or not writable.
     """
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
@@ -37,6 +37,7 @@ def sagemaker_archives(export: Path) -> list[Path]:
     }
     archives = {"container": container_archive(export), "pytorch": _archive(files)}
     folder = export.parent / f"{export.name}-sagemaker"
+    refuse_unlisted(folder, [f"{name}/model.tar.gz" for name in archives], "--sagemaker")
     with atomic_folder(folder, where="--sagemaker") as draft:
         for name, content in archives.items():
             (draft / name).mkdir()

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Hosts:
     data: tuple[str, ...]
     """Hosts that only decode images; may be none."""
     ports: tuple[int, int, int] = (MEETING, RAY, TORCH)
+    token: str = field(default="", repr=False)
+    """What a host shows at the meeting point: Ray's token."""
 
     @property
     def first(self) -> str:
@@ -63,7 +65,8 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
         wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
         allowed = "Groups whose name begins with `data` decode, at least one other group trains"
         raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
-    return Hosts(me, trainers, data, (ports[0], ports[1], ports[2]) if ports else (MEETING, RAY, TORCH))
+    three = (ports[0], ports[1], ports[2]) if ports else (MEETING, RAY, TORCH)
+    return Hosts(me, trainers, data, three, environ.get("RAY_AUTH_TOKEN", "").strip())
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:

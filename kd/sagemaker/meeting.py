@@ -1,13 +1,17 @@
 """How the hosts of a job agree when training begins and how it has ended.
 
 Each host keeps one TCP connection to the first trainer. A connection that breaks, or is silent for a minute, counts as
-a failure, so a host that dies is noticed too. Lines of a host: its name, `ready`, `done CODE`. Answers: `go`,
-`end CODE`. An empty line is a sign of life.
+a failure, so a host that dies is noticed too. Lines of a host: its name and the token, `ready`, `done CODE` (trainers
+only). Answers: `go`, `end CODE`. An empty line is a sign of life.
+
+The token is Ray's (`RAY_AUTH_TOKEN`). It is sent as it is, as Ray sends it. Without one, whoever reaches the port and
+knows a host's name counts as that host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +21,8 @@ from kd.sagemaker.hosts import Hosts
 
 BEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0
 """Time between two signs of life, and time without one after which a host is lost."""
+FIRST_LINE_SECONDS = 10.0
+"""How long a connection may take to send its first line."""
 JOIN_SECONDS = 300.0
 """How long trainers wait for hosts that have not joined; then training begins without them."""
 MEET_SECONDS = 900.0
@@ -41,6 +47,9 @@ class Meeting:
         self.code: int | None = None
         """The job's exit code; None while it runs."""
         self._training, self._absent = set(hosts.trainers), {*hosts.trainers, *hosts.data}
+        self._met: set[str] = set()
+        """Trainers that have connected. They do so once: a trainer whose connection breaks has failed."""
+        self._refused: set[str] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._ended = asyncio.Event()
 
@@ -59,15 +68,15 @@ class Meeting:
         server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = (await reader.readline()).decode().strip()
-        if name not in {*self.hosts.trainers, *self.hosts.data}:
+        name = await self._admitted(reader)
+        if not name:
             writer.close()
             return
         self._writers.add(writer)
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_SECONDS):
-                self._handle(name, line.decode().split())
-        except (asyncio.TimeoutError, OSError):
+                self._handle(name, line.split())
+        except (asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line without end
             say(self.hosts.me, f"{name} does not answer any more")
         finally:
             self._writers.discard(writer)
@@ -75,15 +84,39 @@ class Meeting:
         if name in self._training:
             self._end(1)
 
-    def _handle(self, name: str, words: Sequence[str]) -> None:
-        if words[:1] == ["ready"]:
-            self._absent.discard(name)
-            if not self._absent:
-                self._begin()
-        elif words[:1] == ["done"]:
-            self._training.discard(name)
-            if words[1] != "0" or not self._training:
-                self._end(int(words[1]))
+    async def _admitted(self, reader: asyncio.StreamReader) -> str:
+        """Read the first line of a connection and return the host's name; "" for a stranger."""
+        try:
+            line = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
+            name, _, token = line.decode().strip().partition(" ")
+        except (asyncio.TimeoutError, OSError, ValueError):
+            return ""
+        if name not in {*self.hosts.trainers, *self.hosts.data}:
+            return ""
+        wrong = ""
+        if not hmac.compare_digest(token.encode(), self.hosts.token.encode()):
+            wrong = "its RAY_AUTH_TOKEN differs"
+        elif name in self._met:
+            wrong = "this trainer has connected before"
+        elif name in self.hosts.trainers:
+            self._met.add(name)
+        if wrong and name not in self._refused:
+            self._refused.add(name)
+            say(self.hosts.me, f"a connection as {name} is refused: {wrong}")
+        return "" if wrong else name
+
+    def _handle(self, name: str, words: Sequence[bytes]) -> None:
+        match words:
+            case [b"ready"]:
+                self._absent.discard(name)
+                if not self._absent:
+                    self._begin()
+            case [b"done", code] if code.isdigit() and name in self.hosts.trainers:
+                self._training.discard(name)
+                if int(code) or not self._training:
+                    self._end(int(code))
+            case _:
+                pass
 
     def _begin(self) -> None:
         if self._absent:
@@ -133,7 +166,7 @@ class Member:
                     raise BackendError(f"{hosts.first}:{hosts.ports[0]}", wrong, "", remedy) from error
                 await asyncio.sleep(0.5)
                 continue
-            member.send(hosts.me)
+            member.send(f"{hosts.me} {hosts.token}")
             return member
 
     def send(self, line: str) -> None:

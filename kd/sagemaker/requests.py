@@ -7,6 +7,7 @@ service model has it. `validate` checks a request against that model.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,8 @@ def training_request(job: Job) -> dict[str, Any]:
         },
         "EnableManagedSpotTraining": job.spot,
     }
+    if job.data_group:
+        request["Environment"] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if channels:
         request["InputDataConfig"] = channels
     return {**request, **job.extra}

@@ -209,7 +209,7 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         gate = choose_sifter(session, loop, distillation, answering, loader, chosen.sifter)
     logger.info(gate.summary)
     chosen = replace(chosen, teacher=report.mode, student=mode.mode, sifter=gate.decision)
-    evaluation = evaluation_of(setting, session, distillation, report.live.validation(), val_loader)
+    evaluation = evaluation_of(setting, session, distillation, report.live, val_loader)
     if model is None or not (teacher.logits or not student.task.logits):
         evaluation = replace(evaluation, teacher=None)
     made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
@@ -249,7 +249,7 @@ def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel |
 
 
 def evaluation_of(
-    setting: Setting, session: Session, distillation: Distillation, live: Teacher, loader: Loader
+    setting: Setting, session: Session, distillation: Distillation, live: LiveTeacher | NoTeacher, loader: Loader
 ) -> Evaluation:
     """Return what the evaluator of a run is made from."""
     data, backend = session.data, session.backend
@@ -257,10 +257,11 @@ def evaluation_of(
     return Evaluation(
         backend=backend,
         val=Split(loader, plan),
-        teacher=live,
+        teacher=live.validation(),
         num_classes=len(data.classes),
         labelled=data.labelled,
         bank=partial(bank_split, session, setting.section.timeout_seconds),
+        bank_teacher=live,
         agreement=distillation.criterion.agreement,
         members=len(setting.teachers.members),
     )

@@ -15,6 +15,8 @@ from yaml import YAMLError
 from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.config.interpolate import resolve as interpolated
+from kd.config.load import read_yaml
 from kd.config.schema import DataSection
 from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
@@ -22,37 +24,46 @@ from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.setup.recipe import StudentPlan
 from kd.setup.student import build_student
+from kd.setup.trust import named_module, untrusted
 
 
-def opened_run(path: Path) -> tuple[RunDir, Config]:
+def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     """Open a finished or interrupted run folder for reading.
 
+    Args:
+        path: the run folder.
+        trust: import the modules that its configuration names; without it, kd's own parts are.
+
     Raises:
-        RunError: it is not a run folder.
+        RunError: it is not a run folder, or names a module and is not trusted.
     """
     folder = RunDir(path)
     stored = folder.stored_config()
     if stored is None:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
-    return folder, parse(folder, stored)
+    return folder, parse(folder.config_file, stored, trust)
 
 
-def parse(folder: RunDir, text: str) -> Config:
+def parse(file: Path | str, text: str, trust: bool) -> Config:
     """Load a stored configuration.
 
     Raises:
-        RunError: it was changed by hand, or by another version of kd.
+        RunError: it was changed by hand, or by another version of kd; or it names a module and is not trusted.
     """
+    key = module = ""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))
-        return config.load(content if isinstance(content, dict) else {}, here=False)
-    except (YAMLError, OmegaConfBaseException, KdError) as error:
+        content = content if isinstance(content, dict) else {}
+        if not trust:
+            key, module = named_module(interpolated(read_yaml(content), [], here=False))
+        if not module:
+            return config.load(content, here=False)
+    except (YAMLError, OmegaConfBaseException, KdError, RecursionError, ValueError) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
-        raise RunError(
-            "run.name", f"'{folder.config_file}' is not the config of a run: {reason}", "", remedy
-        ) from error
+        raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
+    raise untrusted(key, f"names the module '{module}', which '{file}' would import")
 
 
 def best_student(

@@ -7,6 +7,7 @@ and only where the run is so long that the trial can pay.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
+from kd.models.compiled import clear_libraries
 from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
@@ -25,6 +27,8 @@ TRIAL_SHARE = 0.01
 """Of the work that could get faster, what a trial may cost."""
 MARGIN = 0.05
 """Share of the plain candidate's time that another must save to be taken."""
+
+log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,15 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote."""
+        """Read what `str` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
         precision, kernel, *rest = text.split("+")
+        known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
+        if not known or rest not in ([], ["compiled"]):
+            raise ValueError(f"no execution mode '{text}'")
         return cls(precision, kernel, bool(rest))
 
     @property
@@ -195,7 +206,7 @@ def _compare(
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
-    """Do once what a configuration asks for by name.
+    """Do once what a configuration asks for by name; what cannot be compiled is tried again without earlier libraries.
 
     Raises:
         KdError: it cannot be done.
@@ -203,7 +214,16 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
     wrong, allowed = f"'{mode}' is asked for", "What this machine and this model can do"
     remedy = f"Set {where}=auto in a new run"
     try:
-        work().sum().item()
+        try:
+            work().sum().item()
+        except KdError:
+            raise
+        except Exception as error:
+            if not mode.compiled:
+                raise
+            log.warning(f"{where}: {in_short(error)}. What was compiled before is removed; it is compiled once more.")
+            clear_libraries()
+            work().sum().item()
     except KdError as error:
         if error.where.startswith("teacher."):
             raise

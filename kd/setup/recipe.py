@@ -24,6 +24,7 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.contracts import Backend, Task
+from kd.errors import RunError
 from kd.parts import default_options
 from kd.references import Referenced
 from kd.setup.data import Data, DataPlan
@@ -309,14 +310,22 @@ class Choices:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Choices:
-        """Read what `record` returned; entries of older versions that nothing depends on are dropped."""
-        modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
-        return cls(
-            **modes,
-            threads=int(recorded.get("threads", 0)),
-            batch_size=int(recorded.get("batch_size", 0)),
-            sifter=recorded.get("sifter", ""),
-        )
+        """Read what `record` returned; entries of older versions that nothing depends on are dropped.
+
+        Raises:
+            RunError: one is nothing that `record` returns.
+        """
+        try:
+            modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
+            return cls(
+                **modes,
+                threads=int(recorded.get("threads", 0)),
+                batch_size=int(recorded.get("batch_size", 0)),
+                sifter=str(recorded.get("sifter", "")),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            wrong = f"manifest.json holds choices that kd does not write ({error})"
+            raise RunError("run.folder", wrong, "", "Restore it, or choose another run.name") from error
 
     def record(self) -> dict[str, str]:
         """Return what the manifest holds: what was chosen, as text."""

@@ -12,7 +12,8 @@ from kd import parts
 from kd.config.schema import LossSection
 from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
-from kd.models.classifier import Classifier, compile_forward, feature_shapes, set_attention
+from kd.models.classifier import Classifier, feature_shapes, set_attention
+from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.seeds import seed_from
 from kd.setup.data import Data

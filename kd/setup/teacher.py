@@ -18,7 +18,8 @@ from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.contracts import Backend, TeacherModel
 from kd.errors import CorruptImage, ModelError
-from kd.models.classifier import Ensemble, compile_forward, set_attention
+from kd.models.classifier import Ensemble, set_attention
+from kd.models.compiled import compile_forward
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.seeds import evenly_spaced

@@ -133,6 +133,7 @@ class Evaluator:
         assert setting.agreement is not None
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
         self.teacher, self.agreement = setting.teacher, setting.agreement
+        self.bank_teacher = setting.bank_teacher or setting.teacher
         self.num_classes, self.members = setting.num_classes, setting.members
         known = setting.labelled and setting.num_classes > 1
         self.bank = setting.bank() if known and setting.bank is not None else None
@@ -166,7 +167,7 @@ class Evaluator:
     def of(self, teacher: Teacher) -> Evaluator:
         """Return the same for another teacher."""
         other = copy.copy(self)
-        other.teacher, other._outputs, other._bytes, other._searched = teacher, [], 0, {}
+        other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -202,7 +203,7 @@ class Evaluator:
                 return {}
             with backend.autocast():
                 vectors = {"": student(batch.image).features["pooled"]}
-            searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.teacher(batch))})
+            searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.bank_teacher(batch))})
             backend.end_step()
         (bank, label_N), (asking_MD, wanted_M) = searched.gather(), queries.gather()
         student_ND = bank.pop("")

@@ -70,6 +70,10 @@ def read_config(spec: Spec, hub: Any) -> Any:
     if spec.checkpoint:
         wrong, remedy = "is set, but the folder or the hub id brings its weights", "Leave checkpoint out"
         raise ModelError(f"{spec.where}.checkpoint", wrong, "", remedy)
+    if "trust_remote_code" in spec.args:
+        wrong = "has trust_remote_code, which runs code of the model's folder"
+        remedy = "Leave it out; teacher.kind=torch runs a function of your own"
+        raise ModelError(f"{spec.where}.args", wrong, "A model that transformers knows", remedy)
     try:
         with quiet(hub):
             return hub.AutoConfig.from_pretrained(spec.model, **spec.args)

@@ -67,7 +67,7 @@ class GraphTeacher(nn.Module):
         """Open the graph and check its input and outputs.
 
         Raises:
-            ModelError: onnxruntime cannot run it, or it is no graph from an image to an answer.
+            ModelError: onnxruntime cannot run it, its weights lie elsewhere, or it maps no image to an answer.
         """
         super().__init__()
         self.path, self.options, self.where = path, options, where
@@ -76,6 +76,7 @@ class GraphTeacher(nn.Module):
         self.num_classes = 0
         self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
         self._sessions: dict[int, Any] = {}
+        self.files = graph_files(path, f"{where}.model")
         session = self._session()
         inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type not in DTYPES or len(inputs[0].shape) != 4:
@@ -100,7 +101,7 @@ class GraphTeacher(nn.Module):
     def identity(self) -> dict[str, Any]:
         """Return a hash of the graph's files, and what its pixels go through."""
         digest = hashlib.sha256()
-        for file in graph_files(self.path):
+        for file in self.files:
             with file.open("rb") as opened:
                 while block := opened.read(1 << 24):
                     digest.update(block)

@@ -30,7 +30,7 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs
+from kd.types import Outputs, TeacherFacts
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")
 """Keys under which training scripts save the weights."""
@@ -55,6 +55,11 @@ class Options:
         check_normalization(self.mean, self.std)
         if self.input_size < 0:
             raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
+
+
+def facts(options: Options) -> TeacherFacts:
+    """Return what others must know of it."""
+    return TeacherFacts(runs_code=True)
 
 
 class Network(nn.Module):

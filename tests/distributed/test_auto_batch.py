@@ -42,7 +42,7 @@ def test_the_baseline_takes_the_same_batch_and_the_run_can_be_evaluated(train):
     run.world.ended_well()
     inner = json.loads((run.folder / "labels_only" / "manifest.json").read_text())
     assert inner["batch"] == "32 images"
-    world = start("kd.cli.training:evaluate", [run.folder], path=(HERE,)).ended_well()
+    world = start("kd.cli.training:evaluate", [run.folder, "--trust"], path=(HERE,)).ended_well()
     assert "accuracy" in world.logs[0]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +184,65 @@ def test_a_folder_that_is_no_export_stays(distilled, refused, tmp_path):
         f"export: '{tmp_path}' exists and is not an export"
     )
     assert files(tmp_path) == {"thesis.tex"}
+
+
+def test_an_older_export_is_replaced_and_nothing_else_is(exported, distilled, command, refused, tmp_path):
+    """Before, any folder with a kd.json in it went, with all that lay there; a link became a folder."""
+    target, words = tmp_path / "student", ("export", distilled, "--no-onnx", "--to")
+    shutil.copytree(exported, target)
+    (target / "notes").mkdir()
+    (target / "notes" / "thesis.tex").write_text("precious")
+    assert f"'{target}/notes/thesis.tex' is not of an export" in refused(*words, target)
+    (target / "notes" / "thesis.tex").unlink()
+    assert f"'{target}/notes' is not of an export" in refused(*words, target)
+    (target / "notes").rmdir()
+    (target / "README.md").write_text("my own model card")
+    assert f"'{target}/README.md' was changed after the export" in refused(*words, target)
+    assert (target / "README.md").read_text() == "my own model card"
+    (target / "README.md").unlink()
+    (tmp_path / "link").symlink_to("student")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("link", "dangling"):
+        assert f"'{tmp_path / name}' exists and is a link" in refused(*words, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["thesis.tex"] = {"bytes": 8, "sha256": hashlib.sha256(b"precious").hexdigest()}
+    forged = shutil.copytree(target, tmp_path / "forged")
+    (forged / "thesis.tex").write_text("precious")
+    (forged / "manifest.json").write_text(json.dumps(manifest))
+    assert "is not an exported model" in refused(*words, forged)
+    assert (forged / "thesis.tex").read_text() == "precious"
+    assert command(*words, target).code == 0
+    assert "model.onnx" not in files(target)
+
+
+def test_archives_replace_archives_alone(distilled, refused, command, tmp_path):
+    words = ("export", distilled, "--no-onnx", "--sagemaker", "--to", tmp_path / "student")
+    beside = tmp_path / "student-sagemaker"
+    beside.mkdir()
+    (beside / "thesis.tex").write_text("precious")
+    assert f"--sagemaker: '{beside}/thesis.tex' is not of an export" in refused(*words)
+    (beside / "thesis.tex").unlink()
+    for _ in range(2):
+        assert command(*words).code == 0
+    assert files(beside) == {"container/model.tar.gz", "pytorch/model.tar.gz"}
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_path):
+    for name in ("temporary", "out"):
+        (tmp_path / name).mkdir()
+    words = ["export", str(distilled), "--to", str(tmp_path / "out" / "student")]
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen([sys.executable, "-m", "kd.cli", *words], env=variables, stdout=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not any(tmp_path.rglob("model.onnx")):
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    assert command(*words).code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["student"]
+    assert not list((tmp_path / "temporary").glob("kd-*"))
 
 
 def test_options_that_exclude_each_other(distilled, refused, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
+FILE = "model.safetensors"
 VIEWS = ("teacher.cache.views=2", "run.epochs=4", "run.every.log=1")
 
 
@@ -68,6 +71,22 @@ def test_another_run_s_cache_is_refused_by_name(written, command, tmp_path, over
     assert refused.code == 2
     assert refused.err.count("\n") == 1
     assert f"was made with another {field}" in refused.err
+
+
+@pytest.mark.parametrize("losses", ["hard", "kl"])
+def test_logits_that_float16_cannot_hold_end_with_the_key_that_can(
+    written, command, refused, teacher, tmp_path, losses
+):
+    loud = shutil.copytree(teacher, tmp_path / "loud")
+    weights = load_file(loud / FILE)
+    save_file({name: tensor * 1e6 if "head" in name else tensor for name, tensor in weights.items()}, loud / FILE)
+    path = written(teacher={"model": str(loud)}, losses=[{"kind": losses}])
+    start = "teacher.cache.dtype: the teacher's 'logits' holds values that are not finite as float16."
+    for name in ("cache", "train"):
+        line = refused(name, path, *VIEWS)
+        assert line.startswith(start)
+        assert "Set teacher.cache.dtype=fp32" in line
+    assert command("cache", path, *VIEWS, "teacher.cache.dtype=fp32").code == 0
 
 
 def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path):

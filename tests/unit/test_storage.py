@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,22 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
     assert read_rows(path) == [whole[0], whole[3]]
     path.write_bytes(b"\n".join(lines) + b"\n")
     assert read_rows(path, len(lines[3]) + 5) == [whole[3]]
+
+
+def test_a_long_line_is_left_out_and_takes_no_memory(tmp_path):
+    """A line of 1 GB took 3.5 GB."""
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"step": 1}).encode() + b"\n"
+    long = b'{"step": "' + bytes(2**26).replace(b"\0", b"x") + b'"}'
+    fits, is_too_long = long[: 2**20 - 1], long[: 2**20]
+    for lines in ([row, long, row], [row, row, long], [fits, row, is_too_long, row]):
+        path.write_bytes(b"".join(line.rstrip() + b"\n" for line in lines))
+        tracemalloc.start()
+        rows = read_rows(path, last=None)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert rows == [{"step": 1}] * 2
+        assert peak < 2**23
 
 
 @pytest.mark.parametrize("align", [1, 64, 4096])

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kd.datasets import _folder, imagefolder, webdataset
+from kd.datasets import _decode, imagefolder, webdataset
 from kd.files import retry
 
 retry.PAUSES = (0.0, 0.0)
@@ -40,8 +40,8 @@ class Failing:
         self.kind, _, rows = os.environ.get("KD_HARM", "").partition(":")
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
-            content = _folder._content
-            _folder._content = lambda path: self.flaky(content, path)
+            check = _decode.check_bytes  # called at each try to read a file
+            _decode.check_bytes = lambda size, subject, where: self.flaky(check, size, subject, where)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -57,12 +57,12 @@ class Failing:
     def begun(self) -> bool:
         return self.rows.is_file() and self.rows.read_text().count('"train"') >= 6
 
-    def flaky(self, content, path):
+    def flaky(self, check, size, subject, where):
         if self.begun():
             self.reads += 1
             if self.reads % 3 == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return content(path)
+                raise OSError(errno.EIO, os.strerror(errno.EIO), subject)
+        check(size, subject, where)
 
     def harm(self) -> None:
         """Do it; another worker or rank may be faster."""

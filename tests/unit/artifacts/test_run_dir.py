@@ -20,6 +20,7 @@ from kd.artifacts import checkpoint
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.host import environment
+from kd.setup.recipe import Choices
 from kd.types import State
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,57 @@ def test_a_damaged_manifest_is_one_line(tmp_path):
     (tmp_path / "manifest.json").write_bytes(b'{"choices": \xff')
     with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
         RunDir(tmp_path).manifest()
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', '{"choices": []}', "[" * 100_000])
+def test_a_manifest_that_is_none_is_one_line(text, tmp_path):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
+        RunDir(tmp_path).manifest()
+
+
+def test_edited_choices_are_noticed(opened):
+    """A resumed run followed them without a word: other bits."""
+    opened.record(choices={"student": "fp32+unfused"}, data="abc")
+    opened.record(more=1)
+    file = opened.path / "manifest.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "data": "def"}))  # what is compared elsewhere
+    assert opened.manifest() == {"choices": {"student": "fp32+unfused"}, "data": "def", "more": 1}
+    for choices in ({"student": "bf16+unfused"}, {}):
+        file.write_text(json.dumps({**content, "choices": choices}))
+        with pytest.raises(RunError, match=r"^run\.folder: .*`choices` were changed after they were recorded"):
+            opened.manifest()
+    del content["choices"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(RunError, match="`choices` were changed"):
+        opened.manifest()
+
+
+@pytest.mark.parametrize(
+    "choices", [{"threads": "x"}, {"batch_size": []}, {"student": 3}, {"student": "fp99+fused"}, {"teacher": "fp32"}]
+)
+def test_choices_that_are_none_are_one_line(choices):
+    with pytest.raises(RunError, match=r"^run\.folder: manifest\.json holds choices that kd does not write"):
+        Choices.read(choices)
+
+
+@pytest.mark.parametrize("row", ['{"kind": "val"}', '{"step": 3}', '{"kind": "val", "step": "three"}'])
+def test_a_row_without_a_step_is_one_line(row, opened):
+    save(opened, 1)
+    with (opened.path / "metrics.jsonl").open("a") as file:
+        file.write(row + "\n")
+    for read in (opened.restore, lambda: opened.metrics("val")):
+        with pytest.raises(RunError, match=r"^run\.folder: .*metrics\.jsonl' does not hold what kd writes: a row"):
+            read()
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(opened):
+    save(opened, 1)
+    (opened.checkpoints / "step_abc").mkdir()
+    for read in (opened.step, opened.restore, opened.best):
+        with pytest.raises(RunError, match=r"^run\.folder: '.*step_abc' is no checkpoint of kd"):
+            read()
 
 
 def test_the_newest_and_the_best_are_kept(opened):

@@ -373,6 +373,78 @@ def test_a_store_of_images_that_have_changed_is_filled_again(chosen, caplog):
     assert not any(np.array_equal(pixels(again.decode(id).image), before[id]) for id in range(40))
 
 
+def bitmaps(root: Path, count: int = 12) -> Path:
+    """Files of one size: what they show is in the bytes alone."""
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+    for number in range(count):
+        noise = np.random.default_rng(number).integers(0, 256, (30, 40, 3), np.uint8)
+        Image.fromarray(noise).save(root / "ab"[number % 2] / f"{number:02d}.bmp")
+    return root
+
+
+def listed(root: Path):
+    return imagefolder.build(imagefolder.Options(root=str(root), val_fraction=0.2), "train", None)
+
+
+def swap(one: Path, other: Path) -> None:
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_one_size_that_were_exchanged_are_decoded_again(tmp_path, caplog, workers):
+    """In place, so that only their times tell; and with the times of the contents put back, as `cp -p` does."""
+    root, rule = bitmaps(tmp_path / "photos"), Shrunk(16, 0.5)
+
+    def seen() -> tuple[str, dict[str, bytes]]:
+        source = listed(root)
+        kept = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
+        loader = LocalLoader(Views(kept, Evaluate(16, 1.0), 16, 0), 2, 1, 0, 1, workers)
+        plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
+        for _ in range(2):
+            batches = list(loader.epoch(plan, 0))
+        found = {source.name(i): pixels(kept.decode(i).image).tobytes() for i in range(len(source))}
+        assert found == {source.name(i): pixels(rule(source.decode(i).image)).tobytes() for i in range(len(source))}
+        assert len(batches) == len(source) // 2
+        return source.fingerprint, found
+
+    before, shown = seen()
+    one, other, third = (root / name for name in list(shown)[:3])
+    times = one.stat()
+    swap(one, other)
+    swap(one, third)
+    for path in (one, other, third):
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after, again = seen()
+    assert after == before  # the store is the same one
+    assert sum(shown[name] != again[name] for name in shown) == 3
+    assert "has changed since it was decoded" in caplog.text or workers
+
+
+class Dated(Pictures):
+    """Noise in files that have times."""
+
+    times = 1
+
+    def stamp(self, id: int) -> int:
+        return self.times
+
+
+def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
+    """So it is where hosts with copies of their own share a store: the times differ, the bytes do not."""
+    rule, sources = Shrunk(16, 0.5), (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
+    sources[1].times = 2
+    hosts = [Stored(source, rule, opened("disk", tmp_path, 8, rule.most)) for source in sources]
+    expected = [pixels(hosts[0].decode(id).image) for id in range(8)]
+    for _ in range(3):
+        for host in reversed(hosts):
+            assert all(np.array_equal(pixels(host.decode(id).image), one) for id, one in enumerate(expected))
+    assert [source.decoded for source in sources] == [8 + 8, 8]
+    assert not caplog.messages
+
+
 # ---------------------------------------------------------------------------------------------------------- room
 
 

@@ -48,6 +48,12 @@ def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, 
     assert not views.load(2, 0).readable  # read whole, and no image
 
 
+def test_a_file_of_many_gigabytes_is_refused_unread(source, tmp_path):
+    os.truncate(tmp_path / "root" / "train" / "apple" / "1.png", 40 * 10**9)  # zeros that take no space
+    with pytest.raises(CorruptImage, match=r"file 'train/apple/1\.png': it has 40000000000 bytes"):
+        source.decode(0)
+
+
 def test_a_storage_that_comes_back_is_not_noticed(source, tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "PAUSES", (0.05,) * 200)
     (tmp_path / "root").rename(tmp_path / "away")

@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import os
 
 import numpy as np
 import pytest
@@ -54,6 +55,24 @@ def test_saved_splits(tmp_path):
     val = build(chosen, "val", train.classes)
     assert (val.name(0), labels(val)) == ("validation[0]", [1])
     assert train.fingerprint != val.fingerprint
+
+
+def test_the_stamp_is_made_of_the_times_of_the_files(tmp_path):
+    """Of the table where it holds the images, of each image's own file where it names them."""
+    chosen = save(tmp_path / "d", train=table([0, 1, 1]))
+    before = build(chosen, "train", None)
+    for file in (tmp_path / "d" / "train").glob("*.arrow"):
+        os.utime(file, ns=(1, 1))
+    after = build(chosen, "train", None)
+    assert after.fingerprint == before.fingerprint
+    assert [after.stamp(id) != before.stamp(id) for id in range(3)] == [True] * 3
+    for name in ("train/a/1.png", "train/b/2.png", "validation/a/3.png"):
+        (tmp_path / "named" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "named" / name).write_bytes(png(3))
+    before = build(Options(path=str(tmp_path / "named")), "train", None)
+    os.utime(tmp_path / "named" / "train" / "b" / "2.png", ns=(1, 1))
+    after = build(Options(path=str(tmp_path / "named")), "train", None)
+    assert [after.stamp(id) != before.stamp(id) for id in range(2)] == [False, True]
 
 
 def test_val_fraction(tmp_path):

@@ -315,7 +315,7 @@ def test_options(wrong, message):
 
 def test_a_listing_is_compact(tmp_path):
     fill(tmp_path, *(f"train/{name}/{n:03d}.png" for name in "ab" for n in range(50)))
-    assert len(pickle.dumps(build(options(tmp_path), "train", None))) < 100 * 40  # bytes an image: path, end, label
+    assert len(pickle.dumps(build(options(tmp_path), "train", None))) < 100 * 48  # an image: path, end, label, times
 
 
 def test_real_photographs(photographs):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_integers_over_several_shards(tmp_path):
     assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(11)] == list(range(11))
     wild = build(options(tmp_path, train=str(tmp_path / "train-*.tar")), "train", None)
     assert wild.fingerprint == source.fingerprint
+
+
+def test_the_stamp_is_made_of_the_times_of_the_shard(tmp_path):
+    for number in range(2):
+        shard(tmp_path / f"train-{number}.tar", samples([0, 1]))
+    both = options(tmp_path, train=str(tmp_path / "train-*.tar"))
+    before = build(both, "train", None)
+    os.utime(tmp_path / "train-1.tar", ns=(1, 1))
+    after = build(both, "train", None)
+    assert after.fingerprint == before.fingerprint
+    assert [after.stamp(id) != before.stamp(id) for id in range(4)] == [False, False, True, True]
 
 
 def test_names_in_text_and_val_by_the_training_classes(tmp_path):
@@ -149,6 +161,34 @@ def test_damaged_header_in_the_middle(tmp_path):
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"is cut short or damaged at byte 2048. Whole .tar files"):
         build(options(tmp_path), "train", None)
+
+
+def bomb(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE, **members: bytes) -> Path:
+    """A shard with a member of `size` zeros, which take no space on the disk."""
+    shard(path, members)
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    with path.open("r+b") as file:
+        end = sum(512 + -(-len(data) // 512) * 512 for data in members.values())
+        file.seek(end)
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(end + 512 + -(-size // 512) * 512 + 10240)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["image", "label", "header"])
+def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
+    """It was read whole."""
+    named = {"a.png": png(1), "a.cls": b"0"}
+    named |= {"image": {"x.cls": b"1"}, "label": {"x.png": png(1)}, "header": {}}[kind]
+    name = {"image": "x.png", "label": "x.cls", "header": "x.pax"}[kind]
+    header = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
+    words = {"image": "image 'train.tar/x'", "label": "label of '.*x'", "header": "header"}[kind]
+    bomb(tmp_path / "train.tar", name, 40 * 10**9, header, **named)
+    with pytest.raises(DataError, match=rf"^data\.train: .*{words}.* 40000000\d+ bytes") as caught:
+        build(options(tmp_path), "train", None).decode(1)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, CorruptImage) == (kind == "image")  # `data.on_corrupt` decides
 
 
 @pytest.mark.parametrize("data", [b"", b"hello" * 200])

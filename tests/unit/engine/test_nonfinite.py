@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import kd
+from kd import config
 from kd.engine.diagnosis import Diverged
 from kd.engine.loop import train
+from kd.engine.meter import require_applied
 from kd.errors import Interrupted, NonFiniteLoss
+from kd.jobs.train import train as run_job
+from kd.report.report import report
+from kd.types import State
 
 SKIP = "optimizer.on_nonfinite=skip"
 IMAGE = 5
@@ -74,6 +80,36 @@ def test_a_weight_is_named_and_a_run_that_makes_no_good_step_ends(make, policy):
         train(made.run)
     rows = [(row["step"], row["skipped"], "loss" in row) for row in made.store.rows if row["kind"] == "train"]
     assert rows == ([(4, 4.0, False), (8, 4.0, False)] if policy == SKIP else [])
+
+
+def test_a_run_that_skips_more_than_half_of_its_steps_ends_with_an_error(make, tmp_path):
+    """All of 8 steps, which are fewer than may be skipped in a row; the same command says it again."""
+    bad = f"losses=[{{kind: outside.overflowing, image: {IMAGE}}}]"
+    for _ in range(2):
+        made = make("run.epochs=8", "data.batch_size=36", "run.every.log=3", bad, SKIP, folder=tmp_path / "run")
+        with pytest.raises(NonFiniteLoss, match=r"^optimizer\.on_nonfinite: 8 of 8 steps were skipped.*half.*lr"):
+            train(made.run)
+        made.store.close()
+
+
+@pytest.mark.parametrize("good", [3, 4])
+def test_half_of_the_steps_may_be_skipped(good):
+    state = State(step=4 + good, skipped_in_all=4)
+    with nullcontext() if good == 4 else pytest.raises(NonFiniteLoss, match="4 of 7 steps"):
+        require_applied(state)
+
+
+def test_the_reports_say_how_many_steps_were_skipped(settings, capfd):
+    """One image in one step of each epoch; the baseline skips none."""
+    bad = f"losses=[{{kind: outside.overflowing, image: {IMAGE}}}]"
+    more = ["run.epochs=3", "data.batch_size=12", "run.every.log=2", "run.baseline=true"]
+    folder = run_job(config.load(settings, [*more, bad, SKIP])).folder
+    line = "3 of 9 optimizer steps were skipped: their gradient was NaN or infinite."
+    assert (folder / "report.md").read_text().count(line) == 1
+    assert capfd.readouterr().out.count(line) == 1
+    made = report([folder], images=-1, trust=True)
+    assert line in made.summary
+    assert "3 of 9</b><span>steps were skipped" in made.file.read_text()
 
 
 def small(seed: int) -> nn.Sequential:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from kd.errors import RunError
+from kd.errors import ModelError, RunError
 from kd.files.storage import Records, record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
@@ -83,6 +83,33 @@ def test_only_what_is_missing_is_computed(tmp_path, live, fixed_shape):
     assert live.images - before == (4 if fixed_shape else 2) + 4
     stored.flush()
     assert stored.store.missing(0).tolist() == [4, 6, *range(8, IMAGES)]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("topk", [0, 2])
+def test_logits_beyond_float16_are_an_error_that_names_the_key_and_are_not_stored(tmp_path, live, writable, topk):
+    opened(tmp_path, "fp16", topk)
+    next(iter(live.model.parameters())).data *= 1e6
+    stored = CachedTeacher(live, opened(tmp_path, "fp16", topk, writable))
+    ask(stored, batch([0, 1]))
+    with pytest.raises(ModelError, match=r"^teacher\.cache\.dtype: .*'logits'.*float16.*65504.*dtype=fp32"):
+        stored.flush()
+    assert not list(tmp_path.glob("*.logits"))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_record_that_is_not_finite_is_missing(tmp_path, live, value):
+    """As earlier versions wrote them, checksums and all."""
+    stored = CachedTeacher(live, opened(tmp_path, "fp16"))
+    logits = np.zeros((3, CLASSES), np.float16)
+    logits[1, 2] = value
+    stored.store.write(0, [0, 1, 2], [logits], [0, 0, 0])
+    assert stored.store.missing(0).tolist() == [1, *range(3, IMAGES)]
+    before = live.images
+    assert torch.equal(ask(stored, batch([0, 1, 2]))[0][1], live(batch([1])).logits[0].half().float())
+    assert live.images - before == 2
+    stored.flush()
+    assert 1 not in stored.store.missing(0)
 
 
 def test_views_are_kept_apart(tmp_path, live):

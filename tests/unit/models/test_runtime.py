@@ -12,7 +12,8 @@ import torch
 from pieces import Asks
 
 from kd.errors import ModelError
-from kd.models.classifier import Classifier, compile_forward
+from kd.models.classifier import Classifier
+from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.models.runtimes import Exported, exported
 from kd.models.teacher import LiveTeacher

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,13 @@ def expected(exported, pictures) -> dict[str, dict]:
             found[path.relative_to(pictures).as_posix()] = predictions(model.engine(pixels[None]), model.labels, 2)[0]
     assert len(found) == 6
     return found
+
+
+def test_drafts_of_a_killed_process_go(exported, pictures, command, tmp_path):
+    for name in (".all.csv.0123456789ab.tmp", ".all.csv.ba9876543210.tmp", ".other.csv.0123456789ab.tmp"):
+        (tmp_path / name).write_text("image,label")
+    assert command("predict", exported, pictures, "--to", tmp_path / "all.csv").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.csv.0123456789ab.tmp", "all.csv"]
 
 
 def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
@@ -171,6 +179,208 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert target.read_bytes() == whole
     assert "1500 images are unreadable" in done.stderr
     assert int(done.stdout.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
+
+
+def test_images_of_many_gigabytes_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
+    """They were read whole."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(pictures / "0.jpg", folder / "0.jpg")
+    for name, size in (("bomb.jpg", 40 * 10**9), ("few.tar", 40 * 10**9 + 10240)):
+        (folder / name).touch()
+        os.truncate(folder / name, size)  # zeros that take no space
+    info = tarfile.TarInfo("bomb.jpg")
+    info.size = 40 * 10**9
+    with (folder / "few.tar").open("r+b") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+    rows = jsonl(run(exported, folder, tmp_path / "folder.jsonl"))
+    assert rows.pop("0.jpg") == expected["0.jpg"]
+    assert "40000000000 bytes" in rows["bomb.jpg"]["error"]
+    assert jsonl(run(exported, folder / "few.tar", tmp_path / "tar.jsonl")) == {"few.tar/bomb.jpg": rows["bomb.jpg"]}
+
+
+# ------------------------------------------------------------------------------------ what changes between two starts
+
+
+@pytest.fixture
+def twenty(pictures, tmp_path) -> Path:
+    """Twenty pictures, two in turn."""
+    folder = tmp_path / "twenty"
+    folder.mkdir()
+    for number in range(20):
+        shutil.copy(pictures / ["0.jpg", "z/ä.jpg"][number % 2], folder / f"{number:02d}.jpg")
+    return folder
+
+
+def with_journal(exported: Path, given: object, target: Path) -> Path:
+    """Classify everything; return a journal as it was in the moment before it was removed."""
+    journal, kept = target.with_name(target.name + ".part"), target.with_name("kept")
+    journal.touch()
+    os.link(journal, kept)
+    run(exported, given, target)
+    assert not journal.exists()
+    kept.rename(journal)
+    return journal
+
+
+def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", ALONE, str(exported), str(given), "--to", str(target), "--top", "2", "--threads", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
+
+
+def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, pictures, tmp_path):
+    """The images that were left got rows "No such file", with exit code 0, and the journal was removed.
+
+    The eighth picture is a pipe: its reader waits, so that the folder goes away between two pictures.
+    """
+    whole = run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+    target, pipe, away = tmp_path / "rows.csv", twenty / "07.jpg", tmp_path / "away"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    at = pipe.stat().st_mtime_ns
+    process = starts(exported, twenty, target)
+    while True:
+        assert process.poll() is None, process.communicate()
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:  # nobody reads it yet
+            time.sleep(0.01)
+    twenty.rename(away)
+    os.set_blocking(writer, True)
+    with os.fdopen(writer, "wb") as file:
+        file.write((pictures / "z" / "ä.jpg").read_bytes())
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert len(err.splitlines()) == 1
+    assert "'08.jpg': it cannot be read" in err
+    assert "the same command again: it resumes" in err
+    assert not target.exists()
+    assert len((tmp_path / "rows.csv.part").read_bytes().splitlines()) == 1 + 8
+    away.rename(twenty)
+    os.utime(pipe, ns=(at, at))
+    process = starts(exported, twenty, target)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "20 images, 8 of them by an earlier start" in out
+    assert target.read_bytes() == whole
+
+
+def test_a_list_whose_images_are_away_ends_it_and_keeps_the_rows(exported, twenty, refused, command, tmp_path):
+    listed = tmp_path / "listed.txt"
+    listed.write_text("\n".join(str(twenty / f"{number:02d}.jpg") for number in range(20)))
+    target = tmp_path / "rows.csv"
+    journal = with_journal(exported, listed, target)
+    whole = target.read_bytes()
+    target.unlink()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:11]))
+    twenty.rename(tmp_path / "away")
+    assert "none of the 20 images is there" in refused("predict", exported, listed, "--to", target, "--top", 2)
+    twenty.mkdir()
+    shutil.copy2(tmp_path / "away" / "00.jpg", twenty)
+    assert "'" + str(twenty / "01.jpg") in refused("predict", exported, listed, "--to", target, "--top", 2)
+    assert journal.read_bytes() == b"".join(lines[:11])
+    twenty.joinpath("00.jpg").unlink()
+    twenty.rmdir()
+    (tmp_path / "away").rename(twenty)
+    assert "10 of them by an earlier start" in command("predict", exported, listed, "--to", target, "--top", 2).out
+    assert target.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "change", ["a row deleted", "a row twice", "a row of another image", "too many rows", "nothing"]
+)
+def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(exported, twenty, command, tmp_path, change):
+    """A deleted row gave one image twice, and another one not at all."""
+    target = tmp_path / "rows.csv"
+    journal = with_journal(exported, twenty, target)
+    whole = target.read_bytes()
+    target.unlink()
+    head, *rows = journal.read_bytes().splitlines(keepends=True)
+    done = {"a row deleted": 3, "a row twice": 4, "a row of another image": 3, "too many rows": 20, "nothing": 15}[
+        change
+    ]
+    rows = {
+        "a row deleted": rows[:3] + rows[4:15],
+        "a row twice": rows[:4] + rows[3:15],
+        "a row of another image": rows[:3] + rows[9:10] + rows[4:15],
+        "too many rows": rows + rows[-1:],
+        "nothing": rows[:15],
+    }[change]
+    journal.write_bytes(b"".join([head, *rows]))
+    answer = command("predict", exported, twenty, "--to", target, "--top", 2)
+    assert answer.code == 0, answer
+    assert f"20 images, {done} of them" in answer.out
+    assert ("made again" in answer.err) == (done < 15)
+    assert target.read_bytes() == whole
+
+
+def test_pictures_that_changed_between_two_starts_are_classified_again(exported, twenty, pictures, command, tmp_path):
+    """Their old rows stayed."""
+    target = tmp_path / "rows.csv"
+    journal = with_journal(exported, twenty, target)
+    old = target.read_bytes()
+    target.unlink()
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:16]))
+    shutil.copy(pictures / "z" / "ä.jpg", twenty / "04.jpg")
+    answer = command("predict", exported, twenty, "--to", target, "--top", 2)
+    assert answer.code == 0, answer
+    assert "'04.jpg' is not the image that its row was made of" in answer.err
+    assert "20 images, 4 of them" in answer.out
+    assert target.read_bytes() == run(exported, twenty, tmp_path / "new.csv").read_bytes() != old
+
+
+def test_objects_that_changed_between_two_starts_are_classified_again(exported, twenty, command, aws, tmp_path):
+    s3 = aws("s3")
+    for path in sorted(twenty.iterdir()):
+        s3.upload_file(str(path), "bucket", f"photos/{path.name}")
+    target = tmp_path / "rows.csv"
+    journal = with_journal(exported, "s3://bucket/photos", target)
+    target.unlink()
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:16]))
+    s3.upload_file(str(twenty / "01.jpg"), "bucket", "photos/04.jpg")
+    answer = command("predict", exported, "s3://bucket/photos", "--to", target, "--top", 2)
+    assert answer.code == 0, answer
+    assert "photos/04.jpg' is not the image that its row was made of" in answer.err
+    assert target.read_bytes() == run(exported, "s3://bucket/photos", tmp_path / "new.csv").read_bytes()
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_killed_between_the_result_and_the_removal_of_its_journal(exported, twenty, command, refused, tmp_path, ending):
+    """The result was whole, and a scheduler's next try ended with code 2."""
+    target = tmp_path / f"rows.{ending}"
+    journal = with_journal(exported, twenty, target)
+    whole, lines = target.read_bytes(), journal.read_bytes().splitlines(keepends=True)
+    answer = command("predict", exported, twenty, "--to", target, "--top", 2)
+    assert answer.code == 0, answer
+    assert target.read_bytes() == whole
+    assert not journal.exists()
+    for result, rows in ((b"of somebody else", lines), (whole, lines[:9])):
+        target.write_bytes(result)
+        journal.write_bytes(b"".join(rows))
+        assert "exists" in refused("predict", exported, twenty, "--to", target, "--top", 2)
+        assert (target.read_bytes(), journal.read_bytes()) == (result, b"".join(rows))
+
+
+@pytest.mark.parametrize("bytes_left", [10, 1000])
+def test_a_full_disk_is_one_line_and_it_resumes(exported, twenty, command, tmp_path, bytes_left):
+    """It was a traceback. The system's own limit on the size of a file stands in for a full disk."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
+
+    target = tmp_path / "rows.csv"
+    process = starts(exported, twenty, target, preexec_fn=fill)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("--to: cannot write '")
+    assert not target.exists()
+    assert command("predict", exported, twenty, "--to", target, "--top", 2).code == 0
+    assert target.read_bytes() == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
 
 
 def test_links_to_folders_are_followed(pictures, tmp_path):

@@ -43,6 +43,8 @@ class Trained:
     images_per_second: float = 40.0
     teacher_parameters: int = 8_000_000
     sifting: str = ""
+    steps: int = 40
+    skipped: int = 0
     baseline: Trained | None = None
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kd.sagemaker.hosts import Hosts, free_ports
+from kd.sagemaker.hosts import Hosts, free_ports, read_hosts
 from kd.sagemaker.meeting import Meeting, Member
 
 TRAINERS, DATA = ("127.0.0.2", "127.0.0.3"), ("127.0.0.4",)
 
 
-def together(act: Callable[[dict[str, Member]], Awaitable[None]]) -> list[int]:
+def together(act: Callable[[dict[str, Member]], Awaitable[None]], token: str = "") -> list[int]:
     """Let all hosts meet, `act`, and return how each was told that the job ended."""
 
     async def job() -> list[int]:
         port = free_ports(1)[0]
-        hosts = [Hosts(me, TRAINERS, DATA, (port, 0, 0)) for me in (*TRAINERS, *DATA)]
+        hosts = [Hosts(me, TRAINERS, DATA, (port, 0, 0), token) for me in (*TRAINERS, *DATA)]
         meeting = asyncio.create_task(Meeting(hosts[0]).run())
         members = {each.me: await Member.join(each) for each in hosts}
         await act(members)
@@ -110,3 +111,83 @@ def test_hosts_end_when_the_first_trainer_is_gone():
         return code
 
     assert asyncio.run(job()) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- strangers
+
+
+async def refused(member: Member, first: bytes) -> None:
+    """Connect as a stranger, send `first`, and wait until the meeting point has closed the connection."""
+    reader, writer = await asyncio.open_connection(*member._writer.get_extra_info("peername"))
+    writer.write(first)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("line", ["done 0", "done 3", "ready", ""])
+@pytest.mark.parametrize("token", ["", " ", " wrong", " secret2"])
+def test_a_stranger_who_knows_a_trainers_name_ends_nothing(token, line):
+    """A name and a closed connection ended the job with code 1; `done 0` reported success."""
+
+    async def act(members: dict[str, Member]) -> None:
+        await begin(members)
+        _, writer = await asyncio.open_connection(*members[TRAINERS[0]]._writer.get_extra_info("peername"))
+        writer.write(f"{TRAINERS[1]}{token}\n{line}\n".encode())
+        writer.close()
+        await refused(members[TRAINERS[0]], f"{TRAINERS[0]}{token}\n{line}\n".encode())
+        assert not any(member.ended.done() for member in members.values())
+        for name in TRAINERS:
+            members[name].send("done 0")
+
+    assert together(act, "secret") == [0, 0, 0]
+
+
+def test_without_a_token_a_trainer_still_connects_only_once(capsys):
+    async def act(members: dict[str, Member]) -> None:
+        await begin(members)
+        for _ in range(3):
+            await refused(members[TRAINERS[0]], f"{TRAINERS[1]}\ndone 0\n".encode())
+        for name in TRAINERS:
+            members[name].send("done 0")
+
+    assert together(act) == [0, 0, 0]
+    assert capsys.readouterr().err.count(f"as {TRAINERS[1]} is refused") == 1
+
+
+@pytest.mark.parametrize("line", ["done 0", "done 3", "done", "done x", "\udcff", "x" * 200_000])
+def test_a_data_host_cannot_end_the_job(line):
+    """A data host ended it with any code."""
+
+    async def act(members: dict[str, Member]) -> None:
+        await begin(members)
+        members[DATA[0]]._writer.write(line.encode("utf-8", "surrogateescape") + b"\n")
+        await asyncio.sleep(0.05)
+        for name in TRAINERS:
+            members[name].send("done 0")
+
+    codes = together(act, "secret")
+    assert codes[:2] == [0, 0]
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr("kd.sagemaker.meeting.FIRST_LINE_SECONDS", 0.1)
+
+    async def act(members: dict[str, Member]) -> None:
+        for first in (b"", b"127.0.0.2", b"x" * 200_000, b"\xff\n"):
+            await refused(members[TRAINERS[0]], first)
+        await begin(members)
+        for name in TRAINERS:
+            members[name].send("done 0")
+
+    assert together(act) == [0, 0, 0]
+
+
+def test_the_token_is_that_of_ray():
+    groups = {
+        "dnn": {"instance_group_name": "dnn", "hosts": ["a"]},
+        "data": {"instance_group_name": "data", "hosts": ["b"]},
+    }
+    environ = {"SM_CURRENT_HOST": "a", "SM_INSTANCE_GROUPS_DICT": json.dumps(groups), "RAY_AUTH_TOKEN": "secret"}
+    hosts = read_hosts(environ)
+    assert hosts.token == "secret"
+    assert "secret" not in repr(hosts)

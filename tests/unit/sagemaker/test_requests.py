@@ -90,6 +90,9 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
     found = request["ResourceConfig"]
     assert {key: found[key] for key in resources} == resources
     assert ("InstanceGroups" in found) != ("InstanceType" in found)
+    if "InstanceGroups" in found:  # Ray and the meeting point ask each host for it
+        assert request["Environment"]["RAY_AUTH_MODE"] == "token"
+        assert len(request["Environment"]["RAY_AUTH_TOKEN"]) == 64
     keys = request["HyperParameters"]
     assert {key: keys[key] for key in more} == more
     assert keys["run.folder"] == request["CheckpointConfig"]["LocalPath"] == "/opt/ml/checkpoints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -252,6 +253,12 @@ def changed(section, **values):
         ("torch", {"args": {"classes": 4}, "checkpoint": ""}, r"teacher\.model: has 4 classes, the data has 3"),
         ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the answers are no prob"),
         ("torch", {"precision": "int8", "classes": "none.txt"}, r"teacher\.classes: 'none\.txt' cannot be read"),
+        (
+            "transformers",
+            {"args": {"trust_remote_code": True}},
+            r"teacher\.args: has trust_remote_code, which runs code",
+        ),
+        ("zero_shot", {"args": {"trust_remote_code": False}}, r"teacher\.args: has trust_remote_code, which runs code"),
         ("onnx", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
         ("onnx", {"model": "none.onnx"}, r"teacher\.model: no file 'none\.onnx'"),
         ("onnx", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but a graph holds its weights"),
@@ -340,6 +347,55 @@ def test_a_graph_that_does_not_take_images_is_one_line(shape, axes, message, bar
     section = {"kind": "onnx", "model": str(tmp_path / "g.onnx"), "mean": [0, 0, 0], "std": [1, 1, 1]}
     with pytest.raises(ModelError, match=rf"^teacher\.model: .*{message}"):
         load(bare, section)
+
+
+@pytest.mark.parametrize("inside", ["initializer", "attribute"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../../../../../../dev/zero", "outside its folder"),
+        ("/dev/zero", "outside its folder"),
+        ("link", "outside its folder"),
+        ("link/zero", "outside its folder"),
+        ("fifo", "no regular file"),
+        ("folder", "no regular file"),
+        ("gone", "no regular file"),
+        ("", "no regular file"),
+        ("folder/\0", "outside its folder"),
+    ],
+)
+def test_the_weights_of_a_graph_lie_in_its_folder(name, message, inside, bare, tmp_path):
+    """Nothing reads these tensors: onnxruntime opens no file of theirs, but the hash read /dev/zero for ever."""
+    onnx = pytest.importorskip("onnx")
+    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev")
+    os.mkfifo(tmp_path / "fifo")
+    unused = onnx.TensorProto(name="unused", data_type=kind, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
+    unused.external_data.add(key="location", value=name)
+    ends = [[make.make_tensor_value_info(name, kind, size)] for name, size in (("x", ["B", 3, 16, 16]), ("y", None))]
+    nodes, initializers = [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)], [unused]
+    if inside == "attribute":
+        nodes, initializers = [*nodes, make.make_node("Constant", [], ["z"], value=unused)], []
+    graph = make.make_graph(nodes, "g", *ends, initializers)
+    opset = [make.make_opsetid("", 13)]
+    onnx.save(make.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "g.onnx")
+    section = {"kind": "onnx", "model": str(tmp_path / "g.onnx"), "mean": [0, 0, 0], "std": [1, 1, 1]}
+    with pytest.raises(ModelError, match=rf"^teacher\.model: .*g\.onnx' has weights in .*, which is {message}"):
+        load(bare, section)
+
+
+def test_weights_beside_a_graph_count(made, bare, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.load(made["onnx"]["model"])
+    onnx.save(graph, tmp_path / "g.onnx", save_as_external_data=True, location="weights.bin", size_threshold=256)
+    beside, inside = (load(bare, {**made["onnx"], **more}) for more in ({"model": str(tmp_path / "g.onnx")}, {}))
+    image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
+    torch.testing.assert_close(beside(image).main, inside(image).main)
+    before = beside.identity()["teacher"]
+    with (tmp_path / "weights.bin").open("ab") as file:
+        file.write(b"1")
+    assert beside.identity()["teacher"] != before
 
 
 def test_a_plan_says_that_it_leaves_a_graph_out(made, bare):

@@ -1,0 +1,53 @@
+"""torch.compile after a kill: a library that the linker did not finish is compiled anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kd.models.compiled import _unfinished
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from kd.models.compiled import compile_forward
+torch.manual_seed(0)
+net = compile_forward(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)))
+net(torch.ones(5, 8)).logsumexp(1).mean().backward()
+print(net[0].weight.grad.norm().item())
+"""
+
+
+def compiled(folder) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_library_that_the_linker_did_not_finish_is_compiled_anew(tmp_path):
+    first = compiled(tmp_path)
+    assert first.returncode == 0, first.stderr
+    libraries = sorted(tmp_path.rglob("*.main.so"))  # of the forward and of the backward
+    assert len(libraries) > 1
+    assert not any(map(_unfinished, libraries))
+    times = libraries[0].stat().st_mtime_ns
+    libraries[-1].write_bytes(b"")
+    again = compiled(tmp_path)
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert "never finished" in again.stderr
+    assert libraries[0].stat().st_mtime_ns != times
+    times = libraries[0].stat().st_mtime_ns
+    assert compiled(tmp_path).stdout == first.stdout
+    assert libraries[0].stat().st_mtime_ns == times  # what is whole is used
+
+
+def test_a_library_without_its_first_bytes_is_unfinished(tmp_path):
+    for content, expected in ((b"", True), (bytes(100), True), (bytes(64) + b"code", True), (b"\x7fELF", False)):
+        (tmp_path / "one.so").write_bytes(content)
+        assert _unfinished(tmp_path / "one.so") == expected
