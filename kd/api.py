@@ -17,13 +17,14 @@ from kd import config, parts
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.contracts import Backend, Evaluation, Loader, Sifter, Split
+from kd.contracts import Backend, Loader, Sifter
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
+from kd.evaluation import Evaluation, Split
 from kd.jobs.distill import Result
 from kd.jobs.folder import different_keys, require_same
 from kd.jobs.observe import clock_of, where_the_time_went

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kd import parts
 from kd.config.schema import DataSection, LossSection, TaskSection
-from kd.contracts import Task
 from kd.errors import ConfigError
+from kd.evaluation import Task
 from kd.types import Dims, Needs
 
 ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))

@@ -21,8 +21,8 @@ from kd.config.schema import (
     StudentSection,
     TeacherSection,
 )
-from kd.contracts import Task
 from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
+from kd.evaluation import Task
 from kd.types import BackendFacts, Needs, SifterFacts
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import Backend, Task, Teacher
+from kd.contracts import Backend, Teacher
 from kd.engine.span import Span, no_span
+from kd.evaluation import Task
 from kd.types import Batch, Needs, Outputs, TeacherOutputs
 
 

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from kd.contracts import Backend, Evaluator, Loader, Logger, RunStore, Sifter, Teacher
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
 from kd.engine.span import Span, Window, no_span, no_window
+from kd.evaluation import Evaluator
 from kd.types import State
 
 STOP_SECONDS = 1.0

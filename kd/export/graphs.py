@@ -33,7 +33,7 @@ class Made:
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By class, where each is answered alone: see `kd.contracts.Task.thresholds`."""
+    """By class, where each is answered alone: see `kd.evaluation.Task.thresholds`."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """What `parity.calibrate` found; empty: the logits are those of the run."""
 

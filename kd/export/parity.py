@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.contracts import Task
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
+from kd.evaluation import Task
 from kd.export.calibrate import divide_logits, temperature
 from kd.models.classifier import Classifier
 from kd.scores import GraphScores

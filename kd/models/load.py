@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kd.contracts import Source, Task
+from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
+from kd.evaluation import Task
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
 

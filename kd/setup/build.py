@@ -13,24 +13,14 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection
-from kd.contracts import (
-    Backend,
-    Evaluation,
-    Evaluator,
-    Loader,
-    Logger,
-    RunStore,
-    Sifter,
-    Split,
-    Teacher,
-    TeacherModel,
-)
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
 from kd.engine.run import Run, RunLength
+from kd.evaluation import Evaluation, Evaluator, Split
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region

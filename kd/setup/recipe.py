@@ -23,8 +23,9 @@ from kd.config.schema import (
     TaskSection,
     TeacherSection,
 )
-from kd.contracts import Backend, Task
+from kd.contracts import Backend
 from kd.errors import RunError
+from kd.evaluation import Task
 from kd.parts import default_options
 from kd.references import Referenced
 from kd.setup.data import Data, DataPlan

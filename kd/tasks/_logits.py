@@ -11,14 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import Evaluation, Teacher
+from kd.contracts import Teacher
 from kd.errors import DataError
+from kd.evaluation import Evaluation
 from kd.scores import Scores
 from kd.types import Batch
 
 
 class LogitsEvaluator:
-    """Score models on one validation split. See `kd.contracts.Evaluator`.
+    """Score models on one validation split. See `kd.evaluation.Evaluator`.
 
     The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
     """

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.contracts import Backend, Evaluation, Split, Teacher
+from kd.contracts import Backend, Teacher
 from kd.errors import DataError
+from kd.evaluation import Evaluation, Split
 from kd.scores import Column, GraphScores, Scores
 from kd.types import Batch, Outputs
 
@@ -40,7 +41,7 @@ class Options:
 
 
 class Embedding:
-    """See `kd.contracts.Task`."""
+    """See `kd.evaluation.Task`."""
 
     name, logits, label, problem_type = "embedding", "", "class", ""
     label_loss, scores, keeps_topk = "ce", SCORES, True
@@ -115,7 +116,7 @@ class Vectors:
 
 
 class Evaluator:
-    """Score an embedding student. See `kd.contracts.Evaluator`.
+    """Score an embedding student. See `kd.evaluation.Evaluator`.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
     They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kd.contracts import Evaluation
+from kd.evaluation import Evaluation
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
@@ -35,7 +35,7 @@ class Options:
 
 
 class LabelSets:
-    """See `kd.contracts.Task`."""
+    """See `kd.evaluation.Task`."""
 
     name, logits, label, problem_type = "label_sets", "sigmoid", "set", "multi_label_classification"
     label_loss, scores, keeps_topk = "bce", SCORES, False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kd.contracts import Evaluation
+from kd.evaluation import Evaluation
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
@@ -35,7 +35,7 @@ class Options:
 
 
 class SingleLabel:
-    """See `kd.contracts.Task`."""
+    """See `kd.evaluation.Task`."""
 
     name, logits, label, problem_type = "single_label", "softmax", "class", "single_label_classification"
     label_loss, scores, keeps_topk = "ce", SCORES, True

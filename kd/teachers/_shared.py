@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kd.contracts import Task
 from kd.errors import ModelError
+from kd.evaluation import Task
 from kd.models.load import Spec, check_classes
 
 

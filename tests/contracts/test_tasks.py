@@ -1,4 +1,4 @@
-"""The contract `kd.contracts.Task`, tested on every file in `kd/tasks`, new ones included.
+"""The contract `kd.evaluation.Task`, tested on every file in `kd/tasks`, new ones included.
 
 Shape legend: B images of a batch, C classes, K teachers.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from kd import parts
 from kd.config.reads import needs
 from kd.config.schema import LossSection
-from kd.contracts import Task
+from kd.evaluation import Task
 from kd.scores import Scores
 from kd.types import Batch
 

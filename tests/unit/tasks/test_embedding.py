@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.backends.cpu import CPU
-from kd.contracts import Evaluation, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
 from kd.engine.loop import train
 from kd.errors import ConfigError, Interrupted, ModelError
+from kd.evaluation import Evaluation, Split
 from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
 from kd.models.teacher import Uncached

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kd.backends.cpu import CPU
-from kd.contracts import Evaluation, Evaluator, Split
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.errors import DataError
+from kd.evaluation import Evaluation, Evaluator, Split
 from kd.tasks.single_label import NUM_BINS, Options, build
 from kd.types import Batch, Outputs, Sample
 
