@@ -140,7 +140,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
 def _serve_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "kd-serve",
-        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, KServe v2, and a page at /.",
+        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )

@@ -1,4 +1,4 @@
-"""The routes: SageMaker's contract, Prometheus, KServe's protocol version 2, and the page."""
+"""The routes: SageMaker's contract, Prometheus, and the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kd.serve import answers, bodies, v2
+from kd.serve import answers, bodies
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 from kd.serve.request_body import request_body
@@ -29,7 +29,7 @@ from kd.serve.service import Service
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
-HEALTH = ("/ping", "/v2/health/live", "/v2/health/ready")
+HEALTH = "/ping"
 MAX_QUERY = 256
 
 
@@ -65,7 +65,6 @@ def build(service: Service, ui: bool = True) -> Starlette:
         Route("/ping", ping, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
-        *v2.Protocol(service).routes(lambda handler: observed(service, "v2", handler)),
     ]
     if ui and not model.output.embeds:  # the page shows labels
         routes.append(Route("/", _page(service), methods=["GET"]))
@@ -77,7 +76,7 @@ def health_only(application: Starlette) -> ASGIApp:
     """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in HEALTH:
+        if scope["path"] == HEALTH:
             await application(scope, receive, send)
             return
         problem = busy("Too many connections are open.")
@@ -128,7 +127,8 @@ async def _problem(request: Request, error: Exception) -> Response:
     if isinstance(error, Problem):
         return error.response()
     if isinstance(error, HTTPException):
-        detail = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
+        nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
+        detail = {404: nothing, 405: "This method is not allowed here."}
         text = detail.get(error.status_code, str(error.detail))
         return Problem(error.status_code, text, error.headers or {}).response()
     return _bug_response(error, "-")

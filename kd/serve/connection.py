@@ -22,7 +22,7 @@ from kd.serve.service import Service
 
 READ_SIZE = 65_536
 DISCARD_SECONDS = 1.0
-HEALTH_CHECKS, HEALTH_BYTES = (b"GET /ping ", b"GET /v2/health/"), 2048
+HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
@@ -152,7 +152,7 @@ class Connection(H11Protocol):
         self._received += data
         if waiting:
             return
-        if data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES:
+        if data.startswith(HEALTH_CHECK) and len(data) < HEALTH_BYTES:
             self._parse_received()
         else:
             self.transport.pause_reading()
