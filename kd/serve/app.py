@@ -31,6 +31,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
 HEALTH = "/ping"
 MAX_QUERY = 256
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"
+"""What a client may name its request: it is logged and sent back."""
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
@@ -99,7 +101,9 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
     """Wrap a handler: count and log its requests with sizes, times and status. The content is never logged."""
 
     async def handle(request: Request) -> Response:
-        start, identity = time.perf_counter(), uuid.uuid4().hex[:16]
+        start, identity = time.perf_counter(), request.headers.get("x-request-id", "")
+        if not re.fullmatch(REQUEST_ID, identity):
+            identity = uuid.uuid4().hex[:16]
         request.state.summary = ""
         try:
             response = await handler(request)
@@ -113,8 +117,9 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
         seconds = time.perf_counter() - start
         service.metrics.request(route, response.status_code, seconds)
         if response.status_code != CLIENT_GONE:
-            summary = request.state.summary
-            log.info("%s %s %d %.1fms %s", identity, route, response.status_code, 1000 * seconds, summary)
+            summary, status, ms = request.state.summary, response.status_code, round(1000 * seconds, 1)
+            fields = {"request": identity, "route": route, "status": status, "ms": ms}
+            log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
         response.headers["x-request-id"] = identity
         if service.draining:
             response.headers["connection"] = "close"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import csv
+import http.client
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -403,6 +406,88 @@ def test_sigterm_under_load_loses_nothing(exported, photo):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert "ending: " in server.errors
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["a connection a request", "kept connections"])
+def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, kept):
+    """Eight clients ask for health before each image, as a load balancer does for them, and leave when it is 503."""
+    failed: list[str] = []
+    left: list[float] = []
+    late: Counter[int] = Counter()
+    with Running(exported, "--drain", "2") as server:
+        ended = threading.Event()
+
+        def client(number: int) -> None:
+            connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+            try:
+                while not left or number % 2:  # every other one stays 0.7 s longer than the first that left
+                    connection.request("GET", "/ping")
+                    health = connection.getresponse()
+                    health.read()
+                    if health.status != 200:
+                        left.append(time.monotonic())
+                        if not number % 2 or time.monotonic() > min(left) + 0.7:
+                            return
+                    connection.request("POST", "/invocations", photo, {"content-type": "image/jpeg"})
+                    answer = connection.getresponse()
+                    answer.read()
+                    late[answer.status] += ended.is_set()
+                    if answer.status != 200:
+                        failed.append(str(answer.status))
+                    if not kept:
+                        connection.close()
+            except (OSError, http.client.HTTPException) as error:
+                failed.append(repr(error))
+            finally:
+                connection.close()
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        ended.set()
+        for thread in threads:
+            thread.join(20)
+        assert server.stop() == 0
+        took = time.monotonic() - begin
+    assert not failed
+    assert late[200] > 8
+    assert min(left) < begin + 1  # health fails at once
+    assert 2 <= took < 15
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+def test_ctrl_c_waits_for_no_load_balancer(exported, signals):
+    with Running(exported, "--drain", "60") as server:
+        for each in signals:
+            server.process.send_signal(each)
+            time.sleep(0.3)
+        assert server.stop(20) == 0
+
+
+def test_a_request_has_the_id_that_the_client_gave_it(server, photo):
+    for identity in ("7f9c-1.a:b", "x" * 64):
+        assert server.post(photo, x_request_id=identity).headers["x-request-id"] == identity
+        assert server.post(b"x", x_request_id=identity).headers["x-request-id"] == identity
+    for identity in ("", "x" * 65, "two words", "caf\u00e9"):
+        assert re.fullmatch("[0-9a-f]{16}", server.post(photo, x_request_id=identity).headers["x-request-id"])
+
+
+def test_a_log_of_json_lines(exported, photo):
+    with Running(exported, "--log-format", "json") as server:
+        server.post(photo, "image/jpeg", x_request_id="one")
+        server.post(b"hunter2" * 10, "image/png", x_request_id="two")
+        server.stop()
+    lines = [json.loads(line) for line in server.errors.splitlines()]
+    assert all(line["level"] == "INFO" and datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    one, two = (line for line in lines if "request" in line)
+    assert (one["request"], one["route"], one["status"]) == ("one", "invocations", 200)
+    assert (two["request"], two["status"]) == ("two", 415)
+    assert one["ms"] > 0
+    assert "RGB JPEG" in one["message"]
+    assert "hunter2" not in server.errors
 
 
 def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo):
