@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Return the options of a command line."""
         if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
+            import argcomplete  # type: ignore[import-not-found]  # an extra
 
             argcomplete.autocomplete(self)
         return self.parse_intermixed_args(argv)
