@@ -20,11 +20,7 @@ class CUDA(DDPBackend):
 
 
 def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
-    """Make this rank's GPU the current one and return it.
-
-    Raises:
-        BackendError: the machine has fewer GPUs than ranks.
-    """
+    """Make this rank's GPU the current one and return it."""
     if local_rank >= torch.cuda.device_count():
         raise BackendError(
             "backend.kind",

@@ -352,11 +352,7 @@ def facts(options: Options) -> BackendFacts:
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
-    """Build the torch_xla backend; `setup` joins the world.
-
-    Raises:
-        MissingExtra: torch_xla is not installed.
-    """
+    """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
         raise MissingExtra(
             "backend.kind",

@@ -253,11 +253,7 @@ class TeacherSection:
         return self.fit.epochs > 0 and self.kind == "timm"
 
     def exported(self, cpu: bool) -> str:
-        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured.
-
-        Args:
-            cpu: whether the backend computes on the CPU, where int8 means onnxruntime.
-        """
+        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured."""
         runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
         return runtime if runtime in RUNTIMES else ""
 

@@ -29,10 +29,7 @@ from kd.types import BackendFacts, Needs, SifterFacts
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
     """Yield every rule that a configuration breaks; each of its keys is well-formed.
 
-    Args:
-        config: with the backend's kind resolved.
-        here: also require the packages that the run would import on this machine.
-        cluster: also require the address of the cluster, where the run decodes on one.
+    `here`: also the packages that the run imports on this machine. `cluster`: also the address of its Ray cluster.
     """
     needed = needs(config.losses)
     read, task = reads_of(needed), build_task(config.task)

@@ -28,15 +28,7 @@ from kd.setup.trust import named_module, untrusted
 
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
-    """Open a finished or interrupted run folder for reading.
-
-    Args:
-        path: the run folder.
-        trust: import the modules that its configuration names; without it, kd's own parts are.
-
-    Raises:
-        RunError: it is not a run folder, or names a module and is not trusted.
-    """
+    """Open a finished or interrupted run folder for reading."""
     folder = RunDir(path)
     stored = folder.stored_config()
     if stored is None:
@@ -46,11 +38,7 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def parse(file: Path | str, text: str, trust: bool) -> Config:
-    """Load a stored configuration.
-
-    Raises:
-        RunError: it was changed by hand, or by another version of kd; or it names a module and is not trusted.
-    """
+    """Load a stored configuration."""
     key = module = ""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))

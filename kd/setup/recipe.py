@@ -141,12 +141,7 @@ class Recipe:
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
-    """Resolve a configuration.
-
-    Args:
-        config: of the run.
-        path: the run folder, where it is not `run.folder`/`run.name`.
-    """
+    """Resolve a configuration; `path` is the run folder, where it is not `run.folder`/`run.name`."""
     run, read, task = config.run, reads(config.losses), build_task(config.task)
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
@@ -311,11 +306,7 @@ class Choices:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Choices:
-        """Read what `record` returned; entries of older versions that nothing depends on are dropped.
-
-        Raises:
-            RunError: one is nothing that `record` returns.
-        """
+        """Read what `record` returned; entries of older versions that nothing depends on are dropped."""
         try:
             modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
             return cls(

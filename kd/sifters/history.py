@@ -192,11 +192,7 @@ def facts(options: Options) -> SifterFacts:
 
 
 def build(options: Options, context: SiftContext) -> History:
-    """Build the history sifter.
-
-    Raises:
-        ConfigError: `keep` is below `floor`.
-    """
+    """Build the history sifter."""
     if options.keep < options.floor:
         raise ConfigError(
             "sifter.keep",

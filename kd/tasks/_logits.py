@@ -36,10 +36,6 @@ class LogitsEvaluator:
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Evaluate over all ranks.
 
-        Args:
-            student: maps uint8 images [B, 3, H, W] to Outputs.
-            stop: asked before each batch, on all ranks alike; True gives the evaluation up.
-
         Returns:
             The row; empty if the evaluation was given up.
 
@@ -93,11 +89,7 @@ class LogitsEvaluator:
         raise NotImplementedError
 
     def _require(self, images: int, labelled: int) -> None:
-        """Require that so many images, of which so many have a label, can be scored.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Require that so many images, of which so many have a label, can be scored."""
         if images == 0:
             wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
             raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
