@@ -125,7 +125,7 @@ def _losses(
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, hard, zscore, dist, wttm, and those on features",
+                "Losses that mix: ce, kl, wttm, and those on features",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
 
@@ -187,7 +187,7 @@ def _unlabelled(
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
         if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels is none"
-            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, hard, ...", "Drop it")
+            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, wttm, ...", "Drop it")
     labelled = {
         "run.baseline": baseline,
         "teacher.fit.epochs": teacher.fit.epochs > 0,

@@ -165,7 +165,7 @@ def test_ema_hands_back_the_average():
         ({"optimizer": {"lrr": 1}}, r"optimizer.lrr: no such key"),
         ({"epochs": 0}, r"run.epochs: is 0"),
         ({"batch_size": 71}, r"data.batch_size: is 71, but the training split has 70 images"),
-        ({"losses": [{"kind": "feature"}]}, r"feature"),
+        ({"losses": [{"kind": "cosine"}]}, r"feature"),
     ],
 )
 def test_a_mistake_is_one_line(changes: dict, message: str):
