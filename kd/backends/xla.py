@@ -1,8 +1,7 @@
-"""AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process per device.
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device.
 
 There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
-steps. With ZeRO, torch_xla's optimizer reduces and clips. With `spmd` one process drives all devices, and the compiler
-adds the reductions. Only `end_step` cuts the graph.
+steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -24,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.backends._launch import Launch, read_launch, set_rendezvous
+from kd.backends._launch import read_launch, set_rendezvous
 from kd.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
-from kd.backends._uploads import Uploads
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
 
@@ -35,7 +33,6 @@ try:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
     import torch_xla.distributed.parallel_loader as pl
-    import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 except ImportError as error:
@@ -49,10 +46,7 @@ NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of the torch_xla backend. PJRT_DEVICE (NEURON, TPU, CPU) selects the device of torch_xla."""
-
-    spmd: bool = False
-    """One process drives all devices of this machine and divides each micro-batch over them (TPU; not on Neuron)."""
+    """No options. PJRT_DEVICE (NEURON, CPU) selects the device of torch_xla."""
 
 
 class XLA:
@@ -60,7 +54,7 @@ class XLA:
 
     kind = "xla"
 
-    def __init__(self, precision: str, timeout_seconds: float, spmd: bool) -> None:
+    def __init__(self, precision: str, timeout_seconds: float) -> None:
         self.launch = read_launch()
         self.rank, self.world_size = self.launch.rank, self.launch.world_size
         self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
@@ -69,7 +63,6 @@ class XLA:
         self.device = torch.device("cpu")
         """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
         self.fixed_mode = "fp32+unfused"
-        self.spmd, self._mesh = spmd, None
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -82,9 +75,7 @@ class XLA:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
         # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
-        if self.spmd:
-            self._mesh = _all_devices(self.launch)
-        elif self.world_size > 1:
+        if self.world_size > 1:
             set_rendezvous(self.launch)
             importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
             dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
@@ -99,7 +90,7 @@ class XLA:
                 "backend.kind",
                 f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
                 f"started take part in an all-reduce on device {xr.device_type()}",
-                "All ranks must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
+                "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU",
                 "Start one process, or set backend.kind=cpu",
             )
 
@@ -117,22 +108,11 @@ class XLA:
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
-                yield source.on_device([self._divided(tensor) for tensor in tensors], number)
+                yield source.on_device(tensors, number)
         finally:
             loader.close()
         if source.error is not None:
             raise source.error
-
-    def _divided(self, tensor: Tensor) -> Tensor:
-        """Divide the images of a tensor over the devices, with spmd."""
-        if self._mesh is not None and tensor.dim():
-            devices, images = self._mesh.size(), tensor.shape[0]
-            if images % devices:
-                wrong = f"{images} images cannot be divided over {devices} devices, as backend.spmd does"
-                remedy = "Set data.micro_batch, or backend.spmd=false"
-                raise BackendError("data.micro_batch", wrong, f"A multiple of {devices}", remedy)
-            xs.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.dim() - 1)))
-        return tensor
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
@@ -247,7 +227,7 @@ class XLA:
         """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
         return {
             "compiles": float(_samples("CompileTime")),
-            "executions": float(_samples("ExecuteReplicatedTime" if self.spmd else "ExecuteTime")),
+            "executions": float(_samples("ExecuteTime")),
             "optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0,
         }
 
@@ -292,15 +272,38 @@ class XLA:
             dist.destroy_process_group()
 
 
-def _all_devices(launch: Launch) -> Any:
-    """Switch torch_xla to SPMD and return the mesh of all devices of this machine."""
-    if launch.world_size > 1:
-        wrong = f"is true, but {launch.launcher} started {launch.world_size} processes"
-        remedy = "Start without a launcher, or set backend.spmd=false"
-        raise BackendError("backend.spmd", wrong, "One process, which drives all devices of one machine", remedy)
-    xr.use_spmd()
-    devices = xr.global_runtime_device_count()
-    return xs.Mesh(list(range(devices)), (devices,), ("data",))
+class Uploads:
+    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+        self.heads: dict[int, Batch] = {}
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
+        try:
+            for number, batch in enumerate(self.batches):
+                self.heads[number] = batch
+                yield _tensors(batch), number
+        except Exception as error:
+            self.error = error
+
+    def on_device(self, tensors: list[Tensor], number: int) -> Batch:
+        """Return batch `number` with its tensors on the device."""
+        arrived = iter(tensors)
+        return self.heads.pop(number).map(lambda _: next(arrived))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch, in the order of `map`."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    batch.map(collect)
+    return tensors
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
@@ -360,4 +363,4 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
             "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
             "Run: pip install 'kd[xla]' in an environment of its own",
         )
-    return XLA(precision, timeout_seconds, options.spmd)
+    return XLA(precision, timeout_seconds)
