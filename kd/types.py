@@ -348,8 +348,6 @@ class SifterFacts:
 
     by_class: bool = False
     """It reads the class of every image."""
-    by_entropy: bool = False
-    """It scores by the entropy of the student's answer."""
     delay: int = 0
     """Steps at the start of a run in which it visits everything."""
 

@@ -169,9 +169,6 @@ def _of_one_task(task: Task, sifting: SifterFacts, baseline: bool, topk: int) ->
     if baseline and not task.logits:
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
-    if sifting.by_entropy and not task.logits:
-        wrong = "is entropy, but the losses train an embedding model, which gives no probabilities"
-        yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
     if sifting.by_class and task.label != "class":
         wrong = "keeps a share of each class, but images have several labels"
         yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")

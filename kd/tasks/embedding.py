@@ -54,10 +54,6 @@ class Embedding:
         """Return logits of width 0: features are not averaged."""
         return logits_KBC[0]
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Refuse: vectors have no probabilities; the rules of a configuration exclude it."""
-        raise NotImplementedError
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         """Return class 0 for each image, int64 [images]."""
         return torch.zeros(images, dtype=torch.int64)

@@ -50,10 +50,6 @@ class LabelSets:
         yes_BC, no_BC = ((F.logsigmoid(sign * logits_KBC) + shares_K11).logsumexp(0) for sign in (1, -1))
         return yes_BC - no_BC
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Return the sum over classes of the entropies of yes and no, nats."""
-        return (F.softplus(logits_BC) - logits_BC.sigmoid() * logits_BC).sum(-1)
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         """Return the empty set for each image, int8 [images, C]."""
         return torch.zeros(images, num_classes, dtype=torch.int8)

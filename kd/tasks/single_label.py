@@ -48,11 +48,6 @@ class SingleLabel:
         """Return log of the averaged probabilities of K teachers (arXiv:1503.02531)."""
         return (logits_KBC.log_softmax(-1) + shares_K.log()[:, None, None]).logsumexp(0)
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Return the entropy of each answer, nats (UNIX, arXiv:2012.09413)."""
-        log_prob_BC = logits_BC.log_softmax(-1)
-        return -(log_prob_BC.exp() * log_prob_BC).sum(-1)
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         """Return class 0 for each image, int64 [images]."""
         return torch.zeros(images, dtype=torch.int64)
