@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kd.cli.command import add_trust, guarded, new_parser, whole_number
 
+DRAIN = 5
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -118,6 +119,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
             max_in_flight=options.max_in_flight,
             deadline=options.deadline,
             body_seconds=options.body_timeout,
+            drain_seconds=(DRAIN if hosted else 0) if options.drain is None else options.drain,
         )
         port = options.port
         serve(
@@ -130,6 +132,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 slots=options.slots,
                 ui=options.ui and not hosted,
                 quiet=options.quiet,
+                log_format=options.log_format,
                 limits=limits,
             )
         )
@@ -140,7 +143,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
 def _serve_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "kd-serve",
-        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, KServe v2, and a page at /.",
+        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )
@@ -169,7 +172,14 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at / (default: yes)"
     )
+    parser.add_argument(
+        "--drain",
+        type=whole_number(0, 3600),
+        metavar="S",
+        help=f"from SIGTERM, /ping fails for so long before the port closes (default {DRAIN} of `serve`, else 0)",
+    )
     parser.add_argument("--quiet", action="store_true", help="log no requests")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="json: an object a line")
     return parser
 
 

@@ -206,6 +206,9 @@ class Session:
     def settings(self, text: str) -> None:
         """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
+        if written.get("kind") == "Deployment":  # Kubernetes: what it starts
+            (container,) = written["spec"]["template"]["spec"]["containers"]
+            return check_arguments(["kd-serve", *container["args"]], self.command)
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
