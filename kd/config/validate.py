@@ -125,7 +125,7 @@ def _losses(
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, wttm, and those on features",
+                "Losses that mix: ce, kl, dist, wttm, and those on features",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
 
