@@ -126,7 +126,6 @@ class RunDir:
             self._write_manifest({**self.manifest(), **facts})
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Append a row to metrics.jsonl."""
         if self.rank != 0:
             return
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}

@@ -131,12 +131,10 @@ class XLA:
         raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Refuse."""
         self.check_divided(0)
         return module
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Refuse."""
         self.check_divided(2)
         return module
 
@@ -145,7 +143,6 @@ class XLA:
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to bfloat16, enabled for precision bf16."""
         return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
 
     def optimizer(
@@ -167,7 +164,6 @@ class XLA:
         return optimizer
 
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
-        """Reduce, clip, step and set gradients to None."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             # infinity: the norm is computed only with clipping
             optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
@@ -183,7 +179,6 @@ class XLA:
         return norm.detach()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the complete state on rank 0, on the CPU, as an unsharded optimizer's; elsewhere an empty dict."""
         torch_xla.sync()
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
@@ -203,7 +198,6 @@ class XLA:
         return gathered[: parameter.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load the complete state of an unsharded optimizer; a sharded one takes its share, of the weights too."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.load_state_dict(state)
             return
@@ -240,24 +234,20 @@ class XLA:
         torch_xla.sync()
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks."""
         total = tensor.clone()
         if self._joined:
             xm.all_reduce(xm.REDUCE_SUM, [total])
         return total
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over ranks: SUM, then divide."""
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with those of rank 0."""
         if self._joined:
             xm.collective_broadcast([tensor.data for tensor in tensors])
             torch_xla.sync()
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self._joined:
             xm.rendezvous("kd")
 
@@ -266,7 +256,6 @@ class XLA:
         return None
 
     def close(self) -> None:
-        """Leave the process group."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()

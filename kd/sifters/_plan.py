@@ -26,11 +26,9 @@ class Planned:
         return self.keep * costs.per_image()
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
-        """Pass the batches on."""
         yield from batches
 
     def first(self, start: int) -> int:
-        """Return `start`: each step of the plan is one optimizer step."""
         return start
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:

@@ -63,7 +63,6 @@ class History(Planned):
         self._pending.append((ids, losses))
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the plan of an epoch, from the losses of the epochs before it."""
         new = epoch != self.epoch
         if new:
             self._gather()

@@ -40,7 +40,8 @@ class Relative:
     The number kept of each chunk is fixed: 1 / (1 + beta) of all candidates so far, drawn in proportion to their
     probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known before
     it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses of all
-    ranks. Images that fill no micro-batch at the end of an epoch are dropped. Kept images weigh 1: like SageMaker's rule, this is biased towards hard images.
+    ranks. Images that fill no micro-batch at the end of an epoch are dropped. Kept images weigh 1: like SageMaker's
+    rule, this is biased towards hard images.
 
     A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
     """

@@ -61,13 +61,11 @@ class LogitsEvaluator:
         return self._finish(rows)
 
     def of(self, teacher: Teacher) -> LogitsEvaluator:
-        """Return the same for another teacher."""
         other = copy.copy(self)
         other.teacher, other._teacher_logits = teacher, []
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return nothing: an answer is not simply right or wrong."""
         return {}
 
     def _ask_teacher(self, number: int, batch: Batch) -> Tensor | None:
