@@ -52,7 +52,7 @@ def _train(argv: Sequence[str]) -> int:
         "--local", metavar="GROUPS", type=_local_groups, help="try the job on this machine: dnn=1,data=2"
     )
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if options.local:
         return _train_here(options)
 
@@ -116,7 +116,7 @@ def _deploy(argv: Sequence[str]) -> int:
     )
     parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     _add_hosting_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import hosting_requests
@@ -146,7 +146,7 @@ def _transform(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--at-once", metavar="N", type=COUNT, default=8, help="requests at once per instance (default 8)"
     )
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import transform_requests

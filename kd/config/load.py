@@ -125,7 +125,7 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -
             OmegaConf.update(raw, key, value, merge=True)
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
+            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
     return raw
 
 

@@ -18,7 +18,7 @@ QUANTIZED = ("int8",)
 
 
 def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """Declare a number with its range, for the check and for `--help`."""
+    """Declare a number with its range, for the check and for `kd help`."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 

@@ -24,6 +24,7 @@ from PIL import Image
 from serving import ROOT, Running
 
 import kd
+from kd.cli.__main__ import main
 from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +43,7 @@ NOT_RUN = {
     "PJRT_DEVICE=TPU": "needs a TPU",
     "neuron_parallel_compile": "needs the Neuron SDK",
     "source": "another environment",
+    "eval": "changes the reader's shell",
     "python3": "makes an environment",
 }
 LAUNCHED = {
@@ -104,9 +106,9 @@ def spans(page: Path) -> list[str]:
 
 
 def help_of(command: Command, name: str) -> str:
-    answer = command(name, "--help")
-    assert answer.code == 0, answer
-    return answer.out
+    answers = [command(name, option) for option in ("--help", *(["--help-keys"] if name in WITH_CONFIG else []))]
+    assert all(answer.code == 0 for answer in answers), answers
+    return "".join(answer.out for answer in answers)
 
 
 # ------------------------------------------------------------------------------------------------------------- checking
@@ -186,6 +188,8 @@ class Session:
             return
         if program in NOT_RUN:
             check_not_run(argv, self.command)
+        elif program == "kd":
+            assert main(rest) == 0, argv
         elif program == "curl":
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
