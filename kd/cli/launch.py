@@ -102,7 +102,10 @@ def _train_here(options: argparse.Namespace) -> int:
         if any(name.startswith("data") for name in options.local):
             argv.append("data.loader=ray")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
-        code = run_job(options.local, argv)
+        if options.dry_run:
+            print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")
+        else:
+            code = run_job(options.local, argv)
 
     return guarded(command) or code
 
@@ -174,7 +177,7 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
         "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
     )
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument("--dry-run", action="store_true", help="check the requests, print them and send nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
 
 def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
