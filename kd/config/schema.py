@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kd.types import file_key
+
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
 QUANTIZED = ("int8",)
@@ -194,11 +196,11 @@ class Member:
 
     kind: str = chosen("teachers", "timm")
     """As `teacher.kind`."""
-    model: str = ""
+    model: str = file_key("", or_name=True)
     """As `teacher.model`."""
     args: dict[str, Any] = field(default_factory=dict)
     """As `teacher.args`."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """As `teacher.checkpoint`."""
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
@@ -211,12 +213,12 @@ class TeacherSection:
 
     kind: str = chosen("teachers", "timm")
     """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
-    model: str = ""
+    model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
     Empty: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """Weights for `model`: a .safetensors file or a folder. Empty: what the folder or hub id brings, or `fit`."""
     pretrained: bool = False
     """Start `fit` from timm's pretrained weights."""
@@ -262,13 +264,13 @@ class TeacherSection:
 class StudentSection:
     """The small model that is trained and exported."""
 
-    model: str = ""
+    model: str = file_key("", or_name=True)
     """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: measured at start, recorded in the manifest."""

@@ -16,7 +16,7 @@ import numpy as np
 from kd.datasets._decode import first_few, hold_out, label_images
 from kd.datasets._folder import ENDINGS, WHERE, File, ImageFolder, check_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -26,7 +26,7 @@ ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "te
 class Options:
     """Where the folders lie and how they are split."""
 
-    root: str
+    root: str = file_key()
     """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
     train_split: str = "train"
     """Folder of the training images in `root`; not used with `val_fraction` or lists."""
@@ -34,9 +34,9 @@ class Options:
     """Folder of the validation images in `root`; not used with `val_fraction` or lists."""
     val_fraction: float = 0.0
     """Share of each class held out for validation, chosen by a hash of the path, where `root` has no split folders."""
-    train_list: str = ""
+    train_list: str = file_key("", within="root")
     """Text file of the training images: a path in `root` a line, ending optional. Absolute, or relative to `root`."""
-    val_list: str = ""
+    val_list: str = file_key("", within="root")
     """Text file of the validation images, like `train_list`."""
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""

@@ -18,7 +18,7 @@ import numpy as np
 from kd.datasets._decode import first_few, hold_out
 from kd.datasets._folder import File, ImageFolder, check_root, scan
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
 Sets = dict[str, "set[str] | None"]
 """The labels of each file; None: it is not labelled."""
@@ -28,11 +28,11 @@ Sets = dict[str, "set[str] | None"]
 class Options:
     """Where images and labels lie."""
 
-    root: str
+    root: str = file_key()
     """Folder of the images."""
-    train_labels: str
+    train_labels: str = file_key(within="root")
     """CSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
-    val_labels: str = ""
+    val_labels: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training file."""
     val_fraction: float = 0.0
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""

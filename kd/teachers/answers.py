@@ -22,7 +22,7 @@ from kd.errors import ModelError
 from kd.models.answers import Answers, read
 from kd.models.load import Images, Spec
 from kd.teachers._shared import named, require_logits, to_logits
-from kd.types import Outputs
+from kd.types import Outputs, file_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Options:
 
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the column `logits` holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, where it names none or otherwise than the data."""
 
 

@@ -30,7 +30,7 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs, TeacherFacts
+from kd.types import Outputs, TeacherFacts, file_key
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")
 """Keys under which training scripts save the weights."""
@@ -48,7 +48,7 @@ class Options:
     """Side of the image that the module takes, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the module returns."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:

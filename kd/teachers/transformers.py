@@ -10,13 +10,14 @@ from kd.errors import ModelError
 from kd.models.load import Spec
 from kd.teachers._shared import named
 from kd.teachers._towers import Tower, TowerTeacher, library, loaded, preprocessing, read_config, vision_config
+from kd.types import file_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What may differ from the folder."""
 
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of the class names, one a line, in the order of the logits, where the data names its classes otherwise
     than the model's `id2label`."""
 
