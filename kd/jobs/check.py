@@ -27,7 +27,7 @@ from kd.setup.teacher import META, Teachers, load_teachers
 def check(recipe: Recipe, path: str = "given") -> str:
     """Check a recipe and describe the run.
 
-    Models are built on the meta device: no memory, no weights. Listing the data is real, and so is the look for weights.
+    Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
     Raises:

@@ -38,7 +38,7 @@ FREE = (
 
 
 def fit_folder(where: str, fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
-    """Return the recipe of the fit of the teacher `where`, with its run folder, and the export folder that it leaves."""
+    """Return the recipe of the fit of teacher `where`, with its run folder, and the export folder that it leaves."""
     # How often it is evaluated decides which weights are the best ones, and those are kept.
     keys = resolve(fit).record.keys
     counts = {key: value for key, value in keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}

@@ -109,7 +109,8 @@ def test_weights_out_of_reach_name_their_key(settings, answering, monkeypatch, c
 def test_weights_in_reach_are_not_downloaded(settings, answering, cached):
     asked = answering(200)
     assert lines(settings, *PRETRAINED)["student"].endswith("init pretrained")
-    assert [path.partition("?")[0] for path in asked] == [f"/api/models/{timm.get_pretrained_cfg('test_vit').hf_hub_id}"]
+    repository = timm.get_pretrained_cfg("test_vit").hf_hub_id
+    assert [path.partition("?")[0] for path in asked] == [f"/api/models/{repository}"]
     assert not cached.exists()
 
 
