@@ -169,6 +169,8 @@ class Fit:
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
     """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
+    seed: int = ranged(0, low=0)
+    """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Where fitted teachers are kept, one folder a content hash, and found again."""
 

@@ -33,16 +33,20 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         image_size: of the data, pixels.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
+    return load(student_spec(plan, classes), image_size, plan.features)
+
+
+def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
+    """Return which model a student is, with which weights."""
     section = plan.section
-    spec = Spec(
-        where="student",
+    return Spec(
+        where=plan.where,
         model=section.model,
         args=section.args,
         classes=classes if plan.task.logits else (),
         checkpoint=section.checkpoint,
         pretrained=section.init == "pretrained",
     )
-    return load(spec, image_size, plan.features)
 
 
 def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:

@@ -291,14 +291,6 @@ def test_check_finds_damaged_images_and_classes_without_validation(written, phot
     assert "all 45: 1 damaged, to be skipped; file 'train/fig/07.jpg'" in answer.out
 
 
-def test_check_needs_no_weights(written, command):
-    """A student of pretrained weights is not downloaded for a check."""
-    answer = command(
-        "train", written(), "--check", "student.init=pretrained", "student.model=test_vit", "student.args={}"
-    )
-    assert answer.code == 0, answer
-
-
 @pytest.mark.parametrize("name", ["train", "teach"])
 def test_help_explains_every_key(command, name):
     answer = command(name, "--help-keys")

@@ -42,7 +42,7 @@ def fitted(*overrides) -> str:
 
 def folder_of(fit: Config) -> str:
     """Return the name of a fit's run folder; the export lies in it."""
-    recipe, export = fit_folder(fit, "photos")
+    recipe, export = fit_folder("teacher", fit, "photos")
     assert recipe.record.path in export.parents
     return recipe.record.path.name
 
@@ -146,7 +146,7 @@ def loss(kind: str) -> tuple[str, ...]:
 KEYS: dict[str, tuple[Any, ...]] = {
     "run.name": ("", "other"),
     "run.folder": ("", "elsewhere"),
-    "run.seed": ("FCR", "1"),
+    "run.seed": ("CR", "1"),
     "run.epochs": ("R", "11"),
     "run.steps": ("R", "7"),
     "run.every.log": ("", "3"),
@@ -246,6 +246,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.label_smoothing": ("FR", "0.2"),
     "teacher.fit.warmup": ("FR", "0.1"),
     "teacher.fit.evaluate": ("FR", "5"),
+    "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
     "student.model": ("R", "vit_small_patch16_224"),
     "student.args": ("R", "{num_heads: 8}"),
