@@ -53,7 +53,6 @@ class TableTeacher(nn.Module):
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
         self.classes, self.num_classes = classes, len(classes)
-        self.num_features = 0 if classes else values.shape[2]
         self.features = () if classes else ("pooled",)
         self.split = 0
 

@@ -60,7 +60,7 @@ class Options:
 class GraphTeacher(nn.Module):
     """Answer with a graph. See `kd.contracts.TeacherModel`."""
 
-    runtime, reads_ids, num_features = "onnxruntime", False, 0
+    runtime, reads_ids = "onnxruntime", False
     features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
@@ -180,7 +180,6 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")
     if not spec.logits:
         made.features = tuple(features)
-        made.num_features = first.flatten(1).shape[1]
         return made
     require_logits(spec, first, options.outputs)
     spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported

@@ -78,19 +78,10 @@ class Network(nn.Module):
 class Embedder(Classifier):
     """A module without classes: what it returns are its pooled features."""
 
-    def __init__(self, network: nn.Module, width: int, **described: Any) -> None:
-        super().__init__(network, num_classes=0, **described)
-        self.features, self.width = ("pooled",), width
-
-    def forward(self, image: Tensor) -> Outputs:
-        """Return pooled features [B, D] for uint8 images [B, 3, H, W]."""
-        pooled_BD = self.network(self.normalize(image)).flatten(1)
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Return pooled features [B, D] for normalized images [B, 3, S, S]."""
+        pooled_BD = self.network(pixels).flatten(1)
         return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
-
-    @property
-    def num_features(self) -> int:
-        """Width D."""
-        return self.width
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
