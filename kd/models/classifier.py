@@ -183,6 +183,18 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
 
 
+class Pick(nn.Module):
+    """Keep the logits of some of a teacher's classes: the data has fewer."""
+
+    def __init__(self, columns: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor(columns))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return [B, K] of logits [B, C]."""
+        return logits[:, self.columns]  # type: ignore[index]
+
+
 class LogitsModel(nn.Module):
     """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 

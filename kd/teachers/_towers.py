@@ -141,21 +141,24 @@ def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
 class Tower(nn.Module):
     """A model of transformers as a network from normalized pixels [B, 3, S, S] to one tensor."""
 
-    def __init__(self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
+    ) -> None:
         """Wrap a model.
 
         Args:
             model: of transformers.
             order: the channel of the image at each position of its input.
             patch: side of a patch, pixels; 0: it has no patches.
+            pick: picks logits from all.
         """
         super().__init__()
-        self.model, self.order, self.patch = model, list(order), patch
+        self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits [B, C], or the pooled features [B, D] of a model without classes."""
         said = self._ask(self.model, pixels)
-        return said.logits if hasattr(said, "logits") else self._pooled(said, pixels)
+        return self._logits(said) if CLASSIFIER in type(self.model).__name__ else self._pooled(said, pixels)
 
     def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
         """Return logits [B, C] (width 0 without classes) with the features that are named."""
@@ -172,6 +175,9 @@ class Tower(nn.Module):
         if "tokens" in names:
             features["tokens"] = self._tokens(last, pixels)
         return Outputs(logits_BC, features)
+
+    def _logits(self, said: Any) -> Tensor:
+        return self.pick(said.logits if hasattr(said, "logits") else said.last_hidden_state)  # PP-LCNet's name of them
 
     def _ask(self, model: Any, pixels: Tensor) -> Any:
         if self.order != [0, 1, 2]:
@@ -190,7 +196,7 @@ class Tower(nn.Module):
         last: list[Any] = []
         hooks = [head.register_forward_pre_hook(lambda _, given: taken.append(given[0])) for head in heads]
         hooks += [rest[0].register_forward_hook(lambda _, given, said: last.append(said.last_hidden_state))]
-        logits_BC = self._ask(inner, pixels).logits
+        logits_BC = self._logits(self._ask(inner, pixels))
         for hook in hooks:
             hook.remove()
         vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in taken]

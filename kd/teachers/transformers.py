@@ -27,8 +27,9 @@ class Options:
     """What may differ from the folder."""
 
     classes: str = ""
-    """Text file of the class names, one a line, in the order of the logits, where the data names its classes otherwise
-    than the model's `id2label`."""
+    """Text file, one class a line: other names for all of the model's classes, in the order of the logits, where the
+    data names them otherwise than `id2label`; or those names of `id2label` that stand for the data's classes, in the
+    data's order, where the model has more."""
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TowerTeacher:
@@ -46,15 +47,15 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     common["architecture"] = {"transformers": type(config).__name__, "config": _kept(config)}
     patch = getattr(vision, "patch_size", 0)
     wrap = partial(Tower, order=own.order, patch=patch if isinstance(patch, int) else 0)
-    names: tuple[str, ...] = ()
+    names, pick = (), None
     if spec.logits:
         classes = _own_classes(spec, config)
         model = loaded(spec, hub, "AutoModelForImageClassification", config)
-        names = named(spec, len(config.id2label), classes, options.classes)
+        names, pick = named(spec, len(config.id2label), classes, options.classes)
     else:
         auto = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}.get(config.model_type)
         model = loaded(spec, hub, auto or "AutoModel", vision if auto else config)
-    teacher = TowerTeacher(wrap(model), num_classes=len(names), classes=names, **common)
+    teacher = TowerTeacher(wrap(model, pick=pick), num_classes=len(names), classes=names, **common)
     teacher.home = own.home
     return teacher
 
