@@ -173,11 +173,6 @@ class TeacherModel(Protocol):
         """Class names, in the order of the logits; empty: it has no classes, only features."""
         ...
 
-    @property
-    def num_features(self) -> int:
-        """Width of the pooled features; 0 where it is not known, or there are none."""
-        ...
-
     def identity(self) -> dict[str, Any]:
         """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
         ...
