@@ -69,6 +69,14 @@ class Stamped(Protocol):
 
 
 @runtime_checkable
+class Noted(Protocol):
+    """A source whose listing left something out, such as files that are no images."""
+
+    notes: Sequence[str]
+    """A line each; `--check` and the first lines of a run show them."""
+
+
+@runtime_checkable
 class Dataset(Protocol):
     """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
 

@@ -132,7 +132,8 @@ TRAYS = ("kind: food_mini, dishes: 2", SEVERAL)
 SETS = ("kind: multilabel, root: a, train_labels: a, val_labels: b", SEVERAL)
 HELD = ("kind: multilabel, root: a, train_labels: a, val_fraction: 0.2", SEVERAL)
 SHARDS = ("kind: webdataset, train: a, val: b",)
-LISTS = ("kind: imagefolder, root: a, train_list: a, val_list: b",)
+LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
+HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
 SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
 HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
 
@@ -177,14 +178,17 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.train_split [imagefolder]": ("FR", "b"),
     "data.val_split [imagefolder]": ("FR", "b"),
     "data.val_fraction [imagefolder]": ("FR", "0.1"),
-    "data.train_list [imagefolder]": ("FR", "c", *LISTS),
-    "data.val_list [imagefolder]": ("FR", "c", *LISTS),
+    "data.root [csv]": ("", "elsewhere", *LISTS),
+    "data.train_list [csv]": ("FR", "c.csv", *LISTS),
+    "data.val_list [csv]": ("FR", "c.csv", *LISTS),
+    "data.val_fraction [csv]": ("FR", "0.1", *HELD_OUT),
+    "data.image_key [csv]": ("FR", "c", *LISTS),
+    "data.label_key [csv]": ("FR", "c", *LISTS),
     "data.root [multilabel]": ("", "elsewhere", *SETS),
     "data.train_labels [multilabel]": ("FR", "c", *SETS),
     "data.val_labels [multilabel]": ("FR", "c", *SETS),
     "data.val_fraction [multilabel]": ("FR", "0.1", *HELD),
     "data.separator [multilabel]": ("FR", "';'", *SETS),
-    "data.ending [multilabel]": ("FR", ".jpg", *SETS),
     "data.train [webdataset]": ("FR", "c", *SHARDS),
     "data.val [webdataset]": ("FR", "c", *SHARDS),
     "data.image_keys [webdataset]": ("FR", "jpg", *SHARDS),
