@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from kd import config, parts
 from kd.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
+from kd.api.result import Distilled, Origin
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
@@ -25,6 +26,7 @@ from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
 from kd.evaluation import Evaluation, Split
+from kd.host import environment
 from kd.jobs.distill import Result
 from kd.jobs.folder import different_keys, require_same
 from kd.jobs.observe import clock_of, where_the_time_went
@@ -38,7 +40,7 @@ from kd.setup.gate import sift_context
 from kd.setup.loaders import fixed_batch, split_batch
 from kd.setup.recipe import Recipe, Record, flatten
 from kd.setup.student import build_criterion
-from kd.types import Dims, State
+from kd.types import Dims
 
 
 def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
@@ -56,19 +58,6 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
     """
     values = config.to_dict(settings) if isinstance(settings, Config) else settings
     return train_job(config.load(values, overrides))
-
-
-@dataclass(frozen=True, slots=True)
-class Distilled:
-    """What `distill` returns."""
-
-    student: nn.Module
-    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
-    metrics: dict[str, float]
-    """The last validation row."""
-    rows: list[dict[str, Any]]
-    """Every row of metrics, oldest first; training rows say where the time went."""
-    state: State
 
 
 @own_words()
@@ -121,14 +110,11 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    teachers = [teacher] if isinstance(teacher, (nn.Module, str)) else list(teacher)
+    teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
     arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
-    recipe = arguments.recipe(
-        run={"epochs": epochs, "steps": steps},
-        batch_size=batch_of(train, batch_size),
-        optimizer=optimizer or {},
-        backend=backend or {},
-    )
+    image = arguments.image()
+    size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
+    recipe = arguments.recipe(image, size, run=length, optimizer=optimizer or {}, backend=backend or {})
     if isinstance(train, DataLoader) and folder is not None:
         remedy = "Pass train.dataset instead of the DataLoader, or no folder"
         raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
@@ -137,7 +123,7 @@ def distill(
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
         _sink(folder, recipe.record, world) as sink,
     ):
-        models = _models(arguments, world)
+        models = _models(arguments, image, world)
         run = _run(recipe, arguments, models, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
@@ -150,7 +136,9 @@ def distill(
             run.average.apply()
         world.barrier()  # rank 0 has written its rows
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
-    return Distilled(student, [row for row in rows if row["kind"] == "val"][-1], rows, state)
+    metrics = [row for row in rows if row["kind"] == "val"][-1]
+    data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
+    return Distilled(student, metrics, rows, state, Origin(arguments, recipe, models.classes, data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +147,8 @@ class Models:
 
     teachers: Sequence[LogitsModel]
     student: LogitsModel
-    num_classes: int
+    classes: Sequence[str]
+    """Names that the training data has, or numbered ones."""
 
 
 @contextmanager
@@ -180,13 +169,16 @@ def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator
         own.close()
 
 
-def _models(arguments: Arguments, world: Backend) -> Models:
+def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models:
     student, *teachers = [LogitsModel(module, where) for where, module in arguments.models.items()]
-    return Models(teachers, student, count_classes([student, *teachers], arguments.image(), world.device))
+    count, items = count_classes([student, *teachers], image, world.device), arguments.train
+    names = getattr(items.dataset if isinstance(items, DataLoader) else items, "classes", ())
+    numbered = [f"class_{number}" for number in range(count)]
+    return Models(teachers, student, [str(name) for name in names] if len(names) == count else numbered)
 
 
 def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
-    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, models.num_classes
+    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, len(models.classes)
     batch_size, train, labels = fixed_batch(section), arguments.train, arguments.labels
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
@@ -204,14 +196,36 @@ def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results,
         context = sift_context(num_images, known, world, split, seed)
         kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
         sifter = parts.build("sifters", kind, options, "sifter", context=context)
-    if isinstance(results.store, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()}
-        facts = {"teacher": model.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
-        for key in facts:
-            require_same(key, results.store.manifest(), facts)
-        world.barrier()  # every rank has read the manifest before it is written
-        results.store.record(**facts)
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    if isinstance(results.store, RunDir):
+        _record(results.store, recipe, arguments, models, model.identity()["teacher"], world)
     made = Parts(distillation, live, train_loader, sifter, evaluator)
     return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
+
+
+def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models, teacher: str, world: Backend) -> None:
+    """Write what a run folder says of a run, as jobs do; refuse one with another teacher, student or data."""
+    facts: dict[str, Any] = {
+        "teacher": teacher,
+        "student": {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()},
+        "data": arguments.fingerprint(),
+    }
+    for key in facts:
+        require_same(key, folder.manifest(), facts)
+    world.barrier()  # every rank has read the manifest before it is written
+    scores = recipe.student.task.scores
+    folder.record(
+        **facts,
+        images=len(arguments.train),
+        classes=models.classes,
+        decides=scores.decides(arguments.labels != "none").key,
+        task=recipe.student.task.name,
+        scores=scores.record(),
+        batch=str(fixed_batch(recipe.data.section)),
+        batch_size=fixed_batch(recipe.data.section),
+        backend=world.kind,
+        world_size=world.world_size,
+        machines=world.world_size // world.local_world_size,
+        environment=environment(),
+    )

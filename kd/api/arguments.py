@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.engine.criterion import Criterion
 from kd.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError
 from kd.models.classifier import LogitsModel
+from kd.setup.finished import MAP_DATASET
 from kd.setup.recipe import Recipe, resolve
 
 LABELS = ("all", "some", "none", "sets")
@@ -90,28 +92,46 @@ class Arguments:
         named = {f"teacher[{i}]" if several else "teacher": one for i, one in enumerate(self.teachers)}
         return {"student": self.student, **named}
 
-    def recipe(
-        self, run: Mapping[str, Any], batch_size: int, optimizer: Mapping[str, Any], backend: Mapping[str, Any]
-    ) -> Recipe:
-        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
+    def recipe(self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]) -> Recipe:
+        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake.
+
+        Args:
+            image: the first of the training images.
+            batch_size: images of a step.
+            sections: keys of `run`, `optimizer` and `backend`.
+        """
         losses: Any = self.losses
         if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
             losses = "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
         sets, sifter = self.labels == "sets", self.sifter
-        data = {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", "batch_size": batch_size}
+        shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
+        data = {"kind": MAP_DATASET, "images": shape, "label": "set" if sets else "class", "batch_size": batch_size}
+        if image.ndim == 3:
+            data["image_size"] = max(8, *image.shape[1:])
+        teachers = " + ".join(type(one).__qualname__ for one in self.teachers)
         settings = config.load(
             {
-                "run": {"name": "distill", "seed": self.seed, **run},
+                "run": {"name": "distill", "seed": self.seed, **sections["run"]},
                 "data": {**data, "labels": "all" if sets else self.labels},
-                "teacher": {"model": "given"},
-                "student": {"model": "given"},
+                "teacher": {"kind": "torch", "model": teachers},
+                "student": {"kind": "torch", "model": type(self.student).__qualname__},
                 "losses": [_section(one) for one in ([losses] if isinstance(losses, (str, Mapping)) else losses)],
                 "sifter": _section(sifter) if isinstance(sifter, (str, Mapping)) else {},
-                "optimizer": dict(optimizer),
-                "backend": dict(backend),
+                "optimizer": dict(sections["optimizer"]),
+                "backend": dict(sections["backend"]),
             }
         )
         return resolve(settings)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the data of both splits, as far as items say what they are."""
+        hashes = [
+            f"loader {len(items.dataset)}"  # type: ignore[arg-type]
+            if isinstance(items, DataLoader)
+            else MapDataset(items, self.seed, where, self.labels).fingerprint()
+            for where, items in (("train", self.train), ("val", self.val))
+        ]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
         """Return the loader of a split, and how many images it brings.
@@ -133,12 +153,12 @@ class Arguments:
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
     def image(self) -> Tensor:
-        """Return the first training image [1, ...], as the models get it."""
+        """Return the first training image, as the models get it."""
         if not isinstance(self.train, DataLoader):
-            return MapDataset(self.train, self.seed, "train", self.labels).load(0, 0).pixels[None]
+            return MapDataset(self.train, self.seed, "train", self.labels).load(0, 0).pixels
         size = batch_of(self.train, 1)
         batches = BatchLoader(self.train, size, "train", self.labels).epoch(evaluation_plan(size, size), 0)
-        return next(batches).image[:1]
+        return next(batches).image[0]
 
 
 def batch_of(items: Any, otherwise: int) -> int:
@@ -154,13 +174,13 @@ def known_labels(items: Any) -> Tensor:
 
 
 def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
-    """Ask all models, the student first, about one image [1, ...], and return the number of their classes.
+    """Ask all models, the student first, about one image, and return the number of their classes.
 
     Raises:
         ModelError: one of them fails.
         ConfigError: the number is not the same for all.
     """
-    image, found = image.to(device), {}
+    image, found = image[None].to(device), {}
     for one in models:
         training = one.training
         try:

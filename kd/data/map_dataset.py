@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ import torch
 
 from kd.contracts import Source
 from kd.errors import ConfigError, DataError
-from kd.seeds import seed_from
+from kd.seeds import evenly_spaced, seed_from
 from kd.types import Batch, DatasetFacts, Plan, Sample
+
+PROBES = 16
+"""Items of a dataset that are loaded to recognize it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +27,8 @@ class Options:
 
     label: Literal["class", "set"] = "class"
     """What the label of an item is."""
+    images: str = ""
+    """Type and shape of an image."""
 
 
 def facts(options: Options) -> DatasetFacts:
@@ -144,6 +150,20 @@ class MapDataset:
         known = self.labels.check(one, subject)[0]
         value = known.numpy() if self.labels.kind == "sets" else int(known)
         return Sample(image, value, value, 1.0)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the length, all `targets` where there are any, and `PROBES` items.
+
+        Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
+        """
+        targets = getattr(self.items, "targets", None)
+        sha = hashlib.sha256(f"{len(self)} {None if targets is None else [int(t) for t in targets]}".encode())
+        for id in evenly_spaced(len(self), PROBES):
+            one, two = self.load(id, 0), self.load(id, 0)
+            sha.update(str(np.asarray(one.label).tolist()).encode())
+            if torch.equal(one.pixels, two.pixels):
+                sha.update(one.pixels.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
 
 
 class BatchLoader:
