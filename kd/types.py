@@ -363,6 +363,8 @@ class TeacherFacts:
 
     runs_code: bool = False
     """What `model` names is imported and called."""
+    trains: bool = False
+    """It builds an nn.Module with weights that can be trained: it may be a student too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,9 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, ab
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
-def chosen(part_folder: str, default: str) -> Any:
-    """Declare the `kind` of a part section."""
-    return field(default=default, metadata={"parts": part_folder})
+def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
+    """Declare the `kind` of a part section; `only`: these of kd's parts."""
+    return field(default=default, metadata={"parts": part_folder, "only": only})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,10 +266,13 @@ class TeacherSection:
 class StudentSection:
     """The small model that is trained and exported."""
 
+    kind: str = chosen("teachers", "timm", only=("timm", "torch"))
+    """A model of timm, or your own function `module:function`, as for teachers."""
     model: str = file_key("", or_name=True)
-    """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
+    """What `kind` builds. timm: a model name, a folder written by `kd-export` or timm, or a hub id
+    `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the architecture, as in timm.create_model."""
+    """Arguments for the architecture, as in timm.create_model, or for your function."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
     checkpoint: str = file_key("")
@@ -279,6 +282,7 @@ class StudentSection:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the student. auto: tried where the run is so long that it can pay, and kept where it was
     measured to be at least 5 % faster; recorded in the manifest."""
+    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

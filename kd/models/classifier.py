@@ -196,7 +196,10 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
+    """Wrap any module from images to logits [B, C], without normalization, resizing or features.
+
+    Float images are cast to the dtype of its weights, and its logits to float32.
+    """
 
     classes: Sequence[str] = ()
     runtime, reads_ids = "torch", False
@@ -207,7 +210,9 @@ class LogitsModel(nn.Module):
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
-        return Outputs(main_output(self.network(image), self.where))
+        weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
+        pixels = image.to(weight.dtype) if image.is_floating_point() else image
+        return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
         """Return a hash of the weights."""

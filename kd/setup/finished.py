@@ -26,6 +26,9 @@ from kd.setup.recipe import StudentPlan
 from kd.setup.student import build_student
 from kd.setup.trust import named_module, untrusted
 
+MAP_DATASET = "kd.data.map_dataset"
+"""`data.kind` of a run of `kd.distill`."""
+
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     """Open a finished or interrupted run folder for reading."""
@@ -35,6 +38,21 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
     return folder, parse(folder.config_file, stored, trust)
+
+
+def require_files(path: Path, settings: Config) -> None:
+    """Refuse a run of `kd.distill` where its models and images must be built again from files.
+
+    Raises:
+        RunError: it is one.
+    """
+    if settings.data.kind == MAP_DATASET:
+        raise RunError(
+            "run",
+            f"'{path}' was written by kd.distill: its models and images are Python objects",
+            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
+            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
+        )
 
 
 def parse(file: Path | str, text: str, trust: bool) -> Config:

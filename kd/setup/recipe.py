@@ -220,6 +220,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             args=section.args,
             init="pretrained" if section.pretrained else "scratch",
             attention=section.attention,
+            options=default_options("teachers", "timm"),
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),

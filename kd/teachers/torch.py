@@ -60,7 +60,7 @@ class Options:
 
 def facts(options: Options) -> TeacherFacts:
     """Return what others must know of it."""
-    return TeacherFacts(runs_code=True)
+    return TeacherFacts(runs_code=True, trains=True)
 
 
 class Network(nn.Module):
