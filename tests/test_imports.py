@@ -147,7 +147,7 @@ def test_imports(path):
         ("kd/files/storage.py", "import pickle"),
         ("kd/sifting/loader.py", "from kd.sifters.none import Everything"),
         ("kd/sifting/loader.py", "from kd.engine import loop"),
-        ("kd/sifting/trainer.py", "from transformers import TrainerCallback"),
+        ("kd/sifting/frameworks.py", "from transformers import TrainerCallback"),
         ("kd/sifters/relative.py", "from kd.sifting import SiftingDataloader"),
         ("kd/serve/app.py", "from kd.models import load"),
         ("kd/serve/model.py", "import torch"),

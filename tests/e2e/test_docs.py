@@ -194,8 +194,6 @@ class Session:
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
-        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
-            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
@@ -204,6 +202,8 @@ class Session:
             assert program.removeprefix("kd-") in COMMANDS, f"neither run nor listed in NOT_RUN: {argv}"
             # a configuration of kd by its name: the tiny one of that name
             rest = [f"configs/{arg}.yaml" if Path(f"configs/{arg}.yaml").is_file() else arg for arg in rest]
+            if "--local" in rest:  # starts a cluster; tests/remote does that
+                rest.append("--dry-run")
             answer = self.command(program.removeprefix("kd-"), *rest)
             assert answer.code == 0, (argv, answer)
 
@@ -283,7 +283,7 @@ def helps(command) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_inline_keys_flags_and_paths_exist(page, helps):
+def test_inline_keys_flags_and_paths_exist(page, helps, command):
     keys = set(re.findall(r"^  ([a-z][\w.\[\]]+)  \(", helps["train"], re.MULTILINE))
     keys = {key.replace("[]", "") for key in keys} | {re.sub(r"\[\].*", "", key) for key in keys}
     sections = {key.split(".")[0] for key in keys}
@@ -294,6 +294,8 @@ def test_inline_keys_flags_and_paths_exist(page, helps):
         if " " in span and span.startswith("kd-"):
             argv = shlex.split(span)
             check_flags(argv[1:], helps[argv[0].removeprefix("kd-")])
+            if len(argv) > 1 and argv[1].startswith("configs/"):
+                check_arguments([argv[0], str(ROOT / argv[1]), *argv[2:]], command)
         if span.startswith("python "):
             argv = shlex.split(span)
             check_flags(argv[2:], (ROOT / argv[1]).read_text())

@@ -194,7 +194,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
             ["losses=[{kind: cosine}]", "run.baseline=false"],
             ("data.labels", "the task embedding is", "data.labels=none"),
         ),
-        (["sifter.balance=true"], ("sifter.balance", "several labels")),
+        (["sifter={kind: random, balance: true}"], ("sifter.balance", "several labels")),
         (["teacher.cache.topk=2"], ("teacher.cache.topk", "softmax")),
     ],
 )
