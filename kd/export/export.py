@@ -21,9 +21,8 @@ from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files
 from kd.references import written
-from kd.setup.finished import best_student, opened_run
+from kd.setup.finished import Trust, best_student, opened_run
 from kd.setup.recipe import BASELINE, Recipe, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
