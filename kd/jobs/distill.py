@@ -131,6 +131,8 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title: str) -> None:
     """Show what the set-up found out."""
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+    for note in setting.teachers.notes:
+        console.info(f"teacher: {note}")
     if "batch_search" in facts:
         console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:
