@@ -52,6 +52,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.classes)} classes, {section.image_size} px",
+        *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",

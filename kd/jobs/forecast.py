@@ -53,11 +53,7 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
 
 
 def _images(splits: tuple[Source, Source], on_corrupt: str) -> list[str]:
-    """Decode images in random order, all if the time suffices, and say how many are damaged.
-
-    Raises:
-        CorruptImage: an image is damaged, and kd-train would stop at it.
-    """
+    """Decode images in random order, all if the time suffices, and say how many are damaged."""
     train, val = splits
     first_val, total = len(train), len(train) + len(val)
     damaged: list[CorruptImage] = []

@@ -75,7 +75,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type
-            content, weights = export_files(student.network, data.classes, data.section.eval_crop, problem_type)
+            content, weights = export_files(student, data.classes, data.section.eval_crop, problem_type)
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target

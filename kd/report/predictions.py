@@ -55,6 +55,7 @@ def answers(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
+            vouched.check_student(student)
             stored = {
                 **_predict(folder, student, _teacher(teacher, data), data, images),
                 "belongs": belongs,

@@ -26,17 +26,12 @@ from kd.setup.recipe import StudentPlan
 from kd.setup.student import build_student
 from kd.setup.trust import named_module, untrusted
 
+MAP_DATASET = "kd.data.map_dataset"
+"""`data.kind` of a run of `kd.distill`."""
+
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
-    """Open a finished or interrupted run folder for reading.
-
-    Args:
-        path: the run folder.
-        trust: import the modules that its configuration names; without it, kd's own parts are.
-
-    Raises:
-        RunError: it is not a run folder, or names a module and is not trusted.
-    """
+    """Open a finished or interrupted run folder for reading."""
     folder = RunDir(path)
     stored = folder.stored_config()
     if stored is None:
@@ -45,12 +40,23 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     return folder, parse(folder.config_file, stored, trust)
 
 
-def parse(file: Path | str, text: str, trust: bool) -> Config:
-    """Load a stored configuration.
+def require_files(path: Path, settings: Config) -> None:
+    """Refuse a run of `kd.distill` where its models and images must be built again from files.
 
     Raises:
-        RunError: it was changed by hand, or by another version of kd; or it names a module and is not trusted.
+        RunError: it is one.
     """
+    if settings.data.kind == MAP_DATASET:
+        raise RunError(
+            "run",
+            f"'{path}' was written by kd.distill: its models and images are Python objects",
+            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
+            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
+        )
+
+
+def parse(file: Path | str, text: str, trust: bool) -> Config:
+    """Load a stored configuration."""
     key = module = ""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))

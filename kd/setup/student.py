@@ -14,7 +14,7 @@ from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.compiled import compile_forward
-from kd.models.load import Spec, load
+from kd.models.load import Spec
 from kd.seeds import seed_from
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -46,7 +46,10 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
         classes=classes if plan.task.logits else (),
         checkpoint=section.checkpoint,
         pretrained=section.init == "pretrained",
+        task=None if section.kind == "timm" else plan.task,
     )
+    made = {"spec": spec, "image_size": image_size, "features": plan.features}
+    return parts.build("teachers", section.kind, section.options, "student.kind", **made)
 
 
 def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:

@@ -12,7 +12,7 @@ from kd import parts
 from kd.config.schema import DataSection
 from kd.errors import RunError
 from kd.setup.data import Data, DataPlan
-from kd.setup.recipe import TeacherPlan
+from kd.setup.recipe import StudentPlan, TeacherPlan
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
@@ -43,6 +43,17 @@ class Trust:
             if facts.runs_code and not self.code:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
 
+    def check_student(self, plan: StudentPlan) -> None:
+        """Refuse to build a student that is code.
+
+        Raises:
+            RunError: naming the key.
+        """
+        section = plan.section
+        facts = parts.facts("teachers", section.kind, section.options, "student.kind")
+        if facts.runs_code and not self.code:
+            raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
+
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links out of it.
 
@@ -55,11 +66,7 @@ class Trust:
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
-        """Refuse other images than those that the run recorded.
-
-        Raises:
-            RunError: their content hash differs.
-        """
+        """Refuse other images than those that the run recorded."""
         if not self.images and data.fingerprint != manifest.get("data"):
             wrong = "the images are not those that the run recorded (their content hash differs)"
             raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
@@ -72,11 +79,15 @@ def untrusted(where: str, wrong: str) -> RunError:
 
 def named_module(values: Any, where: str = "") -> tuple[str, str]:
     """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
-    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and "." in kind:
+    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and _is_foreign(kind):
         return f"{where}.kind", kind
     pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
     return next((one for one in found if one[1]), ("", ""))
+
+
+def _is_foreign(kind: str) -> bool:
+    return "." in kind and not kind.startswith("kd.")
 
 
 def _link_out(root: str) -> str:

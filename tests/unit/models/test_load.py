@@ -14,7 +14,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
 from kd.errors import ModelError
-from kd.models.classifier import digest
+from kd.models.classifier import Classifier, digest
 from kd.models.load import Spec, load
 from kd.models.timm_folder import export_files, folder_classes
 
@@ -51,7 +51,7 @@ def stored(tmp_path) -> Path:
 
 def store(folder: Path, network, classes=CLASSES) -> Path:
     folder.mkdir()
-    content, tensors = export_files(network, classes, 0.9)
+    content, tensors = export_files(Classifier(network, len(classes), 16), classes, 0.9)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
