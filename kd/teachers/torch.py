@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.errors import ModelError
-from kd.models.classifier import Classifier, main_output
+from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.teachers._shared import (
     check_normalization,
@@ -60,19 +60,6 @@ class Options:
 def facts(options: Options) -> TeacherFacts:
     """Return what others must know of it."""
     return TeacherFacts(runs_code=True, trains=True)
-
-
-class Network(nn.Module):
-    """A module whose answer is one tensor, whatever it returns."""
-
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.inner, self.change = inner, change
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        answer = main_output(self.inner(pixels), "teacher.model")
-        return answer if self.change is None else self.change(answer)
 
 
 class Embedder(Classifier):
