@@ -33,7 +33,8 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         image_size: of the data, pixels.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
-    return load(student_spec(plan, classes), image_size, plan.features)
+    made = {"spec": student_spec(plan, classes), "image_size": image_size, "features": plan.features}
+    return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
@@ -48,8 +49,6 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
         pretrained=section.init == "pretrained",
         task=None if section.kind == "timm" else plan.task,
     )
-    made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    return parts.build("teachers", section.kind, section.options, "student.kind", **made)
 
 
 def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:
