@@ -37,7 +37,7 @@ PICTURES = {"train_images": 125, "label_noise": 0.05}
 def sweep() -> dict[str, dict[str, Terms]]:
     """Return the settings of each loss by name: the terms of the configuration."""
     found: dict[str, dict[str, Terms]] = {"ce": {"alone": [CE], "smoothing 0.1": [{**CE, "label_smoothing": 0.1}]}}
-    for kind in ("kl", "wttm"):
+    for kind in ("kl", "dist", "wttm"):
         term = KL if kind == "kl" else {"kind": kind}
         found[kind] = {"alone": [term], "4 x + ce": [{**term, "weight": 4.0}, CE]}
     found["kl"]["temperature 4"] = [{**KL, "temperature": 4.0}]

@@ -69,6 +69,14 @@ class Stamped(Protocol):
 
 
 @runtime_checkable
+class Noted(Protocol):
+    """A source whose listing left something out, such as files that are no images."""
+
+    notes: Sequence[str]
+    """A line each; `--check` and the first lines of a run show them."""
+
+
+@runtime_checkable
 class Dataset(Protocol):
     """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
 
@@ -171,11 +179,6 @@ class TeacherModel(Protocol):
     @property
     def classes(self) -> Sequence[str]:
         """Class names, in the order of the logits; empty: it has no classes, only features."""
-        ...
-
-    @property
-    def num_features(self) -> int:
-        """Width of the pooled features; 0 where it is not known, or there are none."""
         ...
 
     def identity(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import nn
 B, C = 6, 5
 
 MDISTILLER = ("megvii-research/mdistiller", "a08d46f10d6102bd6e3f258ca5ac880b020ea259")
+DIST_KD = ("hunto/DIST_KD", "2418f18b1fedd7c2646a7b1b9a27d5c674c2170b")
 TTM = ("zkxufo/TTM", "fe457b33a71ba27536ec04fe3d32c5b04963522f")
 
 
@@ -57,6 +58,20 @@ SOURCES = [
         MDISTILLER,
         "mdistiller/distillers/DKD.py",
         "dkd_loss(student, teacher, label, alpha=1.0, beta=0.5, temperature=1.0)",
+    ),
+    Source(
+        "dist",
+        {"beta": 1.0, "gamma": 1.0, "temperature": 1.0},
+        DIST_KD,
+        "segmentation/losses/dist_kd.py",
+        "DIST(beta=1.0, gamma=1.0)(student, teacher)",
+    ),
+    Source(
+        "dist",
+        {"beta": 1.0, "gamma": 2.0, "temperature": 2.0},
+        TTM,  # the DIST authors' own code has no temperature
+        "distiller_zoo/dist.py",
+        "DIST(beta=1.0, gamma=2.0, tau=2.0)(student, teacher)",
     ),
     Source(
         "wttm",

@@ -125,7 +125,7 @@ def _losses(
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, wttm, and those on features",
+                "Losses that mix: ce, kl, dist, wttm, and those on features",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
 
@@ -204,6 +204,12 @@ def _student(student: StudentSection) -> Iterator[KdError]:
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
+    if not parts.facts("teachers", student.kind, student.options, "student.kind").trains:
+        wrong = f"is '{student.kind}', whose weights kd cannot train"
+        yield ConfigError("student.kind", wrong, "timm, torch", "Choose one; torch builds your own network")
+    elif student.kind != "timm" and student.init == "pretrained" and not student.checkpoint:
+        wrong = f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
+        yield ConfigError("student.init", wrong, "A file of weights", "Set student.checkpoint, or student.init=scratch")
 
 
 def _profile(profile: ProfileSection) -> Iterator[KdError]:

@@ -10,7 +10,7 @@ from kd.jobs.teach import obtain_teachers
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import Trust, load_distillation, opened_run
+from kd.setup.finished import Trust, load_distillation, opened_run, require_files
 from kd.setup.recipe import resolve
 
 
@@ -21,9 +21,11 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> 
         RunError: it is no run folder, or needs trust.
     """
     folder, stored = opened_run(path, trust)
+    require_files(path, stored)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
     vouched = Trust.of(trust, overrides, recipe.data.section)
     vouched.check_teacher(recipe.teacher)
+    vouched.check_student(recipe.student)
     vouched.check_folder(recipe.data)
     best = folder.best()[1]
     results = Results(folder, Console("", quiet=True), folder.manifest().get("choices", {}))

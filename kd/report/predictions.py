@@ -54,6 +54,7 @@ def answers(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
+            vouched.check_student(student)
             stored = {
                 **_predict(folder, student, _teacher(teacher, data), data, images),
                 "belongs": belongs,
@@ -129,7 +130,7 @@ def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
     """
     weights: dict[str, str | Path] = {}
     for where, fit in plan.fits.items():
-        weights[where] = target = fit_folder(fit, data.fingerprint)[1]
+        weights[where] = target = fit_folder(where, fit, data.fingerprint)[1]
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
     return load_teachers(plan, data, weights).model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 from kd import parts
 from kd.config.schema import Augment, DataSection
-from kd.contracts import Backend, Source
+from kd.contracts import Backend, Noted, Source
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError
 from kd.models.load import Images
+
+log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class Data:
     def required_classes(self) -> Sequence[str] | None:
         """Class names that the teacher must have. None: the images are unlabelled and the teacher's names are used."""
         return self.classes if self.labelled else self.teacher_classes or None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the listings left out, a line each."""
+        return [*dict.fromkeys(note for one in (self.train, self.val) if isinstance(one, Noted) for note in one.notes)]
 
     def with_classes(self, classes: Sequence[str]) -> Data:
         """Return the same with a teacher's classes, where its images have no labels."""
@@ -142,6 +150,8 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     """
     data = open_sources(plan)
     if backend.rank == 0:
+        for note in data.notes:
+            log.info("data: %s", note)
         data.train.prepare()
         data.val.prepare()
     backend.barrier()

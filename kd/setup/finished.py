@@ -34,6 +34,9 @@ from kd.setup.student import build_student
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
+MAP_DATASET = "kd.data.map_dataset"
+"""`data.kind` of a run of `kd.distill`."""
+
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     """Open a finished or interrupted run folder for reading."""
@@ -43,6 +46,21 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
         raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
     return folder, parse(folder.config_file, stored, trust)
+
+
+def require_files(path: Path, settings: Config) -> None:
+    """Refuse a run of `kd.distill` where its models and images must be built again from files.
+
+    Raises:
+        RunError: it is one.
+    """
+    if settings.data.kind == MAP_DATASET:
+        raise RunError(
+            "run",
+            f"'{path}' was written by kd.distill: its models and images are Python objects",
+            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
+            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
+        )
 
 
 def parse(file: Path | str, text: str, trust: bool) -> Config:
@@ -121,6 +139,13 @@ class Trust:
             if facts.runs_code and not self.code:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
 
+    def check_student(self, plan: StudentPlan) -> None:
+        """Refuse to build a student that is code; the RunError names the key."""
+        section = plan.section
+        facts = parts.facts("teachers", section.kind, section.options, "student.kind")
+        if facts.runs_code and not self.code:
+            raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
+
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links out of it.
 
@@ -146,11 +171,15 @@ def untrusted(where: str, wrong: str) -> RunError:
 
 def named_module(values: Any, where: str = "") -> tuple[str, str]:
     """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
-    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and "." in kind:
+    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and _is_foreign(kind):
         return f"{where}.kind", kind
     pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
     return next((one for one in found if one[1]), ("", ""))
+
+
+def _is_foreign(kind: str) -> bool:
+    return "." in kind and not kind.startswith("kd.")
 
 
 def _link_out(root: str) -> str:

@@ -92,6 +92,8 @@ class StudentPlan:
     precision: str
     """`backend.precision`: of its forward and backward."""
     seed: int
+    where: str = "student"
+    """Config path of its section, for messages; in a fit that of the teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
     return Config(
         run=RunSection(
             folder=fit.folder,
-            seed=config.run.seed,
+            seed=fit.seed,
             epochs=fit.epochs,
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
@@ -218,6 +220,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             args=section.args,
             init="pretrained" if section.pretrained else "scratch",
             attention=section.attention,
+            options=default_options("teachers", "timm"),
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),

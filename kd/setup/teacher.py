@@ -21,7 +21,7 @@ from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.compiled import compile_forward
 from kd.models.load import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -92,6 +92,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         )
     if weights == REAL:
         _check_execution(section, model, where)
+        if not model.reads_ids:
+            require_repeatable(model, where, section.model, size)
     return model
 
 
