@@ -68,7 +68,7 @@ def _train(argv: Sequence[str]) -> int:
         job = Job(
             name=_unique_name(keys["run.name"]),
             keys=keys,
-            files=file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)),
+            files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
             image=options.image,
             role=options.role,
             output=options.output,
