@@ -16,7 +16,7 @@ from kd.datasets._decode import label_images
 from kd.datasets._folder import ImageFolder, find_root, text
 from kd.datasets._lists import DELIMITERS, Entry, Lists, content, table
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
 FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
 
@@ -25,11 +25,11 @@ FORM = "A CSV or TSV file whose first line names the columns, or a .txt file wit
 class Options:
     """Where images and lists lie, and which columns are read."""
 
-    root: str
+    root: str = file_key()
     """Folder of the images."""
-    train_list: str
+    train_list: str = file_key(within="root")
     """CSV, TSV or text file of the training images: absolute, or relative to `root`."""
-    val_list: str = ""
+    val_list: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training list."""
     val_fraction: float = 0.0
     """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""

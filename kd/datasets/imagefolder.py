@@ -12,7 +12,7 @@ import numpy as np
 from kd.datasets._decode import first_few, hold_out, label_images
 from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, find_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -24,7 +24,7 @@ class Options:
 
     REMOVED = dict.fromkeys(("train_list", "val_list"), "Set data.kind=csv, which has this key")
 
-    root: str
+    root: str = file_key()
     """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
     train_split: str = "train"
     """Folder of the training images in `root`; not used with `val_fraction`."""

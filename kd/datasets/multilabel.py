@@ -20,7 +20,7 @@ from kd.datasets._decode import first_few
 from kd.datasets._folder import ENDINGS, ImageFolder, find_root
 from kd.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
@@ -32,11 +32,11 @@ class Options:
 
     REMOVED = {"ending": "Leave it out: a name may lack its ending"}
 
-    root: str
+    root: str = file_key()
     """Folder of the images."""
-    train_labels: str
+    train_labels: str = file_key(within="root")
     """CSV, TSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
-    val_labels: str = ""
+    val_labels: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training file."""
     val_fraction: float = 0.0
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""

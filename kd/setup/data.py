@@ -119,11 +119,7 @@ class Data:
 
 
 def open_sources(plan: DataPlan) -> Data:
-    """List both splits; nothing is decoded or rendered yet.
-
-    Raises:
-        DataError: missing or empty folders, fewer than two classes.
-    """
+    """List both splits; nothing is decoded or rendered yet."""
     section = plan.section
     more = {} if section.labels == "all" else {"labels": section.labels}
 
@@ -147,10 +143,7 @@ def open_sources(plan: DataPlan) -> Data:
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     """List both splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
 
-    Args:
-        plan: which images.
-        backend: set up; all ranks must call this.
-        fill: whether the store keeps pixels; False for a job that reads each image once.
+    All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
 
     Raises:
         KdError: the data is not usable, or the store does not fit.
@@ -170,11 +163,7 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
 
 
 def train_transform(size: int, augment: Augment) -> Train:
-    """Build what happens to a training image.
-
-    Raises:
-        ConfigError: timm does not know the policy.
-    """
+    """Build what happens to a training image."""
     if augment.policy:
         try:
             build_policy(augment.policy, size)

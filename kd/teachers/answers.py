@@ -21,8 +21,8 @@ from kd.contracts import Source
 from kd.errors import ModelError
 from kd.models.answers import Answers, below, read
 from kd.models.load import Images, Spec
-from kd.teachers._shared import named, require_logits, to_logits
-from kd.types import Outputs
+from kd.teachers._shared import columns, named, require_logits, to_logits
+from kd.types import Outputs, file_key
 
 CHECKED = 64
 """Answers that are checked at a time."""
@@ -34,7 +34,7 @@ class Options:
 
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the column `logits` holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, where it names none or otherwise than the data."""
 
 
@@ -50,13 +50,13 @@ class TableTeacher(nn.Module):
         classes: Sequence[str] = (),
         probabilities: bool = False,
         to_logits: Callable[[Tensor], Tensor] = Tensor.float,
+        pick: nn.Module | None = None,
     ) -> None:
         """Take a table [V, N, C] and the row of each training and each validation image."""
         super().__init__()
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
-        self.classes, self.num_classes = classes, len(classes)
-        self.num_features = 0 if classes else values.shape[2]
+        self.classes, self.num_classes, self.pick = classes, len(classes), pick or nn.Identity()
         self.features = () if classes else ("pooled",)
         self.split = 0
         self.notes: tuple[str, ...] = ()
@@ -73,7 +73,8 @@ class TableTeacher(nn.Module):
         for tensor in (self.values, *self.rows):
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        return {"teacher": digest.hexdigest(), "architecture": {"answers": self.probabilities}, "input": []}
+        architecture = {"answers": self.probabilities, **columns(self.pick)}
+        return {"teacher": digest.hexdigest(), "architecture": architecture, "input": []}
 
     def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
         """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
@@ -82,7 +83,7 @@ class TableTeacher(nn.Module):
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:
             return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
-        return Outputs(self.to_logits(found))
+        return Outputs(self.pick(self.to_logits(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
         return copy.copy(self)  # nothing here changes, and a table may be large
@@ -117,10 +118,10 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if wants_logits:
         for rows_N, source in zip(found, (images.train, images.val), strict=True):
             _require_logits(spec, options.outputs, values[0], rows_N, source)
-        classes = named(spec, values.shape[2], table.classes, options.classes)
+        classes, pick = named(spec, values.shape[2], table.classes, options.classes)
         spec.require_meaning(table.problem_type)
         change = to_logits(spec, options.outputs)
-        model = TableTeacher(values, found, classes, options.outputs == "probabilities", change)
+        model = TableTeacher(values, found, classes, options.outputs == "probabilities", change, pick)
     else:
         model = TableTeacher(values, found)
     model.notes = _unseen(table, images)

@@ -42,7 +42,7 @@ def fitted(*overrides) -> str:
 
 def folder_of(fit: Config) -> str:
     """Return the name of a fit's run folder; the export lies in it."""
-    recipe, export = fit_folder(fit, "photos")
+    recipe, export = fit_folder("teacher", fit, "photos")
     assert recipe.record.path in export.parents
     return recipe.record.path.name
 
@@ -147,7 +147,7 @@ def loss(kind: str) -> tuple[str, ...]:
 KEYS: dict[str, tuple[Any, ...]] = {
     "run.name": ("", "other"),
     "run.folder": ("", "elsewhere"),
-    "run.seed": ("FCR", "1"),
+    "run.seed": ("CR", "1"),
     "run.epochs": ("R", "11"),
     "run.steps": ("R", "7"),
     "run.every.log": ("", "3"),
@@ -250,6 +250,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.label_smoothing": ("FR", "0.2"),
     "teacher.fit.warmup": ("FR", "0.1"),
     "teacher.fit.evaluate": ("FR", "5"),
+    "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
     "student.model": ("R", "vit_small_patch16_224"),
     "student.args": ("R", "{num_heads: 8}"),
@@ -268,13 +269,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "losses[].alpha [dkd]": ("R", "2", *loss("dkd")),
     "losses[].beta [dkd]": ("R", "2", *loss("dkd")),
     "losses[].temperature [dkd]": ("R", "3", *loss("dkd")),
-    "losses[].distance [feature]": ("R", "cosine", *loss("feature")),
-    "losses[].normalize [feature]": ("R", "false", *loss("feature")),
     "losses[].temperature [kl]": ("R", "3", *loss("kl")),
-    "losses[].gamma [nkd]": ("R", "2", *loss("nkd")),
-    "losses[].temperature [nkd]": ("R", "3", *loss("nkd")),
     "losses[].gamma [wttm]": ("R", "0.3", *loss("wttm")),
-    "losses[].temperature [zscore]": ("R", "3", *loss("zscore")),
     "sifter.kind": ("R", "random"),
     "sifter.gate": ("R", "off"),
     "sifter.keep [history]": ("R", "0.5", *HISTORY),
@@ -282,9 +278,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.warmup [history]": ("R", "2", *HISTORY),
     "sifter.anneal [history]": ("R", "0.2", *HISTORY),
     "sifter.refresh [history]": ("R", "5", *HISTORY),
-    "sifter.reweight [history]": ("R", "true", *HISTORY),
-    "sifter.balance [history]": ("R", "true", *HISTORY),
-    "sifter.noise_cap [history]": ("R", "0.1", *HISTORY),
     "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
     "sifter.balance [random]": ("R", "true", "sifter.kind=random"),
     "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
@@ -293,7 +286,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.loss_history_length [relative]": ("R", "5", *RELATIVE),
     "sifter.sift_delay [relative]": ("R", "5", *RELATIVE),
     "sifter.repeat_delay_per_epoch [relative]": ("R", "true", *RELATIVE),
-    "sifter.score [relative]": ("R", "entropy", *RELATIVE),
     "optimizer.kind": ("R", "sgd"),
     "optimizer.lr": ("R", "0.1"),
     "optimizer.min_lr": ("R", "0.1"),
@@ -312,7 +304,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.fallback [smddp]": ("FR", "gloo", *SMDDP, "backend.device=cpu"),
     "backend.device [smddp]": ("FR", "cpu", *SMDDP),
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
-    "backend.spmd [xla]": ("FR", "true", "backend.kind=xla"),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
     "profile.steps": ("", "[3, 5]"),
