@@ -53,8 +53,8 @@ MAY_IMPORT = {
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
-    "serve": {"errors", "files"},
-    "predict": {"errors", "files", "serve"},
+    "serve": {"errors", "files", "host"},
+    "predict": {"errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
 MAY_IMPORT_OUTSIDE = {

@@ -17,11 +17,12 @@ from typing import IO
 import numpy as np
 
 from kd.errors import RunError
+from kd.host import cores as usable_cores
 from kd.predict import images as listing
 from kd.predict.results import STAMP, WHERE, Row, check_format, opened
 from kd.serve.answers import embeddings, predictions
 from kd.serve.images import prepare
-from kd.serve.limits import Limits, usable_cores
+from kd.serve.limits import Limits
 from kd.serve.model import Model, describe, load
 from kd.serve.problems import Problem
 
