@@ -53,11 +53,7 @@ class Parser(h11.Connection):
         return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
-        """Return h11's next event.
-
-        Raises:
-            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
-        """
+        """Return h11's next event; RemoteProtocolError also for too many header lines, trailers or small chunks."""
         if self.their_state is h11.IDLE:
             headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
             if headers.count(b"\n") > self._limits.max_header_lines:
