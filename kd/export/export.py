@@ -157,7 +157,6 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         ModelError: a graph does not answer as PyTorch does.
         MissingExtra: a package that an option needs.
     """
-    refuse_other(target)
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data.section
     with new_export(target) as draft:

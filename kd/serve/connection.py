@@ -203,12 +203,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
-        headers = [
-            (b"content-type", MEDIA_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        response = h11.Response(status_code=problem.status, headers=headers)
+        headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=problem.status, headers=list(headers.items()))
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
