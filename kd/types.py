@@ -363,6 +363,8 @@ class TeacherFacts:
 
     runs_code: bool = False
     """What `model` names is imported and called."""
+    trains: bool = False
+    """It builds an nn.Module with weights that can be trained: it may be a student too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,8 +373,6 @@ class SifterFacts:
 
     by_class: bool = False
     """It reads the class of every image."""
-    by_entropy: bool = False
-    """It scores by the entropy of the student's answer."""
     delay: int = 0
     """Steps at the start of a run in which it visits everything."""
 

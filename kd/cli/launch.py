@@ -54,7 +54,7 @@ def _train(argv: Sequence[str]) -> int:
         "--local", metavar="GROUPS", type=_local_groups, help="try the job on this machine: dnn=1,data=2"
     )
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if options.local:
         return _train_here(options)
 
@@ -105,7 +105,10 @@ def _train_here(options: argparse.Namespace) -> int:
         if any(name.startswith("data") for name in options.local):
             argv.append("data.loader=ray")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
-        code = run_job(options.local, argv)
+        if options.dry_run:
+            print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")
+        else:
+            code = run_job(options.local, argv)
 
     return guarded(command) or code
 
@@ -119,7 +122,7 @@ def _deploy(argv: Sequence[str]) -> int:
     )
     parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     _add_hosting_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import hosting_requests
@@ -149,7 +152,7 @@ def _transform(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--at-once", metavar="N", type=COUNT, default=8, help="requests at once per instance (default 8)"
     )
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import transform_requests
@@ -177,7 +180,7 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
         "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
     )
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument("--dry-run", action="store_true", help="check the requests, print them and send nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
 
 def _add_hosting_options(parser: argparse.ArgumentParser) -> None:

@@ -25,9 +25,6 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
     `load({}, ["key=text", ...])` gives the same configuration. References to the environment and to other keys stay.
     `run.name` is always among the keys.
-
-    Raises:
-        ConfigErrors: everything that is wrong with the configuration, one line each.
     """
     errors: list[KdError] = []
     raw = apply_overrides(read_yaml(path), overrides, errors)

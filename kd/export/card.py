@@ -9,6 +9,8 @@ from typing import Any
 from kd.scores import Scores
 from kd.text import percent, table
 
+WITH_TIMM = "With timm"
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -56,11 +58,12 @@ def render(card: Card) -> str:
 
 def _front(card: Card) -> list[str]:
     task = "image-feature-extraction" if card.width else "image-classification"
+    library = "timm" if WITH_TIMM in card.commands else "pytorch"
     return [
         "---",
-        f"tags: [{task}, timm, knowledge-distillation]",
+        f"tags: [{task}, {library}, knowledge-distillation]",
         f"pipeline_tag: {task}",
-        "library_name: timm",
+        f"library_name: {library}",
         f"license: {card.license or 'unknown'}",
         "---",
     ]
@@ -142,7 +145,7 @@ def _limits(card: Card) -> list[str]:
         "## Pixels",
         "",
         f"Centre crop of {percent(card.crop)} of the shorter side, bicubic to {card.size} x {card.size}, RGB. "
-        "The graphs take these as uint8 [batch, 3, height, width] and normalize them; for timm, mean and standard "
+        "The graphs take these as uint8 [batch, 3, height, width] and normalize them; for PyTorch, mean and standard "
         "deviation are in config.json.",
         "",
         "## Limits",
@@ -150,8 +153,8 @@ def _limits(card: Card) -> list[str]:
         "The numbers above are of one run on one validation split. "
         + _several_labels(card.thresholds)
         + (
-            "Compare vectors by their cosine: the graphs return them with length 1, timm as they are. They lie in the "
-            "student's own space: they do not compare with the teacher's."
+            "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. They lie in "
+            "the student's own space: they do not compare with the teacher's."
             if card.width
             else "An image unlike the training data gets scores too: a score is not the "
             "probability that the image shows that class."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
 
 
 def compare(
-    student: Classifier, runners: Mapping[str, Runner], images: Iterator[tuple[np.ndarray, np.ndarray]]
+    student: Classifier, runners: Mapping[str, Runner], images: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> Answers:
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
@@ -90,7 +90,7 @@ def compare(
     return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every))
 
 
-def calibrate(student: Classifier, images: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it.
 
     Args:

@@ -22,11 +22,10 @@ from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data, DataPlan, open_sources
-from kd.setup.finished import best_student
+from kd.setup.finished import Trust, best_student
 from kd.setup.fit import fit_folder, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
-from kd.setup.trust import Trust
 from kd.types import Batch
 
 FILE = "answers.json"
@@ -55,6 +54,7 @@ def answers(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
+            vouched.check_student(student)
             stored = {
                 **_predict(folder, student, _teacher(teacher, data), data, images),
                 "belongs": belongs,
@@ -130,7 +130,7 @@ def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
     """
     weights: dict[str, str | Path] = {}
     for where, fit in plan.fits.items():
-        weights[where] = target = fit_folder(fit, data.fingerprint)[1]
+        weights[where] = target = fit_folder(where, fit, data.fingerprint)[1]
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
     return load_teachers(plan, data, weights).model

@@ -18,9 +18,8 @@ from kd.report.page import render
 from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
 from kd.scores import Scores
-from kd.setup.finished import opened_run
+from kd.setup.finished import Trust, opened_run
 from kd.setup.recipe import BASELINE, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
