@@ -1,7 +1,8 @@
 """Find and build parts by their file names. The folder is the registry.
 
 `kind: kl` in the section `losses` is `kd/losses/kl.py`; `kind: mylab.losses.foo` is a module outside the repository.
-A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
+A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`. A class variable
+`Options.REMOVED` says of keys that it once had what to do instead.
 """
 
 from __future__ import annotations

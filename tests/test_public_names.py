@@ -16,7 +16,7 @@ def test_the_public_names():
     assert set(kd._HOMES) | {"__version__"} == set(kd.__all__)
 
 
-def test_dir_shows_them():
+def test_a_shell_shows_the_public_names():
     assert set(kd.__all__) <= set(dir(kd))
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
+MOST_HOURS = 28 * 24
+"""SageMaker's longest job."""
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
@@ -52,13 +54,13 @@ def _train(argv: Sequence[str]) -> int:
         "--local", metavar="GROUPS", type=_local_groups, help="try the job on this machine: dnn=1,data=2"
     )
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if options.local:
         return _train_here(options)
 
     def command() -> None:
         from kd import config
-        from kd.config.flat import flat
+        from kd.config.flat import file_keys, flat
         from kd.sagemaker.requests import Job, training_request
 
         keys = flat(options.config, options.overrides)
@@ -66,6 +68,7 @@ def _train(argv: Sequence[str]) -> int:
         job = Job(
             name=_unique_name(keys["run.name"]),
             keys=keys,
+            files=file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)),
             image=options.image,
             role=options.role,
             output=options.output,
@@ -102,7 +105,10 @@ def _train_here(options: argparse.Namespace) -> int:
         if any(name.startswith("data") for name in options.local):
             argv.append("data.loader=ray")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
-        code = run_job(options.local, argv)
+        if options.dry_run:
+            print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")
+        else:
+            code = run_job(options.local, argv)
 
     return guarded(command) or code
 
@@ -116,7 +122,7 @@ def _deploy(argv: Sequence[str]) -> int:
     )
     parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     _add_hosting_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import hosting_requests
@@ -146,7 +152,7 @@ def _transform(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--at-once", metavar="N", type=COUNT, default=8, help="requests at once per instance (default 8)"
     )
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import transform_requests
@@ -174,7 +180,7 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
         "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
     )
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument("--dry-run", action="store_true", help="check the requests, print them and send nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
 
 def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +203,8 @@ def _complete(options: argparse.Namespace) -> None:
             errors.append(ConfigError(f"--{name}", "is not given", "", f"Give it, or set {variable}"))
     if options.output and not re.match(r"s3://[^/]+", options.output):
         errors.append(ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX", "Correct it"))
+    if not 0 < getattr(options, "hours", 1.0) <= MOST_HOURS:  # false for NaN
+        errors.append(ConfigError("--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}", "Correct it"))
     if not options.instance:
         errors.append(ConfigError("--instance", "is not given", "An instance type", "Give it: ml.g5.xlarge"))
     if errors:

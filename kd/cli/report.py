@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, new_parser
+from kd.cli.command import Parser, add_trust, guarded, new_parser
 
 LIVE_SECONDS = 5.0
 
 
 def report(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().read(argv)
     paths = [Path(text) for text in options.runs if "=" not in text]
     overrides = [text for text in options.runs if "=" in text]
 
@@ -48,7 +47,7 @@ def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str], trust: bo
         running.serve_forever()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = new_parser(
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "

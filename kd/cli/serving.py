@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, new_parser, whole_number
+from kd.cli.command import Parser, add_trust, guarded, new_parser, whole_number
 
+DRAIN = 5
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -19,7 +20,7 @@ GRAPHS = "model.onnx (default), model.int8.onnx or openvino.xml"
 
 def export(argv: Sequence[str] | None = None) -> int:
     """`kd-export RUN [--to FOLDER]`: write the best student as a folder that timm loads and `kd-serve` serves."""
-    options = _export_parser().parse_intermixed_args(argv)
+    options = _export_parser().read(argv)
 
     def command() -> None:
         from kd.export.export import Options, export
@@ -60,7 +61,7 @@ def export(argv: Sequence[str] | None = None) -> int:
     return guarded(command)
 
 
-def _export_parser() -> argparse.ArgumentParser:
+def _export_parser() -> Parser:
     parser = new_parser(
         "kd-export",
         "Write the best student of a run as one folder: for timm, for onnxruntime, for `kd-serve`. Every graph is "
@@ -104,7 +105,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`kd-serve FOLDER`: answer for an export over HTTP, on a CPU, without torch."""
-    options = _serve_parser().parse_args(argv)
+    options = _serve_parser().read(argv)
 
     def command() -> None:
         from kd.serve.limits import Limits
@@ -118,6 +119,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
             max_in_flight=options.max_in_flight,
             deadline=options.deadline,
             body_seconds=options.body_timeout,
+            drain_seconds=(DRAIN if hosted else 0) if options.drain is None else options.drain,
         )
         port = options.port
         serve(
@@ -130,6 +132,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 slots=options.slots,
                 ui=options.ui and not hosted,
                 quiet=options.quiet,
+                log_format=options.log_format,
                 limits=limits,
             )
         )
@@ -137,10 +140,10 @@ def serve(argv: Sequence[str] | None = None) -> int:
     return guarded(command)
 
 
-def _serve_parser() -> argparse.ArgumentParser:
+def _serve_parser() -> Parser:
     parser = new_parser(
         "kd-serve",
-        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, KServe v2, and a page at /.",
+        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )
@@ -169,7 +172,14 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at / (default: yes)"
     )
+    parser.add_argument(
+        "--drain",
+        type=whole_number(0, 3600),
+        metavar="S",
+        help=f"from SIGTERM, /ping fails for so long before the port closes (default {DRAIN} of `serve`, else 0)",
+    )
     parser.add_argument("--quiet", action="store_true", help="log no requests")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="json: an object a line")
     return parser
 
 
@@ -216,7 +226,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     parser.add_argument("--threads", metavar="N", type=count, default=0, help="cores to use; 0: all (default 0)")
     parser.add_argument("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.predict.run import Settings, predict

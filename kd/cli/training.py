@@ -14,7 +14,7 @@ def train(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
-        "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
+        "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
     parser.add_argument(
         "--check",
@@ -26,7 +26,7 @@ def train(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="make every graph of the run in a few steps and write nothing, for neuron_parallel_compile",
     )
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.jobs.forecast import forecast
@@ -56,7 +56,7 @@ def teach(argv: Sequence[str] | None = None) -> int:
         "One fitted before from the same content is reused.",
         "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
     )
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.jobs.teach import teach
@@ -78,7 +78,7 @@ def cache(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
     text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.jobs.cache import cache
@@ -111,7 +111,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
     add_trust(parser)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
         parser.error("give either RUN, or --endpoint URL and --data FOLDER")
 
@@ -143,7 +143,7 @@ def plan(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", metavar="RUN", type=Path, help="take the step from a run on such devices instead")
     add_trust(parser)
     parser.add_argument("--instances", action=_Listing, help="list the known machines and their prices, and exit")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if not options.on:
         parser.error("give --on MACHINE xN; --instances lists the machines")
 
@@ -176,7 +176,7 @@ def parts(argv: Sequence[str] | None = None) -> int:
         "kd-parts", "List the parts that a configuration can name.", "kd-parts losses", with_config=False
     )
     parser.add_argument("folder", nargs="?", help="losses, sifters, datasets or backends (default: all)")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd import parts

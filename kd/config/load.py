@@ -125,7 +125,7 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -
             OmegaConf.update(raw, key, value, merge=True)
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
+            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
     return raw
 
 
@@ -155,8 +155,10 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
         elif part_type is not None or not _is_part(cls):
-            known = [*types_of, *part_types]
-            remedy = did_you_mean(str(key), known) or "Remove it"
+            known, removed = [*types_of, *part_types], getattr(part_type, "REMOVED", {})
+            if key in removed and not value:
+                continue  # in the record of an older run, which has every key
+            remedy = removed.get(key) or did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)

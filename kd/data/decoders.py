@@ -55,8 +55,9 @@ class Decoder:
 
 def decoding_versions() -> dict[str, str]:
     """Return the versions of the packages and libraries that decode and transform an image here."""
-    decoders = {name: features.version(name) or "" for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
-    return versions("kd", "torch", "timm", "numpy", "pillow") | decoders
+    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
+    decoders = {name: features.version(name) or "" for name in libraries}
+    return versions("kd", "torch", "timm", "numpy", "pillow", "pillow-heif") | decoders
 
 
 def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:

@@ -99,24 +99,23 @@ class Scoring:
     def __init__(self, backend: Backend, teacher: Teacher, distillation: Distillation, span: Span = no_span) -> None:
         self.backend, self.teacher, self.distillation, self.span = backend, teacher, distillation, span
 
-    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
-        """Return the scores of all ranks' images in the plan's order, and the batches with the teacher's outputs."""
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+        """Return the losses of all ranks' images in the plan's order, and the batches with the teacher's outputs."""
         with self.span("sifting"):
-            return self._score(batches, by)
+            return self._score(batches)
 
     @torch.no_grad()
-    def _score(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
+    def _score(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
         backend, distillation = self.backend, self.distillation
         distillation.eval()  # batch norm's statistics and dropout's draws belong to training
         scored, values = [], []
         for batch in batches:
-            if by == "loss":
-                with self.span("teacher"):  # the step takes these outputs over
-                    batch = replace(batch, teacher_outputs=TeacherOutputs(self.teacher(batch)))
+            with self.span("teacher"):  # the step takes these outputs over
+                outputs = self.teacher(batch)
             with backend.autocast():
-                value_M = _score(distillation, batch, by)
-            scored.append(batch)
-            values.append(value_M.float())
+                loss_M = distillation(batch, outputs)[1]["per_image"]
+            scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs)))
+            values.append(loss_M.float())
         distillation.train()
         all_AWM = torch.zeros(len(values), backend.world_size, len(values[0]), device=backend.device)
         all_AWM[:, backend.rank] = torch.stack(values)
@@ -127,14 +126,6 @@ class Scoring:
     def cut(self) -> None:
         """Cut the graph."""
         self.backend.end_step()
-
-
-def _score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
-    """Return the distillation loss [M], unweighted, or the entropy of the student's prediction, nats."""
-    if by == "loss":
-        assert batch.teacher_outputs is not None
-        return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
-    return distillation.task.entropy(distillation.student(batch.image).logits.float())
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -124,11 +124,7 @@ def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
-    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop.
-
-    Raises:
-        Interrupted: the ranks agreed to stop; a checkpoint was written.
-    """
+    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
         average_buffers(run)

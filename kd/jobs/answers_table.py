@@ -40,18 +40,6 @@ def export_answers(
     """Write the records of all views, and the teacher's answers for the validation images; all ranks must call it.
 
     The table is held in memory: views x images x classes, as the cache keeps them.
-
-    Args:
-        path: a .safetensors file.
-        store: whole.
-        live: answers for the validation images.
-        backend: where it runs; rank 0 writes.
-        loader: of the validation images.
-        described: written beside the answers.
-
-    Raises:
-        ModelError: the cache keeps tokens, or logits beside features.
-        RunError: the file cannot be written.
     """
     if backend.world_size > 1:
         raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
@@ -97,11 +85,7 @@ def _only(outputs: Outputs) -> Tensor:
 
 
 def require_path(path: str, where: str = "--export") -> Path:
-    """Return the file to write, before minutes are spent on the cache.
-
-    Raises:
-        RunError: its name does not end in .safetensors, or its folder does not exist.
-    """
+    """Return the file to write, before minutes are spent on the cache."""
     file = Path(path).expanduser()
     if file.suffix != ".safetensors" or not file.parent.is_dir():
         raise RunError(where, f"'{path}' cannot be written", "A .safetensors file in a folder that exists", "")
@@ -109,11 +93,7 @@ def require_path(path: str, where: str = "--export") -> Path:
 
 
 def complete(source: Source, missing: int) -> None:
-    """Require that no record is missing.
-
-    Raises:
-        RunError: some are.
-    """
+    """Require that no record is missing."""
     if missing:
         wrong = f"{missing} of the records of {len(source)} images are missing: those images cannot be decoded"
         raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")

@@ -65,11 +65,6 @@ class _Parts:
 def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     """Fill the cache of a configuration, all views; what is whole already is not computed again.
 
-    Args:
-        settings: `teacher.cache.views` at least 1.
-        verify: instead of filling, compute a sample of the records again and compare.
-        export: also write all answers into this .safetensors file, by the images' names.
-
     Raises:
         ConfigError: no teacher, or no views to cache.
         ModelError: a verified record differs from the teacher's logits.

@@ -18,11 +18,6 @@ from kd.setup.trust import Trust
 def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:
     """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split.
 
-    Args:
-        path: the run folder.
-        overrides: keys of its configuration to change.
-        trust: run code that it names, and read images wherever it says.
-
     Raises:
         RunError: it is no run folder, or needs trust.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def teach(settings: Config) -> list[Path]:
     recipe = resolve(settings)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
-        return [fit_teacher(*fit_folder(fit, data.fingerprint), data, backend) for fit in recipe.teacher.fits.values()]
+        return [fit_teacher(*fit_folder(*fit, data.fingerprint), data, backend) for fit in recipe.teacher.fits.items()]
 
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
@@ -50,7 +51,7 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     weights: dict[str, str | Path] = {}
     for where, fit in plan.fits.items():
-        weights[where] = fit_teacher(*fit_folder(fit, data.fingerprint), data, backend)
+        weights[where] = fit_teacher(*fit_folder(where, fit, data.fingerprint), data, backend)
     if section.shard and backend.rank != 0:
         weights = dict.fromkeys(plan.members, META)
     return load_teachers(plan, data, weights)
@@ -67,6 +68,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             if backend.rank == 0:
                 log.info("teacher: reusing '%s'", target)
             return target
+        data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
             from kd.export.folder import write_folder  # only where a teacher was fitted

@@ -18,6 +18,7 @@ from kd.errors import ModelError, did_you_mean
 from kd.evaluation import Task
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
+from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     weights = read_tensors(spec)
     pretrained = spec.pretrained and weights is None
     own = _own_classes(spec, source, weights) if spec.classes is None else None
-    if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
-        _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
+    _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
@@ -143,6 +143,26 @@ def _source(spec: Spec) -> str:
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
+
+
+def require_weights(spec: Spec) -> None:
+    """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    if spec.checkpoint:
+        _weights_file(spec)
+    else:
+        _require_source(spec, _source(spec), spec.pretrained)
+
+
+def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
+    if source.startswith("local-dir:"):
+        if pretrained or spec.args.get("pretrained"):
+            _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
+    elif pretrained or ":" in source:
+        require_fetched(f"{spec.where}.model", source, WEIGHTS if pretrained else ARCHITECTURE)
 
 
 def _require_safetensors(spec: Spec, folder: Path) -> None:
@@ -234,7 +254,7 @@ def _creation_error(spec: Spec, error: Exception) -> ModelError:
         f"{spec.where}.model",
         f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
         allowed,
-        f"Correct {spec.where}.model or {spec.where}.args; pretrained weights of a bare name need the network",
+        f"Correct {spec.where}.model or {spec.where}.args",
     )
 
 
@@ -242,19 +262,27 @@ def read_tensors(spec: Spec) -> Any:
     """Read the checkpoint: tensors by name and the class names written beside them, where there are any."""
     if not spec.checkpoint:
         return None
-    path = Path(spec.checkpoint)
-    file = path / "model.safetensors" if path.is_dir() else path
-    where = f"{spec.where}.checkpoint"
-    if not file.is_file():
-        remedy = (
-            "Check the path, or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "Check the path"
-        )
-        raise ModelError(where, f"no file '{file}'", "A .safetensors file or a folder with model.safetensors", remedy)
+    file, where = _weights_file(spec), f"{spec.where}.checkpoint"
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
     return tensors, folder_classes(file.parent, where)
+
+
+def _weights_file(spec: Spec) -> Path:
+    """Return the file of the checkpoint.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = Path(spec.checkpoint)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "")
+        allowed = "A .safetensors file or a folder with model.safetensors"
+        raise ModelError(f"{spec.where}.checkpoint", f"no file '{file}'", allowed, remedy)
+    return file
 
 
 def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:

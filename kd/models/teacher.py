@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import TeacherModel
+from kd.errors import ModelError
 from kd.types import Batch, Outputs
 
+FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
+"""What a network raises for images of a size that it cannot take."""
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
@@ -112,6 +115,40 @@ class NoTeacher(Uncached):
     def __call__(self, batch: Batch) -> Outputs:
         """Return empty outputs."""
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
+
+
+@torch.no_grad()
+def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
+    """Ask a loaded teacher about the same noise twice; it is left in eval mode.
+
+    Args:
+        model: a `kd.contracts.TeacherModel` that looks at pixels.
+        where: config path of its section.
+        name: what a user calls it.
+        size: of the data's images, pixels.
+
+    Raises:
+        ModelError: it fails on images of this size, or its second answer is another one.
+    """
+    noise = torch.randint(256, (2, 3, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    try:
+        first, second = (model.eval()(noise) for _ in range(2))
+    except FAILURES as error:
+        raise fails(where, name, getattr(model, "input_size", size), error) from error
+    pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
+    for one, other in pairs:
+        spread = one.float().std().item() if one.numel() > 1 else 0.0
+        if (one - other).abs().max().item() > 1e-3 * spread if one.numel() else False:
+            wrong = f"'{name}' answers the same pixels twice differently, by {(one - other).abs().max() / spread:.2g} "
+            wrong += "standard deviations: it draws random numbers also in evaluation, as ViTMAE does when it masks patches"
+            raise ModelError(f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another")
+
+
+def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
+    """Return the error for a teacher that cannot answer."""
+    wrong = f"'{name}' fails on images of {size}x{size} pixels ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    remedy = f"Set {where}.input_size or {where}.args where it has them, or correct its preprocessing"
+    return ModelError(f"{where}.model", wrong, "A model from square RGB images to answers", remedy)
 
 
 def on_meta(model: Any) -> Any:

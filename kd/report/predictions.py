@@ -131,7 +131,7 @@ def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
     """
     weights: dict[str, str | Path] = {}
     for where, fit in plan.fits.items():
-        weights[where] = target = fit_folder(fit, data.fingerprint)[1]
+        weights[where] = target = fit_folder(where, fit, data.fingerprint)[1]
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
     return load_teachers(plan, data, weights).model

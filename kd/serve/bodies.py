@@ -6,7 +6,6 @@ import base64
 import binascii
 import json
 import re
-from typing import Any
 
 from kd.serve.problems import Problem
 
@@ -15,7 +14,8 @@ JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
 MAX_PART_HEADER = 8192
 SPARE_VALUES = 1000
-"""Values that a JSON body may hold in addition to its images."""
+"""Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
+takes 25 bytes of memory for each byte of text."""
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
@@ -51,24 +51,13 @@ def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
     return files
 
 
-def parse_json(body: bytes, max_values: int) -> Any:
-    """Parse a JSON document of at most `max_values` values.
-
-    They are counted before parsing, because a list of empty lists takes 25 bytes of memory for each byte of text.
-
-    Raises:
-        Problem: 400 (not JSON), 413 (too many values).
-    """
-    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
+def _from_json(body: bytes, max_images: int) -> list[bytes]:
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_images + SPARE_VALUES:
         raise Problem(413, "The JSON body holds more values than a request needs.")
     try:
-        return json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"The body is not JSON ({type(error).__name__}).") from error
-
-
-def _from_json(body: bytes, max_images: int) -> list[bytes]:
-    content = parse_json(body, max_images + SPARE_VALUES)
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     texts = content["images"] if "images" in content else [content["image"]]

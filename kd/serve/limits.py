@@ -44,8 +44,10 @@ class Limits:
     """From the end of the body to the answer."""
     write_seconds: float = 10.0
     """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
-    drain_seconds: float = 25.0
-    """From SIGTERM to the end of the process. SageMaker and Kubernetes kill after 30."""
+    drain_seconds: float = 0.0
+    """From SIGTERM to when the port closes. Health checks fail meanwhile, and everything else is answered."""
+    end_seconds: float = 25.0
+    """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
 
     @property
     def max_pixels_in_request(self) -> int:

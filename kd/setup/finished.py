@@ -31,15 +31,7 @@ MAP_DATASET = "kd.data.map_dataset"
 
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
-    """Open a finished or interrupted run folder for reading.
-
-    Args:
-        path: the run folder.
-        trust: import the modules that its configuration names; without it, kd's own parts are.
-
-    Raises:
-        RunError: it is not a run folder, or names a module and is not trusted.
-    """
+    """Open a finished or interrupted run folder for reading."""
     folder = RunDir(path)
     stored = folder.stored_config()
     if stored is None:
@@ -64,11 +56,7 @@ def require_files(path: Path, settings: Config) -> None:
 
 
 def parse(file: Path | str, text: str, trust: bool) -> Config:
-    """Load a stored configuration.
-
-    Raises:
-        RunError: it was changed by hand, or by another version of kd; or it names a module and is not trusted.
-    """
+    """Load a stored configuration."""
     key = module = ""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))

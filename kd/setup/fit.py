@@ -37,8 +37,8 @@ FREE = (
 )
 
 
-def fit_folder(fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
-    """Return the recipe of a fit with its run folder, and the export folder that it leaves."""
+def fit_folder(where: str, fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
+    """Return the recipe of the fit of teacher `where`, with its run folder, and the export folder that it leaves."""
     # How often it is evaluated decides which weights are the best ones, and those are kept.
     keys = resolve(fit).record.keys
     free = (*FREE, "student.kind")  # always timm
@@ -47,7 +47,7 @@ def fit_folder(fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
     key = hashlib.sha256(content.encode()).hexdigest()[:12]
     name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
     recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
-    return recipe, recipe.record.path / "export"
+    return replace(recipe, student=replace(recipe.student, where=where)), recipe.record.path / "export"
 
 
 def is_fitted(target: Path) -> bool:

@@ -33,9 +33,16 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         image_size: of the data, pixels.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
+    where, section, spec = f"{plan.where}.kind", plan.section, student_spec(plan, classes)
+    made = {"spec": spec, "image_size": image_size, "features": plan.features}
+    return parts.build("teachers", section.kind, section.options, where, **made)
+
+
+def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
+    """Return which model a student is, with which weights."""
     section = plan.section
-    spec = Spec(
-        where="student",
+    return Spec(
+        where=plan.where,
         model=section.model,
         args=section.args,
         classes=classes if plan.task.logits else (),
@@ -43,8 +50,6 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         pretrained=section.init == "pretrained",
         task=None if section.kind == "timm" else plan.task,
     )
-    made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    return parts.build("teachers", section.kind, section.options, "student.kind", **made)
 
 
 def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:

@@ -21,7 +21,7 @@ from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.compiled import compile_forward
 from kd.models.load import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -50,12 +50,9 @@ class Teachers:
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
-    """Load the teachers of a run, all of several; their classes must be the data's.
+    """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
 
-    Args:
-        plan: which, and what is asked of them.
-        data: where its images have no labels, the first teacher names the classes.
-        weights: of each teacher by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
+    `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes than the data's.
@@ -95,15 +92,13 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         )
     if weights == REAL:
         _check_execution(section, model, where)
+        if not model.reads_ids:
+            require_repeatable(model, where, section.model, size)
     return model
 
 
 def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
-    """Refuse ways to run a model that is not torch's: it runs as it is.
-
-    Raises:
-        ModelError: naming the key.
-    """
+    """Refuse ways to run a model that is not torch's: it runs as it is."""
     if model.runtime == "torch":
         return
     refused = {
@@ -141,12 +136,8 @@ def choose_teacher(
 ) -> TeacherReport:
     """Build the live teacher as configured, with the fastest frozen forward where that is left open.
 
-    Args:
-        session: the backend, the sizes, and validation images to compare logits on.
-        section: of the configuration.
-        model: the loaded teacher, or None.
-        images: how many this rank will ask of it; with none, no compiler and no runtime is tried.
-        recorded: the mode of an earlier start of this run.
+    `images` is what this rank will ask of it: with none, no compiler and no runtime is tried. `recorded` is the mode of
+    an earlier start of this run.
 
     Raises:
         KdError: what is asked for by name, or was chosen when the run began, cannot be run here.

@@ -66,11 +66,7 @@ class Trust:
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
-        """Refuse other images than those that the run recorded.
-
-        Raises:
-            RunError: their content hash differs.
-        """
+        """Refuse other images than those that the run recorded."""
         if not self.images and data.fingerprint != manifest.get("data"):
             wrong = "the images are not those that the run recorded (their content hash differs)"
             raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")

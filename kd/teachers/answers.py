@@ -21,8 +21,8 @@ from kd.contracts import Source
 from kd.errors import ModelError
 from kd.models.answers import Answers, read
 from kd.models.load import Images, Spec
-from kd.teachers._shared import named, require_logits, to_logits
-from kd.types import Outputs
+from kd.teachers._shared import columns, named, require_logits, to_logits
+from kd.types import Outputs, file_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Options:
 
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the column `logits` holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, where it names none or otherwise than the data."""
 
 
@@ -47,13 +47,13 @@ class TableTeacher(nn.Module):
         classes: Sequence[str] = (),
         probabilities: bool = False,
         to_logits: Callable[[Tensor], Tensor] = Tensor.float,
+        pick: nn.Module | None = None,
     ) -> None:
         """Take a table [V, N, C] and the row of each training and each validation image."""
         super().__init__()
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
-        self.classes, self.num_classes = classes, len(classes)
-        self.num_features = 0 if classes else values.shape[2]
+        self.classes, self.num_classes, self.pick = classes, len(classes), pick or nn.Identity()
         self.features = () if classes else ("pooled",)
         self.split = 0
 
@@ -69,7 +69,8 @@ class TableTeacher(nn.Module):
         for tensor in (self.values, *self.rows):
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        return {"teacher": digest.hexdigest(), "architecture": {"answers": self.probabilities}, "input": []}
+        architecture = {"answers": self.probabilities, **columns(self.pick)}
+        return {"teacher": digest.hexdigest(), "architecture": architecture, "input": []}
 
     def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
         """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
@@ -78,7 +79,7 @@ class TableTeacher(nn.Module):
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:
             return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
-        return Outputs(self.to_logits(found))
+        return Outputs(self.pick(self.to_logits(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
         return copy.copy(self)  # nothing here changes, and a table may be large
@@ -114,10 +115,10 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not wants_logits:
         return TableTeacher(values, found)
     require_logits(spec, values[0, found[0][:64]].float(), options.outputs)
-    classes = named(spec, values.shape[2], table.classes, options.classes)
+    classes, pick = named(spec, values.shape[2], table.classes, options.classes)
     spec.require_meaning(table.problem_type)
     change = to_logits(spec, options.outputs)
-    return TableTeacher(values, found, classes, options.outputs == "probabilities", change)
+    return TableTeacher(values, found, classes, options.outputs == "probabilities", change, pick)
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:

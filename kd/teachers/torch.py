@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kd.errors import ModelError
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
+from kd.models.teacher import FAILURES, fails
 from kd.teachers._shared import (
     check_normalization,
     found_function,
@@ -30,7 +31,7 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs, TeacherFacts
+from kd.types import Outputs, TeacherFacts, file_key
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")
 """Keys under which training scripts save the weights."""
@@ -48,7 +49,7 @@ class Options:
     """Side of the image that the module takes, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the module returns."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
@@ -65,19 +66,10 @@ def facts(options: Options) -> TeacherFacts:
 class Embedder(Classifier):
     """A module without classes: what it returns are its pooled features."""
 
-    def __init__(self, network: nn.Module, width: int, **described: Any) -> None:
-        super().__init__(network, num_classes=0, **described)
-        self.features, self.width = ("pooled",), width
-
-    def forward(self, image: Tensor) -> Outputs:
-        """Return pooled features [B, D] for uint8 images [B, 3, H, W]."""
-        pooled_BD = self.network(self.normalize(image)).flatten(1)
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Return pooled features [B, D] for normalized images [B, 3, S, S]."""
+        pooled_BD = self.network(pixels).flatten(1)
         return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
-
-    @property
-    def num_features(self) -> int:
-        """Width D."""
-        return self.width
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
@@ -98,26 +90,32 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
     if spec.checkpoint:
         load_weights(spec, inner)
-    size = options.input_size or image_size
-    network = Network(inner.eval(), to_logits(spec, options.outputs) if options.outputs == "probabilities" else None)
+    size, wrap = options.input_size or image_size, Classifier if spec.logits else Embedder
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
-    with torch.no_grad():
-        noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-        first = main_output(inner(noise), f"{spec.where}.model")
+    described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
+    described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
+    network = Network(inner.eval(), to_logits(spec, options.outputs), nn.Identity())
     if not spec.logits:
-        width = first.flatten(1).shape[1]
-        return Embedder(network, width, input_size=size, mean=options.mean, std=options.std, architecture=architecture)
+        return wrap(network, num_classes=0, **described)
+    first = _first(spec, inner, size)
     require_logits(spec, first, options.outputs)
-    names = named(spec, first.shape[1], (), options.classes)
-    return Classifier(
-        network,
-        num_classes=len(names),
-        input_size=size,
-        mean=options.mean,
-        std=options.std,
-        architecture=architecture,
-        classes=names,
-    )
+    names, network.pick = named(spec, first.shape[1], (), options.classes)
+    return wrap(network, num_classes=len(names), classes=names, **described)
+
+
+@torch.no_grad()
+def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
+    """Return the module's answer to two images of noise.
+
+    Raises:
+        ModelError: it fails on images of this size.
+    """
+    noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    weight = next(inner.parameters(), noise)
+    try:
+        return main_output(inner(noise.to(weight.dtype)), f"{spec.where}.model").float()
+    except FAILURES as error:
+        raise fails(spec.where, spec.model, size, error) from error
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 from serving import ROOT, Running
 
 import kd
+from kd.cli.__main__ import main
 from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +43,7 @@ NOT_RUN = {
     "PJRT_DEVICE=TPU": "needs a TPU",
     "neuron_parallel_compile": "needs the Neuron SDK",
     "source": "another environment",
+    "eval": "changes the reader's shell",
     "python3": "makes an environment",
 }
 LAUNCHED = {
@@ -104,9 +106,9 @@ def spans(page: Path) -> list[str]:
 
 
 def help_of(command: Command, name: str) -> str:
-    answer = command(name, "--help")
-    assert answer.code == 0, answer
-    return answer.out
+    answers = [command(name, option) for option in ("--help", *(["--help-keys"] if name in WITH_CONFIG else []))]
+    assert all(answer.code == 0 for answer in answers), answers
+    return "".join(answer.out for answer in answers)
 
 
 # ------------------------------------------------------------------------------------------------------------- checking
@@ -186,12 +188,12 @@ class Session:
             return
         if program in NOT_RUN:
             check_not_run(argv, self.command)
+        elif program == "kd":
+            assert main(rest) == 0, argv
         elif program == "curl":
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
-        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
-            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
@@ -200,12 +202,17 @@ class Session:
             assert program.removeprefix("kd-") in COMMANDS, f"neither run nor listed in NOT_RUN: {argv}"
             # a configuration of kd by its name: the tiny one of that name
             rest = [f"configs/{arg}.yaml" if Path(f"configs/{arg}.yaml").is_file() else arg for arg in rest]
+            if "--local" in rest:  # starts a cluster; tests/remote does that
+                rest.append("--dry-run")
             answer = self.command(program.removeprefix("kd-"), *rest)
             assert answer.code == 0, (argv, answer)
 
     def settings(self, text: str) -> None:
         """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
+        if written.get("kind") == "Deployment":  # Kubernetes: what it starts
+            (container,) = written["spec"]["template"]["spec"]["containers"]
+            return check_arguments(["kd-serve", *container["args"]], self.command)
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
@@ -276,7 +283,7 @@ def helps(command) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_inline_keys_flags_and_paths_exist(page, helps):
+def test_inline_keys_flags_and_paths_exist(page, helps, command):
     keys = set(re.findall(r"^  ([a-z][\w.\[\]]+)  \(", helps["train"], re.MULTILINE))
     keys = {key.replace("[]", "") for key in keys} | {re.sub(r"\[\].*", "", key) for key in keys}
     sections = {key.split(".")[0] for key in keys}
@@ -287,6 +294,8 @@ def test_inline_keys_flags_and_paths_exist(page, helps):
         if " " in span and span.startswith("kd-"):
             argv = shlex.split(span)
             check_flags(argv[1:], helps[argv[0].removeprefix("kd-")])
+            if len(argv) > 1 and argv[1].startswith("configs/"):
+                check_arguments([argv[0], str(ROOT / argv[1]), *argv[2:]], command)
         if span.startswith("python "):
             argv = shlex.split(span)
             check_flags(argv[2:], (ROOT / argv[1]).read_text())

@@ -175,7 +175,7 @@ def test_ema_hands_back_the_average():
         ({"seed": -1}, r"^seed: is -1"),
         ({"workers": -1}, r"^workers: is -1"),
         ({"batch_size": 71}, r"^batch_size: is 71, but the training split has 70 images.*Set batch_size=70"),
-        ({"losses": [{"kind": "feature"}]}, r"feature"),
+        ({"losses": [{"kind": "cosine"}]}, r"feature"),
         ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
     ],
 )

@@ -143,16 +143,17 @@ def test_hub_id_without_the_network(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = refusal("hf-hub:nobody/no-such-model", args={}, pretrained=True, exact_head=True)
-    assert message.startswith("teacher.model: 'hf-hub:nobody/no-such-model' cannot be built (")
+    assert message.startswith("teacher.model: the weights of 'hf-hub:nobody/no-such-model' are not here")
 
 
 def test_pretrained_name_without_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/nonexistent")
     message = refusal("test_vit", args={}, pretrained=True)
-    assert "pretrained weights of a bare name need the network" in message
+    assert "OfflineModeIsEnabled" in message
+    assert "/nonexistent/models--timm--test_vit" in message
 
 
 # ----------------------------------------------------------------------------------------------- damaged folders

@@ -49,11 +49,21 @@ def test_the_list_price_is_taken_unless_another_is_given():
     assert listed.cost == pytest.approx(1.41 * 40 / 3600)  # nothing billed is recorded: the training time
 
 
-def test_the_heterogeneous_posts_lines():
-    """aws/amazon-sagemaker-examples, training/heterogeneous-clusters: TensorFlow 192 -> 86 ms a step."""
-    alone = run("p4d", {"billable_seconds": 0.192 * 5000}, **{"price.per_hour": 37.7})
-    mixed = run("p4d + 2 c5", {"billable_seconds": 0.086 * 5000}, **{"price.per_hour": 37.7 + 2 * 3.67})
-    assert price_rows([alone, mixed])[1]["saving"] == "46.5 %"
+@pytest.mark.parametrize(
+    ("before", "after", "usd", "saving"),
+    [
+        ((37.69, 6553), (24.725, 6033), ("68.61", "41.43"), "39.6 %"),
+        ((37.688, 0.192 * 100), (45.032, 0.086 * 100), ("0.201", "0.108"), "46.5 %"),
+        ((3.825, 1.193 * 100), (5.661, 0.184 * 100), ("0.127", "0.029"), "77.2 %"),
+    ],
+    ids=["Trainium: 68.6 and 41.47 USD", "TensorFlow: 46 % cheaper", "PyTorch: 77 % cheaper"],
+)
+def test_the_tables_of_awss_posts(before, after, usd, saving):
+    """USD an hour and billable seconds; of the two heterogeneous clusters, those of 100 steps."""
+    runs = [run(who, {"billable_seconds": s}, **{"price.per_hour": p}) for who, (p, s) in zip("ab", (before, after))]
+    rows = price_rows(runs)
+    assert tuple(f"{one.cost:.{len(text.partition('.')[2])}f}" for one, text in zip(runs, usd, strict=True)) == usd
+    assert rows[1]["saving"] == saving
 
 
 def test_best_is_the_first_of_the_highest_score():
