@@ -93,7 +93,8 @@ class Distilled:
         image, pixels = origin.arguments.image(), Pixels(origin.arguments, tuple(mean), tuple(std))
         pixels.levels(image[None], "train")
         size = image.shape[-1]
-        network, name = Network(copy.deepcopy(self.student).cpu().eval()), type(self.student).__qualname__
+        network = Network(copy.deepcopy(self.student).cpu().eval())
+        name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
         recipe = origin.recipe
         plan = replace(recipe.data, section=replace(recipe.data.section, image_size=size))

@@ -1,4 +1,4 @@
-"""The weighted sum of loss terms, the one trainable module that a backend wraps, and the scoring pass of a sifter."""
+"""The weighted sum of loss terms, and the one trainable module that a backend wraps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import Backend, Teacher
-from kd.engine.span import Span, no_span
 from kd.evaluation import Task
-from kd.types import Batch, Needs, Outputs, TeacherOutputs
+from kd.types import Batch, Needs, Outputs
 
 
 class Criterion(nn.Module):
@@ -88,44 +86,6 @@ class Distillation(nn.Module):
         """Return the student's logits [B, C] and the scores of the criterion."""
         student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
-
-
-class Scoring:
-    """Score one step's worth of images on all ranks, without training on them. See `kd.contracts.Score`.
-
-    Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
-    """
-
-    def __init__(self, backend: Backend, teacher: Teacher, distillation: Distillation, span: Span = no_span) -> None:
-        self.backend, self.teacher, self.distillation, self.span = backend, teacher, distillation, span
-
-    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
-        """Return the losses of all ranks' images in the plan's order, and the batches with the teacher's outputs."""
-        with self.span("sifting"):
-            return self._score(batches)
-
-    @torch.no_grad()
-    def _score(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
-        backend, distillation = self.backend, self.distillation
-        distillation.eval()  # batch norm's statistics and dropout's draws belong to training
-        scored, values = [], []
-        for batch in batches:
-            with self.span("teacher"):  # the step takes these outputs over
-                outputs = self.teacher(batch)
-            with backend.autocast():
-                loss_M = distillation(batch, outputs)[1]["per_image"]
-            scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs)))
-            values.append(loss_M.float())
-        distillation.train()
-        all_AWM = torch.zeros(len(values), backend.world_size, len(values[0]), device=backend.device)
-        all_AWM[:, backend.rank] = torch.stack(values)
-        total = backend.reduce_sum(all_AWM)
-        backend.end_step()
-        return total.flatten().cpu(), scored
-
-    def cut(self) -> None:
-        """Cut the graph."""
-        self.backend.end_step()
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kd.engine.criterion import Scoring
 from kd.engine.diagnosis import Diverged, located
 from kd.engine.meter import Meter, require_applied
-from kd.engine.run import Run, Stopping
+from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
 from kd.errors import Interrupted
 from kd.seeds import seed_from
@@ -79,7 +78,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Bat
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
+    batches = run.sifter.stream(sent, Scoring(run), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))

@@ -28,9 +28,8 @@ from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.finished import best_student, opened_run, require_files
+from kd.setup.finished import Trust, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

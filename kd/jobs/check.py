@@ -40,7 +40,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
     split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
     fits = {where: left for where, fit in plan.fits.items() if (left := _to_be_fitted(where, fit, data))}
     for model in (*(fit.student for fit in fits.values()), student_plan):
-        if model.section.kind == "timm":  # your own function finds its weights itself
+        if model.section.kind == "timm":
             require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
@@ -58,6 +58,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         *_unseen(data.labels(val=True), data.classes),
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
+        *(f"          {note}" for note in teachers.notes),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
         *_store(section, (len(data.train), len(data.val))),

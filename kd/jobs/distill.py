@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,11 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "classes": list(data.classes),
         "data": data.fingerprint,
         "environment": environment(),
+        "date": date.today().isoformat(),
+        "parameters": {"student": count_parameters(run.distillation.student)},
     }
+    if teacher is not None:
+        facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     return facts
@@ -152,6 +157,8 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title: str) -> None:
     """Show what the set-up found out."""
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+    for note in setting.teachers.notes:
+        console.info(f"teacher: {note}")
     if "batch_search" in facts:
         console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:

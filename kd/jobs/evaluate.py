@@ -10,9 +10,8 @@ from kd.jobs.teach import obtain_teachers
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import load_distillation, opened_run, require_files
+from kd.setup.finished import Trust, load_distillation, opened_run, require_files
 from kd.setup.recipe import resolve
-from kd.setup.trust import Trust
 
 
 def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:

@@ -125,16 +125,14 @@ class Classifier(nn.Module):
 class Network(nn.Module):
     """A module of somebody else, whose answer is one tensor, whatever it returns."""
 
-    def __init__(
-        self, inner: nn.Module, change: Callable[[Tensor], Tensor] = Tensor.float, pick: nn.Module | None = None
-    ) -> None:
-        """Wrap `inner`; its answer is changed, and of that `pick` takes what is needed."""
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.inner, self.change, self.pick = inner, change, pick or nn.Identity()
+        self.inner, self.change, self.pick = inner, change, nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        return self.pick(self.change(main_output(self.inner(pixels), "model")))
+        answer = main_output(self.inner(pixels), "model")
+        return self.pick(answer if self.change is None else self.change(answer))
 
 
 def resized(image: Tensor, size: int) -> Tensor:

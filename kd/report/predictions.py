@@ -22,11 +22,10 @@ from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data, DataPlan, open_sources
-from kd.setup.finished import best_student
+from kd.setup.finished import Trust, best_student
 from kd.setup.fit import fit_folder, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
-from kd.setup.trust import Trust
 from kd.types import Batch
 
 FILE = "answers.json"

@@ -33,9 +33,8 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         image_size: of the data, pixels.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
-    where, section, spec = f"{plan.where}.kind", plan.section, student_spec(plan, classes)
-    made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    return parts.build("teachers", section.kind, section.options, where, **made)
+    made = {"spec": student_spec(plan, classes), "image_size": image_size, "features": plan.features}
+    return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:

@@ -94,7 +94,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
     described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
-    network = Network(inner.eval(), to_logits(spec, options.outputs), nn.Identity())
+    network = Network(inner.eval(), to_logits(spec, options.outputs))
     if not spec.logits:
         return wrap(network, num_classes=0, **described)
     first = _first(spec, inner, size)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 
-from kd.engine.criterion import Scoring
 from kd.engine.loop import train
+from kd.engine.run import Scoring
 
 RELATIVE = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=3")
 SIFTERS = {
@@ -120,7 +120,7 @@ def test_scoring_leaves_the_student_as_it_was(make):
     batch = next(iter(plain.run.loader.epoch(plan, 0)))
     sifted.run.distillation.train()
     torch.manual_seed(5)
-    Scoring(sifted.run.backend, sifted.run.teacher, sifted.run.distillation)([batch], "loss")
+    Scoring(sifted.run)([batch])
     draw = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(draw, torch.rand(1))
