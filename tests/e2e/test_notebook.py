@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -73,4 +74,18 @@ def test_every_cell_runs(photos, tmp_path, kernel):
     assert "| student, distilled" in said[2]
     assert (tmp_path / "runs" / "fruit" / "export" / "model.safetensors").is_file()
     assert "(36, 13)" in said[5]
-    assert "'teacher_accuracy':" in said[6]
+    assert "<td>student</td>" in cells[6].outputs[-1]["data"]["text/html"]
+    assert (tmp_path / "own" / "model.onnx").is_file()
+    assert "model.onnx" in said[7]
+
+
+def test_it_comes_executed():
+    """Each cell has its number and no error, and shows nothing of the machine."""
+    text = (ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8")
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [
+        one for cell in cells for one in cell.outputs if one.output_type == "error" or one.get("name") == "stderr"
+    ]
+    assert "<progress value='1.000'" in text
+    assert not re.search(r"(/tmp|/home|/root|/work)/", text)
