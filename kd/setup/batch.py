@@ -30,8 +30,6 @@ SMALLEST, VISIBLE_MIB = 4, 16.0
 """Images of the first measurement; growth of a process that is more than noise."""
 FULL = "a rank is out of memory."
 """In the words by which accelerate knows such an error."""
-PROVISIONAL = 64
-"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +40,6 @@ class Found:
     """Images of a micro-batch on one rank."""
     summary: str
     """How it was found, for a person."""
-
-
-def provisional_batch(num_images: int, backend: Backend) -> int:
-    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
-    if backend.fixed_mode:
-        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
-        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
-    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
 
 
 def choose_batch(session: Session, distillation: Distillation, teacher: Teacher, optimizer: OptimizerSection) -> Found:
