@@ -70,10 +70,10 @@ def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Foun
     from accelerate.utils import find_executable_batch_size  # heavy, and only here
 
     size = 2 ** int(math.log2(most))
-    kept = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
+    switched = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
     room = SHARE * backend.free_mib()
     each = 0.0 if math.isinf(room) else per_image(trial, size)
-    if kept:
+    if switched:
         keep_freed_memory()
     tried = []
 

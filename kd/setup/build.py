@@ -176,9 +176,9 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size
-    asked = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
+    answers = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
     with region("choose teacher"):
-        report = choose_teacher(session, teacher.section, model, asked, chosen.teacher)
+        report = choose_teacher(session, teacher.section, model, answers, chosen.teacher)
     with region("open cache"):
         answering = step_teacher(teacher, report, model, session)
     with region("choose student"):
