@@ -19,7 +19,6 @@ from kd.jobs.folder import open_run
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.finished import best_student
 from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
@@ -72,7 +71,8 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
-            from kd.export.folder import write_folder  # only where a teacher was fitted
+            from kd.export.folder import write_folder  # these two only where a teacher was fitted
+            from kd.setup.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type
