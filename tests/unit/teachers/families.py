@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "dinov2_with_registers": ("Dinov2WithRegisters", VIT, HEAD, "Bit", IMAGENET),
     "efficientnet": (
         "EfficientNet",
-        {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "image_size": SIDE},
+        {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "batch_norm_eps": 1e-12, "batch_norm_momentum": 1.0},
         HEAD,
         "EfficientNet",
         {"image_mean": IMAGENET["image_mean"], "image_std": [0.47853944, 0.4732864, 0.47434163], "include_top": True},
@@ -130,18 +130,23 @@ def make(name: str, folder: Path) -> Path:
     prefix, sizes, head, processor, keys = {**FAMILIES, **REFUSED}[name]
     names = dict(enumerate(CLASSES))
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**sizes, id2label=names, label2id={n: i for i, n in names.items()})
+    config = getattr(transformers, f"{prefix}Config")(
+        **sizes, id2label=names, label2id={n: i for i, n in names.items()}
+    )
     model = getattr(transformers, prefix + head)(config)
     with torch.no_grad():  # as initialized, most answer every image alike
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and module.weight.dim() > 1:
                 torch.nn.init.orthogonal_(module.weight)
+        if "batch_norm_eps" in sizes:  # its signal dies out without
+            model.train()(pixel_values=torch.randn(8, 3, SIDE, SIDE))
     model.eval().save_pretrained(folder)
     cls = getattr(transformers, f"{processor}ImageProcessor")
     found = cls(**keys).to_dict()
     shown = found["crop_size"] if found.get("do_center_crop") else found.get("size", {})
-    factor = SIDE / max([SIDE if keys.keys() & {"size", "crop_size"} else 0, *shown.values()] or [SIDE])
-    small = {key: {k: round(v * factor) for k, v in found[key].items()} for key in ("size", "crop_size") if key in found}
+    factor = 1.0 if keys.keys() & {"size", "crop_size"} else SIDE / max(shown.values(), default=SIDE)
+    sizes = {key: found[key] for key in ("size", "crop_size") if key in found}
+    small = {key: {name: round(side * factor) for name, side in sides.items()} for key, sides in sizes.items()}
     cls(**{**small, **keys}).save_pretrained(folder)
     return folder
 
@@ -155,8 +160,8 @@ def answers(folder: Path, images: list[Image.Image], **switches: bool) -> torch.
         setattr(processor, key, value)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        said = [model(pixel_values=processor(image, return_tensors="pt")["pixel_values"]).logits for image in images]
-    return torch.cat(said)
+        said = [model(pixel_values=processor(image, return_tensors="pt")["pixel_values"]) for image in images]
+    return torch.cat([one.logits if hasattr(one, "logits") else one.last_hidden_state for one in said])
 
 
 def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
