@@ -9,6 +9,7 @@ Classifier computes the same; anything else is refused.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def measure(spec: Spec, processor: Any) -> Preparation:
     mean = -offset * std
     mean, std = _written(processor, mean, std)
     back = np.argsort(order)  # of each channel of the image
-    home = Home("transformers", lambda image: _prepared(spec, processor, image), _keys(processor))
+    home = Home("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
     return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), home)
 
 
@@ -108,11 +109,12 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
     except Exception as error:  # transformers raises many types, all caused by the folder
         reason = " ".join(str(error).split())[:200]
         wrong = f"the processor of '{spec.model}' fails ({type(error).__name__}: {reason})"
-        raise ModelError(f"{spec.where}.model", wrong, "", "Correct preprocessor_config.json") from error
+        numbers = _keys(processor, ("image_mean", "image_std", "rescale_factor", "size", "crop_size"))
+        raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}", "Correct them") from error
     if not isinstance(found, torch.Tensor) or found.ndim != 4 or found.shape[:2] != (1, 3):
         shape = list(getattr(found, "shape", ()))
         wrong = (
-            f"the processor of '{spec.model}' makes {type(processor).__name__} input of the shape {shape} of an image"
+            f"the {type(processor).__name__} of '{spec.model}' makes input of the shape {shape} of an image"
         )
         allowed = "One image [1, 3, H, W]; not patches (patch_size, max_num_patches), tiles or colour clusters"
         raise ModelError(f"{spec.where}.model", wrong, allowed, "Choose another model, such as one of a fixed size")
@@ -174,7 +176,7 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
     return ModelError(f"{spec.where}.model", f"{wrong}: {', '.join(guilty)}", allowed, "Correct these keys")
 
 
-def _keys(processor: Any) -> str:
-    """Return the processor's keys of size and crop, as its file has them."""
+def _keys(processor: Any, names: Sequence[str]) -> str:
+    """Return some of the processor's keys with their values."""
     found = processor.to_dict()
-    return ", ".join(f"{name} {found[name]}" for name in KEYS if found.get(name) is not None)
+    return ", ".join(f"{name} {found[name]}" for name in names if found.get(name) is not None)
