@@ -77,7 +77,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, data: Data, device: to
 
 
 def _share(pick: Any, logits_BC: Tensor) -> float:
-    return pick(logits_BC.float().softmax(1)).sum(1).mean().item()
+    return logits_BC.float().softmax(1)[:, pick.columns].sum(1).mean().item()
 
 
 def _at_home(where: str, model: Any, home: Home, pictures: Sequence[Image.Image], device: torch.device) -> Tensor:

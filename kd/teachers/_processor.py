@@ -113,9 +113,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
         raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}", "Correct them") from error
     if not isinstance(found, torch.Tensor) or found.ndim != 4 or found.shape[:2] != (1, 3):
         shape = list(getattr(found, "shape", ()))
-        wrong = (
-            f"the {type(processor).__name__} of '{spec.model}' makes input of the shape {shape} of an image"
-        )
+        wrong = f"the {type(processor).__name__} of '{spec.model}' makes input of the shape {shape} of an image"
         allowed = "One image [1, 3, H, W]; not patches (patch_size, max_num_patches), tiles or colour clusters"
         raise ModelError(f"{spec.where}.model", wrong, allowed, "Choose another model, such as one of a fixed size")
     return found[0].float()

@@ -46,7 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "dinov2_with_registers": ("Dinov2WithRegisters", VIT, HEAD, "Bit", IMAGENET),
     "efficientnet": (
         "EfficientNet",
-        {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "batch_norm_eps": 1e-12, "batch_norm_momentum": 1.0},
+        {
+            "width_coefficient": 0.25,
+            "depth_coefficient": 0.25,
+            "hidden_dim": 320,
+            "batch_norm_eps": 1e-12,
+            "batch_norm_momentum": 1.0,
+        },
         HEAD,
         "EfficientNet",
         {"image_mean": IMAGENET["image_mean"], "image_std": [0.47853944, 0.4732864, 0.47434163], "include_top": True},

@@ -67,7 +67,9 @@ def test_a_family_has_features(family, tmp_path):
         return
     with torch.no_grad():
         found = teacher(tensor(squares()))
-    torch.testing.assert_close(found.logits, answers(tmp_path, prepared(tmp_path, squares(), **FLAT)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found.logits, answers(tmp_path, prepared(tmp_path, squares(), **FLAT)), rtol=1e-4, atol=1e-4
+    )
     assert found.features["pooled"].ndim == 2
     assert found.features["tokens"].ndim == 3
 
