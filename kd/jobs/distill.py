@@ -76,6 +76,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         with Observer(setting, recipe.loop, folder, console) as observer:
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             results = Results(folder, console, recorded)
+            compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
             facts = built.facts | facts_of(run, setting)
@@ -85,7 +86,6 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
                 facts["measured_ms"] = known.get("measured_ms", {})
             folder.record(**facts)
             announce(facts, setting, console, title)
-            compare_home(recipe.teacher, setting, folder, console)
             with run.span("evaluation"):
                 folder.record(before=check_before(recipe.teacher, run, setting.teachers, console))
             with signals.training():

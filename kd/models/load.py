@@ -322,6 +322,7 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
+    tensors = unwrapped(tensors, own)
     if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     tensors = _at_this_size(tensors, own, network)
@@ -337,6 +338,14 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     require_same_tensors(where, spec.model, own, tensors)
     network.load_state_dict(tensors)
+
+
+def unwrapped(tensors: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without the prefixes of DataParallel and torch.compile, which the module itself does not have."""
+    for prefix in ("module.", "_orig_mod.", "module."):
+        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

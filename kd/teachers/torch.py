@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.models.classifier import Classifier, main_output
-from kd.models.load import Spec, read_tensors, require_same_tensors
+from kd.models.load import Spec, read_tensors, require_same_tensors, unwrapped
 from kd.models.teacher import FAILURES, fails
 from kd.teachers._shared import (
     check_normalization,
@@ -36,8 +36,6 @@ from kd.types import Outputs, TeacherFacts
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
 """Keys under which training scripts save the weights."""
-WRAPPED = ("module.", "_orig_mod.", "module.")
-"""What DataParallel and torch.compile put before the names of a module that they wrap, the outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +139,8 @@ def load_weights(spec: Spec, inner: nn.Module) -> None:
     """
     where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
     safe = path.is_dir() or path.suffix == ".safetensors"
-    tensors, own = read_tensors(spec)[0] if safe else _unpickled(path, where), inner.state_dict()
-    for prefix in WRAPPED:  # a wrapper's, unless the module has it too
-        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    own = inner.state_dict()
+    tensors = unwrapped(read_tensors(spec)[0] if safe else _unpickled(path, where), own)
     require_same_tensors(where, spec.model, own, tensors)
     inner.load_state_dict(tensors)
 

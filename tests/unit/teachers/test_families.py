@@ -42,7 +42,7 @@ def tensor(images):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_as_at_home(family, tmp_path):
-    """Channel order, offsets, missing keys and left-over keys were ignored: logits off by 0.9 to 3.8 spreads, exit 0."""
+    """Channel order, offsets, missing and left-over keys were ignored: logits off by 0.9 to 3.8 spreads, exit 0."""
     make(family, tmp_path)
     pixels = prepared(tmp_path, squares(), **FLAT)
     teacher, expected = load(tmp_path), answers(tmp_path, pixels)
@@ -56,13 +56,13 @@ def test_a_family_answers_as_at_home(family, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family",
-    ("clip", "siglip", "deit, distilled", "levit", "dinov2", "swin", "segformer", "hgnet_v2", "pp_lcnet", "perceiver"),
+    ["clip", "siglip", "deit, distilled", "levit", "dinov2", "swin", "segformer", "hgnet_v2", "pp_lcnet", "perceiver"],
 )
 def test_a_family_has_features(family, tmp_path):
     """CLIP's and SigLIP's classifiers were a traceback."""
     teacher = load(make(family, tmp_path), ("pooled", "tokens"))
     if family == "perceiver":
-        with pytest.raises(ModelError, match="^losses: .*no vector of features before its classifier"):
+        with pytest.raises(ModelError, match=r"^losses: .*no vector of features before its classifier"):
             teacher(tensor(squares()))
         return
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 
 from kd import parts
 from kd.errors import KdError
+from kd.models.classifier import resized
 from kd.models.load import Spec
 
 onnx = pytest.importorskip("onnx")
@@ -124,8 +125,6 @@ def test_a_graph_answers_as_its_arithmetic(name, tmp_path):
     shape = ANSWERED[name]
     image = torch.randint(256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     model = load(shape, tmp_path / "g.onnx")
-    from kd.models.classifier import resized
-
     seen = resized(image, model.input_size)
     seen = seen.round() if shape.type == BYTE else seen
     torch.testing.assert_close(

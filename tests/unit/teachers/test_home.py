@@ -1,4 +1,4 @@
-"""A teacher beside itself at home: shown and recorded, refused where it is another; some of its classes; its weights."""
+"""A teacher beside itself at home, some of its classes, weights as scripts save them, vectors by name."""
 
 from __future__ import annotations
 
