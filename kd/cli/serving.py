@@ -6,11 +6,13 @@ import argparse
 import os
 import re
 import sys
+import threading
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
 from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
+from kd.errors import Interrupted
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -162,13 +164,17 @@ def predict(argv: Sequence[str] | None = None) -> int:
     )
     add, count = parser.add_argument, whole_number(0, 999_999_999)
     add("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
-    text = "a folder, a list (a path a line), shards (train-{000..009}.tar), or a URL such as s3://BUCKET/PREFIX"
+    text = (
+        "a folder, an image, a list (a path a line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX, "
+        "or -: an image or a list on the standard input"
+    )
     add("images", metavar="IMAGES", help=text)
     add("--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet")
     add("--file", default="model.onnx", help=GRAPHS)
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
+    add("--ray", action="store_true", help="use all hosts of the Ray cluster that RAY_ADDRESS names")
     options = parser.read(argv)
 
     def command() -> None:
@@ -177,9 +183,14 @@ def predict(argv: Sequence[str] | None = None) -> int:
         result = predict(taken(Settings, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s: {options.to}")
+        hosts = f" on {result.hosts} hosts" if options.ray else ""
+        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)
 
-    return guarded(command, resumable=True)
+    code = guarded(command, resumable=True)
+    if code == Interrupted.exit_code and threading.active_count() > 1:  # one waits for a storage that does not answer
+        sys.stdout.flush()
+        os._exit(code)
+    return code

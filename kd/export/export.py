@@ -107,7 +107,7 @@ def export(
         MissingExtra: a package that an option needs.
     """
     folder, settings = opened_run(path, trust)
-    require_files(path, settings)
+    require_files(path, settings.data)
     recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     manifest = folder.manifest()
     if not manifest.get("classes"):
