@@ -73,6 +73,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
+        message = message.removesuffix(", key=value")  # argparse says so of what may be left out
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
