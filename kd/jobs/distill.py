@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -28,6 +29,7 @@ from kd.progress.console import Console
 from kd.progress.summary import skipped_text
 from kd.progress.trackers import Trackers
 from kd.scores import Scores
+from kd.setup.answers import mistakes
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
@@ -111,6 +113,9 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         observer.conclude(title)
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
+        if names and data.labelled and recipe.student.task.logits == "softmax":
+            with run.average.applied() if run.average is not None else nullcontext():
+                trackers.pictures(state.step, mistakes(run.distillation.student.eval(), data, backend.device))
         sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")

@@ -127,7 +127,8 @@ class Network(nn.Module):
 
     def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.inner, self.change, self.pick = inner, change, nn.Identity()
+        self.inner, self.change = inner, change
+        self.pick: nn.Module = nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, C] for normalized images [B, 3, S, S]."""

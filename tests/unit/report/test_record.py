@@ -62,7 +62,10 @@ def test_the_list_price_is_taken_unless_another_is_given():
 )
 def test_the_tables_of_awss_posts(before, after, usd, saving):
     """USD an hour and billable seconds; of the two heterogeneous clusters, those of 100 steps."""
-    runs = [run(who, {"billable_seconds": s}, **{"price.per_hour": p}) for who, (p, s) in zip("ab", (before, after))]
+    runs = [
+        run(who, {"billable_seconds": s}, **{"price.per_hour": p})
+        for who, (p, s) in zip("ab", (before, after), strict=True)
+    ]
     rows = price_rows(runs)
     assert tuple(f"{one.cost:.{len(text.partition('.')[2])}f}" for one, text in zip(runs, usd, strict=True)) == usd
     assert rows[1]["saving"] == saving
