@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,23 @@ def test_a_container_that_does_not_count_what_can_be_dropped(inside):
     assert host.free_mib() == 1024 / 64
     (inside / "memory.stat").unlink()
     assert host.free_mib() == 1024 / 64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_it():
+    ask = "import time; begin = time.perf_counter(); from kd.host import command_seconds; "
+    ask += "print(command_seconds(), time.perf_counter() - begin)"
+
+    def answer(**variables: str) -> list[float]:
+        found = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **variables}, capture_output=True)
+        return [float(word) for word in found.stdout.split()]
+
+    begin = time.perf_counter()
+    own, imports = answer()
+    assert imports - 0.02 <= own <= time.perf_counter() - begin + 0.02  # the kernel counts in hundredths
+    assert answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
+    mine = time.time() - psutil.Process().create_time()
+    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
 
 
 FAULTS = """
