@@ -144,6 +144,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
     threads = setting.facts.threads  # 0: the run compares them itself
+    evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
         cores=most,
@@ -153,6 +154,8 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
+        evaluate=evaluate,
+        checkpoint=run.length.checkpoint or evaluate,
     )
 
 
