@@ -280,7 +280,7 @@ def load_balancing(evidence: Evidence) -> Finding | None:
 
 def time_share(evidence: Evidence) -> Finding | None:
     """Evaluations, checkpoints or the forward pass take more of the run's own table than they should."""
-    rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row["clock"] != "tracing"]
+    rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row.get("clock") != "tracing"]
     total, made = summed([row.get("device_ms", row["ms"]) for row in rows]), sum(row["steps"] for row in rows)
     for name, every in (("evaluation", evidence.facts.evaluate), ("checkpoint", evidence.facts.checkpoint)):
         share = total.get(name, 0.0) / max(sum(total.values()), 1e-9)
