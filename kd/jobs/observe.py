@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,20 @@ ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communic
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
+_reached: list[float] = []
+"""Until when the tables of this command account for its time (`time.perf_counter`)."""
+
+
+@contextmanager
+def accounted(began: float) -> Iterator[None]:
+    """Let the tables of the runs in this block follow one another without a gap, the first from `began` on."""
+    _reached[:] = [began]
+    try:
+        yield
+    finally:
+        _reached.clear()
+
+
 def clock_of(facts: BackendFacts, device: torch.device) -> str:
     """Return what the times of spans mean on a kind of backend. See `Timeline`."""
     return "tracing" if facts.compiles else "device" if device.type == "cuda" else "host"
@@ -48,7 +62,8 @@ class Observer:
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(setting.facts, backend.device)
-        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step)
+        since = _reached[0] if _reached else time.perf_counter()
+        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step, since=since)
         wanted = loop.profile if backend.rank == 0 else ()
         self._profiler = None
         if wanted:
@@ -82,6 +97,7 @@ class Observer:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+        _reached[:] = [time.perf_counter()] if _reached else []
 
     def window(self, state: State) -> Mapping[str, float]:
         """End a log window; now and then also ask the rules. See `kd.engine.run.Window`."""
@@ -128,6 +144,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
     threads = setting.facts.threads  # 0: the run compares them itself
+    evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
         cores=most,
@@ -137,6 +154,8 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
+        evaluate=evaluate,
+        checkpoint=run.length.checkpoint or evaluate,
     )
 
 

@@ -16,6 +16,7 @@ from kd.contracts import Backend
 from kd.errors import ConfigError, FolderInUse, RunError
 from kd.jobs.distill import distill
 from kd.jobs.folder import open_run
+from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
@@ -29,16 +30,19 @@ MINE, FITTED, IN_USE = 0, 1, 2
 log = logging.getLogger("kd")
 
 
-def teach(settings: Config) -> list[Path]:
+def teach(settings: Config, before: float = 0.0) -> list[Path]:
     """Fit the teachers of a configuration that have no checkpoint, or find them fitted; return their folders.
+
+    The time of the first fit begins `before` seconds ago.
 
     Raises:
         ConfigError: the config does not say how to fit one.
     """
     if not settings.teacher.fit.epochs:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
+    started = time.perf_counter() - before
     recipe = resolve(settings)
-    with distributed(recipe.backend) as backend:
+    with accounted(started), distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
         fits = fit_folders(recipe.teacher, data.fingerprint).values()
         return [fit_teacher(*fit, data, backend) for fit in fits]
