@@ -41,12 +41,12 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kd' has no attribute '{name}'")
     module, attribute = _HOMES[name]
     return getattr(import_module(module), attribute)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -6,9 +6,9 @@ import ctypes
 import math
 import os
 import platform
-import resource
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,12 @@ def free_mib() -> float:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
             free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
-    address, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address != resource.RLIM_INFINITY:
-        free.append(address - _address_space())
+    with suppress(ImportError):
+        import resource  # not on Windows
+
+        address, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if address != resource.RLIM_INFINITY:
+            free.append(address - _address_space())
     return max(0.0, min(free) / 2**20)
 
 
@@ -93,7 +96,7 @@ def _available() -> float:
         return available
     try:  # other systems: half of what there is
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return 0.0
 
 

@@ -20,6 +20,7 @@ VALUES = {
     "references",
     "host",
     "instances",
+    "cluster",
     "files",
     "contracts",
     "evaluation",
@@ -37,6 +38,7 @@ MAY_IMPORT = {
     "instances": set(),
     "references": set(),
     "host": {"references"},
+    "cluster": {"errors"},
     "files": {"errors"},
     "contracts": {"errors", "scores", "types"},
     "evaluation": {"contracts", "scores", "types"},
@@ -54,7 +56,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
     "serve": {"errors", "files"},
-    "predict": {"errors", "files", "serve"},
+    "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
 MAY_IMPORT_OUTSIDE = {
@@ -72,7 +74,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
     "openvino": ("models/runtimes.py", "serve/model.py"),
-    "ray": ("data/decoders.py",),
+    "ray": ("cluster.py", "data/decoders.py", "predict/hosts.py"),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),
     "transformers": ("teachers/_towers.py",),

@@ -144,6 +144,8 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
         shape = "x".join(str(size) for size in answer_BC.shape)
         raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+    if answer_BC.is_meta:  # its shape alone is known
+        return
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None

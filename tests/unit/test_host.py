@@ -60,6 +60,30 @@ def test_a_container_that_does_not_count_what_can_be_dropped(inside):
     assert host.free_mib() == 1024 / 64
 
 
+WINDOWS = """
+import os, pathlib, sys
+sys.modules["fcntl"] = sys.modules["resource"] = None
+for name in ("sysconf", "sched_getaffinity", "statvfs", "fork"):
+    delattr(os, name)
+import kd.cli.__main__, kd.predict.run, kd.serve.server
+from kd import host
+from kd.errors import RunError
+from kd.files.storage import lock
+assert host.cores() == os.cpu_count() and host.free_mib() >= 0
+try:
+    lock(pathlib.Path(sys.argv[1]), "run")
+except RunError as error:
+    print(error)
+"""
+
+
+def test_what_windows_lacks_is_missed_only_where_it_is_used(tmp_path):
+    """Windows itself was not at hand: these are the modules and functions that it has not."""
+    done = subprocess.run([sys.executable, "-c", WINDOWS, tmp_path / "a"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "without locks (on Windows kd trains in WSL)" in done.stdout
+
+
 FAULTS = """
 import resource, torch
 from kd.backends.cpu import CPU

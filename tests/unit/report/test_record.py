@@ -10,10 +10,8 @@ from kd.progress.summary import curves, sparkline
 from kd.report.answers import short_names
 from kd.report.page import render
 from kd.report.record import Answers, RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, time_parts
-from kd.report.report import scores_of
 from kd.report.text import summary, where_time_went
 from kd.tasks.embedding import SCORES as EMBEDDING
-from kd.tasks.label_sets import SCORES as LABEL_SETS
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
 
@@ -62,7 +60,10 @@ def test_the_list_price_is_taken_unless_another_is_given():
 )
 def test_the_tables_of_awss_posts(before, after, usd, saving):
     """USD an hour and billable seconds; of the two heterogeneous clusters, those of 100 steps."""
-    runs = [run(who, {"billable_seconds": s}, **{"price.per_hour": p}) for who, (p, s) in zip("ab", (before, after))]
+    runs = [
+        run(who, {"billable_seconds": s}, **{"price.per_hour": p})
+        for who, (p, s) in zip("ab", (before, after), strict=True)
+    ]
     rows = price_rows(runs)
     assert tuple(f"{one.cost:.{len(text.partition('.')[2])}f}" for one, text in zip(runs, usd, strict=True)) == usd
     assert rows[1]["saving"] == saving
@@ -76,22 +77,6 @@ def test_best_is_the_first_of_the_highest_score():
     unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
     assert (unlabelled.decides.key, unlabelled.best["step"]) == ("agreement", 2)
     assert replace(run(), val=[]).best == {}
-
-
-@pytest.mark.parametrize(
-    ("keys", "scores"),
-    [
-        (("accuracy", "top5", "ece"), SINGLE_LABEL),
-        (("agreement", "kl", "agreement_ece"), SINGLE_LABEL),
-        (("map", "agreement", "kl"), LABEL_SETS),
-        (("agreement", "kl"), LABEL_SETS),
-        (("knn", "probe", "agreement"), EMBEDDING),
-        (("agreement",), EMBEDDING),
-        ((), SINGLE_LABEL),
-    ],
-)
-def test_the_columns_of_a_run_that_recorded_none(keys, scores):
-    assert scores_of(dict.fromkeys(keys, 0.5)) is scores
 
 
 def test_what_differs():
