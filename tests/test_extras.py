@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import venv
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from kd.errors import ConfigError, Interrupted, KdError, did_you_mean
+from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, is_own_code, raised
 from kd.jobs.signals import signals
 from kd.references import redact
 
@@ -46,8 +46,11 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_OK
-    except Exception:
+    except Exception as error:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        if is_own_code(error):
+            print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr, flush=True)
+            return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:

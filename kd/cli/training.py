@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import Shows, add_trust, guarded, load_config, new_parser
+from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +161,8 @@ def parts(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-parts", "List the parts that a configuration can name.", "kd-parts losses", with_config=False
     )
-    parser.add_argument("folder", nargs="?", help="losses, sifters, datasets or backends (default: all)")
+    text = "losses, sifters, ... (default: all), or a part of your own, such as mylab.losses.mse"
+    parser.add_argument("folder", nargs="?", metavar="FOLDER|MODULE", help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -169,6 +170,9 @@ def parts(argv: Sequence[str] | None = None) -> int:
         from kd.errors import ConfigError, did_you_mean
 
         name = options.folder
+        if name and "." in name:
+            print(f"{name}: {parts.summary(parts.find('losses', name, 'kd-parts'))}\n{explained(name)}")
+            return
         if name and name not in parts.FOLDERS:
             near = did_you_mean(name, parts.FOLDERS) or "Give none to see all"
             raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(parts.FOLDERS)}", near)

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from kd.config import Config
 from kd.config.schema import DataSection, OptimizerSection
 from kd.contracts import TeacherModel
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
-from kd.setup.data import Data, open_sources, train_transform
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.data import open_sources, train_transform
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
@@ -38,7 +37,9 @@ def check(recipe: Recipe, path: str = "given") -> str:
     check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
-    fits = {where: left for where, fit in plan.fits.items() if (left := _to_be_fitted(where, fit, data))}
+    folders = fit_folders(plan, data.fingerprint).items()
+    # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
+    fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
     for model in (*(fit.student for fit in fits.values()), student_plan):
         if model.section.kind == "timm":
             require_weights(student_spec(model, data.classes))
@@ -67,12 +68,6 @@ def check(recipe: Recipe, path: str = "given") -> str:
         _memory(recipe, fits, student, teachers, num_ranks),
     ]
     return "\n".join(lines)
-
-
-def _to_be_fitted(where: str, fit: Config, data: Data) -> Recipe | None:
-    """Return the recipe of a teacher's fit; None where it was fitted, or may be in the copy of its run folder."""
-    recipe, target = fit_folder(where, fit, data.fingerprint)
-    return None if recipe.record.mirror or is_fitted(target) else recipe
 
 
 def _skew(labels: torch.Tensor) -> list[str]:

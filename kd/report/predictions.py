@@ -23,7 +23,7 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
 
@@ -106,8 +106,8 @@ def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
         RunError: it was fitted elsewhere and is not here.
     """
     weights: dict[str, str | Path] = {}
-    for where, fit in plan.fits.items():
-        weights[where] = target = fit_folder(where, fit, data.fingerprint)[1]
+    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = target
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
     return load_teachers(plan, data, weights).model

@@ -81,6 +81,9 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
         ModelError: other classes, another order, or another number.
     """
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
     names = read_names(file, where) if file else list(own)
     if file and len(names) != count and set(names) <= set(own):
         return _chosen(where, names, own, spec.classes)
