@@ -46,7 +46,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kd' has no attribute '{name}'")
     module, attribute = _HOMES[name]
     return getattr(import_module(module), attribute)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -70,7 +70,7 @@ class Stamped(Protocol):
 
 @runtime_checkable
 class Noted(Protocol):
-    """A source whose listing left something out, such as files that are no images."""
+    """A source or a teacher's model with a reservation: files that are no images, answers that see no augmentation."""
 
     notes: Sequence[str]
     """A line each; `--check` and the first lines of a run show them."""

@@ -155,9 +155,9 @@ class Arguments:
     def image(self) -> Tensor:
         """Return the first training image, as the models get it."""
         if not isinstance(self.train, DataLoader):
-            return MapDataset(self.train, self.seed, "train", self.labels).load(0, 0).pixels
+            return MapDataset(self.train, self.seed, "train", "none").load(0, 0).pixels
         size = batch_of(self.train, 1)
-        batches = BatchLoader(self.train, size, "train", self.labels).epoch(evaluation_plan(size, size), 0)
+        batches = BatchLoader(self.train, size, "train", "none").epoch(evaluation_plan(size, size), 0)
         return next(batches).image[0]
 
 

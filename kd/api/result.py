@@ -19,10 +19,9 @@ from kd.data.loader import evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.errors import ConfigError
 from kd.host import environment
-from kd.models.classifier import Classifier, digest
+from kd.models.classifier import Classifier, Network, digest
 from kd.seeds import evenly_spaced
 from kd.setup.recipe import Recipe
-from kd.teachers.torch import Network
 from kd.text import html_table
 from kd.types import State
 
@@ -94,7 +93,7 @@ class Distilled:
         image, pixels = origin.arguments.image(), Pixels(origin.arguments, tuple(mean), tuple(std))
         pixels.levels(image[None], "train")
         size = image.shape[-1]
-        network = Network(copy.deepcopy(self.student).cpu().eval(), nn.Identity(), nn.Identity())
+        network = Network(copy.deepcopy(self.student).cpu().eval())
         name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
         recipe = origin.recipe

@@ -11,15 +11,17 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import fields
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from kd.errors import ConfigError, Interrupted, KdError, did_you_mean
+from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, is_own_code, raised
 from kd.jobs.signals import signals
 from kd.references import redact
 
 if TYPE_CHECKING:
     from kd.config.schema import Config
 
+Settings = TypeVar("Settings")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -44,8 +46,11 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_OK
-    except Exception:
+    except Exception as error:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        if is_own_code(error):
+            print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr, flush=True)
+            return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:
@@ -79,12 +84,18 @@ class Parser(argparse.ArgumentParser):
         return self.parse_intermixed_args(argv)
 
 
-class _KeysHelp(argparse.Action):
-    """Explain every key of the configuration."""
+class Shows(argparse.Action):
+    """Prints what its function `const` returns, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         """Print and exit."""
-        parser.exit(guarded(lambda: print(explained(), flush=True)))
+        parser.exit(guarded(lambda: print(self.const(), flush=True)))
+
+
+def taken(cls: type[Settings], options: argparse.Namespace, **others: object) -> Settings:
+    """Build a dataclass from the options of the same names, and from others."""
+    named = {field.name: getattr(options, field.name) for field in fields(cls) if hasattr(options, field.name)}  # type: ignore[arg-type]
+    return cls(**{**named, **others})
 
 
 def explained(prefix: str = "") -> str:
@@ -110,12 +121,12 @@ def explained(prefix: str = "") -> str:
 def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> Parser:
     """Build the parser of a command. `with_config` adds CONFIG, `key=value` and `--help-keys`."""
     keys = "\nkeys:    kd help KEY explains one, or all below it: kd help teacher.fit" if with_config else ""
-    epilog = f"example: {example}{keys}"
-    parser = Parser(
-        prog=command, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=command, description=summary, epilog=f"example: {example}{keys}", formatter_class=shape)
     if with_config:
-        parser.add_argument("--help-keys", nargs=0, action=_KeysHelp, help="explain every key of CONFIG and exit")
+        parser.add_argument(
+            "--help-keys", nargs=0, action=Shows, const=explained, help="explain every key of CONFIG and exit"
+        )
         parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of one of kd's own")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.cli.command import guarded, new_parser, whole_number
+from kd.cli.command import guarded, new_parser, taken, whole_number
 from kd.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ def _train(argv: Sequence[str]) -> int:
     parser.add_argument("--volume", metavar="GIB", type=COUNT, default=100, help="disk of each instance (default 100)")
     parser.add_argument("--extra", metavar="FILE", type=Path, help="JSON laid over the request: VpcConfig, Tags, ...")
     parser.add_argument("--follow", action=argparse.BooleanOptionalAction, default=True, help="print the job's log")
-    parser.add_argument(
-        "--local", metavar="GROUPS", type=_local_groups, help="try the job on this machine: dnn=1,data=2"
-    )
+    text = "try the job on this machine: dnn=1,data=2"
+    parser.add_argument("--local", metavar="GROUPS", type=_local_groups, help=text)
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
@@ -65,20 +64,12 @@ def _train(argv: Sequence[str]) -> int:
 
         keys = flat(options.config, options.overrides)
         _complete(options)
-        job = Job(
+        job = taken(
+            Job,
+            options,
             name=_unique_name(keys["run.name"]),
             keys=keys,
             files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
-            image=options.image,
-            role=options.role,
-            output=options.output,
-            instance=options.instance,
-            count=options.count,
-            data_group=options.data_group,
-            backend=options.backend,
-            spot=options.spot,
-            hours=options.hours,
-            volume=options.volume,
             extra=_read_json(options.extra) if options.extra else {},
         )
         request = training_request(job)
@@ -149,9 +140,8 @@ def _transform(argv: Sequence[str]) -> int:
     parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
     _add_hosting_options(parser)
     parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
-    parser.add_argument(
-        "--at-once", metavar="N", type=COUNT, default=8, help="requests at once per instance (default 8)"
-    )
+    text = "requests at once per instance (default 8)"
+    parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -176,9 +166,8 @@ def _transform(argv: Sequence[str]) -> int:
 def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: str) -> None:
     parser.add_argument("--image", metavar="URI", help=f"image in ECR, built from {file} (default: ${variable})")
     parser.add_argument("--role", metavar="ARN", help=f"role that SageMaker takes (default: ${ROLE})")
-    parser.add_argument(
-        "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
-    )
+    text = f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
+    parser.add_argument("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
@@ -217,14 +206,7 @@ def _hosting(options: argparse.Namespace, model: str) -> Hosting:
 
     _complete(options)
     name = options.name or _unique_name(model)
-    return Hosting(
-        name=name,
-        image=options.image,
-        role=options.role,
-        model=f"{options.output}/models/{name}/model.tar.gz",
-        instance=options.instance,
-        count=options.count,
-    )
+    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz")
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:

@@ -55,21 +55,13 @@ def _parser() -> Parser:
         "kd-report runs/vit_food runs/zscore --to compared.html",
         with_config=False,
     )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME"
-    )
-    parser.add_argument(
-        "--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)"
-    )
-    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
-    parser.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
-    parser.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
-    parser.add_argument(
-        "--images",
-        metavar="N",
-        type=int,
-        default=2000,
-        help="validation images to ask both models; 0: all (default 2000)",
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
+    add("--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)")
+    add("--live", action="store_true", help="serve the page on this machine while the run goes")
+    add("--port", metavar="PORT", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
+    add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
+    text = "validation images to ask both models; 0: all (default 2000)"
+    add("--images", metavar="N", type=int, default=2000, help=text)
     add_trust(parser)
     return parser

@@ -65,7 +65,8 @@ def _first(run: Run, micros: list[Batch]) -> str:
     trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     run.distillation.train()
     for batch in micros:
-        note(f"the images {batch.ids.tolist()[:8]}", batch.image)
+        for id, image in zip(batch.ids.tolist(), batch.image, strict=True):
+            note(f"image {id}", image)
         teacher = run.teacher(batch)
         note("the teacher's logits", teacher.logits)
         with _watched(run.distillation.student, note), run.backend.autocast():

@@ -59,6 +59,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         *_unseen(data.labels(val=True), data.classes),
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
+        *(f"          {note}" for note in teachers.notes),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
         *_store(section, (len(data.train), len(data.val))),

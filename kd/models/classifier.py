@@ -122,6 +122,20 @@ class Classifier(nn.Module):
         return int(width) if width else 0
 
 
+class Network(nn.Module):
+    """A module of somebody else, whose answer is one tensor, whatever it returns."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+        self.pick: nn.Module = nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, C] for normalized images [B, 3, S, S]."""
+        answer = main_output(self.inner(pixels), "model")
+        return self.pick(answer if self.change is None else self.change(answer))
+
+
 def resized(image: Tensor, size: int) -> Tensor:
     """Return uint8 images [B, 3, H, W] as float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: as they are."""
     pixels = image.to(torch.float32)

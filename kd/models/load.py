@@ -332,7 +332,9 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
             where,
             f"has {count} classes, the data has {len(classes)}",
             "Both must be equal: a new head would be random",
-            "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
+            if where.startswith("student")
+            else "Use a teacher fitted on this data, or `kd-teach` to fit one",
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,5 +141,7 @@ def _peak_mib() -> float:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
     except (OSError, StopIteration):
+        import resource  # not on Windows
+
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, others KiB

@@ -140,7 +140,7 @@ class Trust:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
 
     def check_student(self, plan: StudentPlan) -> None:
-        """Refuse to build a student that is code; the RunError names the key."""
+        """Refuse to build a student that is code."""
         section = plan.section
         facts = parts.facts("teachers", section.kind, section.options, "student.kind")
         if facts.runs_code and not self.code:

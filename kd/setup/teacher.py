@@ -16,7 +16,7 @@ from torch import nn
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, TeacherModel
+from kd.contracts import Backend, Noted, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.load import Spec
@@ -46,6 +46,11 @@ class Teachers:
     data: Data
     members: Sequence[TeacherModel] = ()
     """Each alone."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What they say of themselves, a line each."""
+        return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:

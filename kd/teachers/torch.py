@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.errors import ModelError
-from kd.models.classifier import Classifier, main_output
+from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
 from kd.teachers._shared import (
@@ -63,18 +63,6 @@ def facts(options: Options) -> TeacherFacts:
     return TeacherFacts(runs_code=True, trains=True)
 
 
-class Network(nn.Module):
-    """A module whose answer is one tensor, whatever it returns."""
-
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor], pick: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.change, self.pick = inner, change, pick
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        return self.pick(self.change(main_output(self.inner(pixels), "teacher.model")))
-
-
 class Embedder(Classifier):
     """A module without classes: what it returns are its pooled features."""
 
@@ -106,7 +94,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
     described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
-    network = Network(inner.eval(), to_logits(spec, options.outputs), nn.Identity())
+    network = Network(inner.eval(), to_logits(spec, options.outputs))
     if not spec.logits:
         return wrap(network, num_classes=0, **described)
     first = _first(spec, inner, size)

@@ -6,11 +6,13 @@ few steps. Commands of `NOT_RUN` need hardware, a network or docker: only their 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -308,6 +310,53 @@ def test_links_and_result_files_exist(page):
         assert target.startswith("http") or (page.parent / target).exists(), f"no file {target}"
     for name in re.findall(r"`([\w-]+_\*\.csv)`", page.read_text()):
         assert list((ROOT / "benchmarks").glob(name)), f"no file {name}"
+
+
+def rows(name: str, **where: str) -> list[dict[str, str]]:
+    """Return the rows of a result file that have these values."""
+    (file,) = (ROOT / "benchmarks").glob(f"{name}_amd-*.csv")
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    return [row for row in csv.DictReader(lines) if all(row[key] == value for key, value in where.items())]
+
+
+def wilson(share: float, count: int) -> str:
+    """Return a share in percent with Wilson's 95 % interval."""
+    z = 1.959964
+    middle, half = share + z * z / 2 / count, z * (share * (1 - share) / count + z * z / 4 / count**2) ** 0.5
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def against(mine: list[float], other: list[float]) -> str:
+    """Return the mean difference of three seeds with its 95 % interval (Student's t)."""
+    values = [one - two for one, two in zip(mine, other, strict=True)]
+    return f"{statistics.mean(values):+.1f} ± {4.303 * statistics.stdev(values) / 3**0.5:.1f} points"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_files():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert len(text.split()) < 550
+    made = {row["which"]: row for row in rows("make-run")}
+    shares = {"labels only": made["labels_only"]["accuracy"], "distilled": made["distilled"]["accuracy"]}
+    for who, share in {**shares, "teacher": made["distilled"]["teacher_accuracy"]}.items():
+        assert f"{who} {wilson(float(share), 1200)}" in text
+    ran = rows("compare_cifar10", epoch="20")
+    numbers = ("training_seconds", "job_seconds", "accuracy")
+    timm, live, cached = (
+        {key: [float(row[key]) for row in ran if row["arm"] == arm] for key in numbers}
+        for arm in dict.fromkeys(row["arm"] for row in ran)
+    )
+    for key, words in zip(
+        numbers, ("training time {:.2f}, {:.2f} with a cache", "whole job {:.2f}, {:.2f}"), strict=False
+    ):
+        assert words.format(*(sum(one[key]) / sum(timm[key]) for one in (live, cached))) in text
+    kept = [against(one["accuracy"], timm["accuracy"]).removesuffix(" points") for one in (live, cached)]
+    assert f"accuracy {', '.join(kept)} points" in text
+    whole = rows("regimes", regime="both", arm="random, classes balanced", budget="1.0")
+    rule = rows("regimes", regime="both", arm="random, classes balanced throughout, keep 0.25")
+    score = ([float(row["accuracy"]) for row in one] for one in (rule, whole))
+    cost = [sum(float(row["job_cpu_seconds"]) for row in one) for one in (rule, whole)]
+    assert f"CPU time {cost[0] / cost[1]:.2f}, {against(*score)}" in text
 
 
 def test_every_csv_is_listed_with_its_command_and_commit():

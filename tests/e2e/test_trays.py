@@ -133,14 +133,19 @@ def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_th
     predicted = [json.loads(line) for line in target.read_text().splitlines()]
     rows = list(csv.DictReader(io.StringIO(target.with_suffix(".csv").read_text())))
     assert list(rows[0]) == ["image", "labels", "scores", "error"]
+    assert command("predict", folder, tmp_path / "some", "--to", tmp_path / "all.csv", "--top", "0").code == 0
+    scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
+    assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
     model = handler.model_fn(str(folder))
     with Running(folder) as server:
-        for photo, crop, row, line in zip(photos, crops, predicted, rows, strict=True):
+        for photo, crop, row, line, whole in zip(photos, crops, predicted, rows, scored, strict=True):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
             said = {pair["label"]: pair["score"] for pair in found["labels"]}
             assert line["labels"] == "|".join(said)
             assert row["labels"] == found["labels"]
             scores = {pair["label"]: pair["score"] for pair in found["top"]}
+            assert scores == {name: float(whole.pop(f"score:{name}")) for name in CLASSES}
+            assert whole == line
             above = [name for name, limit in zip(CLASSES, limits, strict=True) if scores[name] > limit]
             assert sorted(said) == sorted(above)
             (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[0].astype(np.float64)

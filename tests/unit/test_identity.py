@@ -251,6 +251,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.evaluate": ("FR", "5"),
     "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
+    "student.kind": ("R", "torch"),
     "student.model": ("R", "vit_small_patch16_224"),
     "student.args": ("R", "{num_heads: 8}"),
     "student.init": ("R", "pretrained"),
@@ -326,6 +327,8 @@ for kind, options in TEACHERS.items():
     for name, value in options.items():
         KEYS[f"teacher.{name} [{kind}]"] = ("CR", value, f"teacher.kind={kind}", *first)
         KEYS[f"teacher.also[].{name} [{kind}]"] = ("CR", value, f"teacher.also=[{{kind: {kind}, model: a, {given}}}]")
+for name, value in TEACHERS["torch"].items():
+    KEYS[f"student.{name} [torch]"] = ("R", value, "student.kind=torch", "student.mean=[0,0,0]", "student.std=[1,1,1]")
 
 
 def listed() -> set[str]:

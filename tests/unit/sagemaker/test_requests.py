@@ -28,7 +28,7 @@ from kd.types import State
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
 ROLE = "arn:aws:iam::123456789012:role/kd"
 OUTPUT = "s3://bucket/kd"
-LISTS = ("data.train_list=../meta/train.txt", "data.val_list=meta/val.txt")
+LISTS = ("data.kind=csv", "data.train_list=../meta/train.txt", "data.val_list=meta/val.txt")
 GIVEN = ("--image", IMAGE, "--role", ROLE, "--output", OUTPUT)
 
 
@@ -225,7 +225,7 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
     """The check's list of keys comes from the schema: a new key that names files must say so."""
     written = {"run.name", "run.folder", "run.mirror", "data.copies", "teacher.cache.path", "teacher.fit.folder"}
     inside = {"data.train_split", "data.val_split", "data.unlabelled", "data.ending", "data.image_keys"}
-    inside |= {"data.label_key", "data.label_field"}  # names inside a folder or a shard
+    inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
     rendered = {"data.root [food_mini]"}
     texts = {}
     for key, allowed, _, meaning in config.explain():
@@ -242,7 +242,7 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
 def _sections():
     """Yield the types that hold keys of files, with their place."""
     schema = config.Config
-    for name, folder in (("data", "datasets"), ("teacher", "teachers")):
+    for name, folder in (("data", "datasets"), ("teacher", "teachers"), ("student", "teachers")):
         for kind in parts.names(folder):
             yield parts.options_type(folder, kind, name), f"{name}."
             yield parts.options_type(folder, kind, name), f"{name}.also[]."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,9 @@ import huggingface_hub.constants as hub
 import pytest
 import timm
 
+import kd
 from kd import config
+from kd.datasets._decode import HEIF
 from kd.errors import ModelError
 from kd.jobs.check import check
 from kd.jobs.teach import teach
@@ -36,6 +40,28 @@ def test_uneven_classes_are_told(settings: dict, tmp_path: Path, imbalance: int,
     assert ("classes" in found) == bool(told)
     assert told in found.get("classes", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
+    settings: dict, photos: Path, tmp_path: Path, caplog
+):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    for name in ("train/plum/1.HEIC", "train/plum/2.HEIC", "val/fig/notes.txt"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x")
+    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
+    if HEIF:
+        pytest.skip("pillow-heif is installed: the files would be read")
+    heic = "2 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]')"
+    expected = [heic, "1 folder has no image and is no class: train/plum", "1 file is not read: 1 .txt"]
+    checked = check(resolve(config.load(ours))).splitlines()
+    assert [line.strip() for line in checked if "no image and" in line or "not read" in line] == expected
+    with caplog.at_level(logging.INFO, "kd"):
+        kd.train(ours, "run.steps=1", "run.epochs=1")
+    assert [message for message in caplog.messages if message.startswith("data: ")] == [
+        f"data: {line}" for line in expected
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- weights
