@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
-from kd import instances, parts
+from kd import parts
 from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
@@ -225,7 +225,11 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
 
 
 def _price(price: PriceSection) -> Iterator[KdError]:
-    if price.instance and not price.per_hour and instances.find(price.instance) is None:
+    if not price.instance or price.per_hour:
+        return
+    from kd import instances  # only where one is named
+
+    if instances.find(price.instance) is None:
         wrong = f"is {price.instance}, whose price kd does not know"
         remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
         yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)

@@ -29,7 +29,6 @@ from kd.progress.console import Console
 from kd.progress.summary import skipped_text
 from kd.progress.trackers import Trackers
 from kd.scores import Scores
-from kd.setup.answers import mistakes
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
@@ -118,6 +117,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
         if names and data.labelled and recipe.student.task.logits == "softmax":
+            from kd.setup.answers import mistakes  # only where a tracker shows them
+
             with run.average.applied() if run.average is not None else nullcontext():
                 trackers.pictures(state.step, mistakes(run.distillation.student.eval(), data, backend.device))
         sifting = sifting_report(run, data.train, data.labels, folder)
