@@ -95,11 +95,7 @@ class Mirror:
             self._last = self._pool.submit(self._upload)
 
     def finish(self) -> None:
-        """Upload what has changed and wait for the end.
-
-        Raises:
-            RunError: the copy is not complete, or another process has taken it over.
-        """
+        """Upload what has changed and wait for the end."""
         self.push()
         error = self._last.exception() if self._last is not None else None
         if not self._given_up() and error is not None:
@@ -183,11 +179,7 @@ class Mirror:
         del self._remote[name]
 
     def _rotten(self, names: set[str]) -> set[str]:
-        """Return the restored checkpoints that are not whole; they are removed from the folder.
-
-        Raises:
-            RunError: none is whole.
-        """
+        """Return the restored checkpoints that are not whole; they are removed from the folder."""
         rotten = {}
         for name in sorted(names):
             folder = self.folder / "checkpoints" / name

@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from kd.backends._cuda import select_gpu
-from kd.backends._ddp import DDPBackend
+from kd.backends._ddp import DDPBackend, select_gpu
 from kd.errors import BackendError, MissingExtra
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
@@ -51,13 +50,9 @@ class SMDDP(DDPBackend):
         """Refuse on smddp: FSDP2 needs all_gather_into_tensor, and point-to-point sends are not documented."""
         if self.init != "smddp":
             return super().check_divided(stages)
+        key, wrong = "teacher.shard", "is true, but smddp lacks the all-gather that sharding needs (_allgather_base)"
         if stages:
             key, wrong = "teacher.pipeline", f"is {stages}, but smddp has no documented point-to-point sends"
-        else:
-            key, wrong = (
-                "teacher.shard",
-                "is true, but smddp lacks the all-gather that sharding needs (_allgather_base)",
-            )
         remedy = "Set backend.kind=cuda, or remove the key"
         raise BackendError(key, wrong, "Backends that divide it: cpu, cuda, neuron", remedy)
 

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from kd.contracts import Dataset
-from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, worker_error
+from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 from kd.errors import DataError, KdError
 from kd.host import BusyClock
 from kd.types import Batch, Loading, Plan
@@ -146,7 +146,8 @@ class LocalLoader:
         try:
             if forked:
                 watch.start()
-            batches = iter(self._batches)
+            with nullcontext() if forked else sigterm_blocked():
+                batches = iter(self._batches)
             if not forked:
                 weakref.finalize(self, end_workers, batches, os.getpid())
                 watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
@@ -205,7 +206,8 @@ class LocalLoader:
 def end_workers(batches: Any, process: int) -> None:
     """Tell torch's workers to end, before the garbage collector closes their queues: torch would wait 5 s for each."""
     if os.getpid() == process:  # a worker inherits the loader
-        batches._shutdown_workers()
+        with suppress(RuntimeError):  # of torch's signal handler, where another loader's worker was killed
+            batches._shutdown_workers()
 
 
 class _Requests(Sampler[Request]):

@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 
 from kd.errors import RunError
@@ -137,16 +137,31 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM; the DataLoader calls this in worker `number`.
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in this thread, and in all threads of the processes that it forks here.
 
-    torchrun, Slurm and others send SIGTERM to the whole process group. A trainer that finishes its step then still
-    needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names a signal's sender.
+    Blocking in a worker is too late: torch starts its pool of threads there before any code of ours runs, and a signal
+    to a process ends it through any thread that does not block it.
     """
     if sys.platform != "linux":
+        yield
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads that start later inherit it
-    threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve_until_the_trainer_ends(number: int) -> None:
+    """Let only the trainer end this worker by SIGTERM, which it was forked without; the DataLoader calls this in it.
+
+    torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step then
+    still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names the sender.
+    """
+    if sys.platform == "linux":
+        threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
 
 
 def _wait(trainer: int) -> None:

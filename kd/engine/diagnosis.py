@@ -45,13 +45,7 @@ def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: s
 
 
 def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
-    """Return the error with the first layer that is not finite on this rank. All ranks must call it.
-
-    Args:
-        run: whose student is as it was when the window was flushed.
-        error: terms and steps.
-        micros: this rank's micro-batches of the first of the steps, on the device.
-    """
+    """Return the error with the first layer that is not finite on this rank. All ranks must call it."""
     run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
     place = _first(run, micros)
     told = f"{error.wrong}; first in {place}" if place else f"{error.wrong}; not in this rank's images"
@@ -71,7 +65,8 @@ def _first(run: Run, micros: list[Batch]) -> str:
     trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     run.distillation.train()
     for batch in micros:
-        note(f"the images {batch.ids.tolist()[:8]}", batch.image)
+        for id, image in zip(batch.ids.tolist(), batch.image, strict=True):
+            note(f"image {id}", image)
         teacher = run.teacher(batch)
         note("the teacher's logits", teacher.logits)
         with _watched(run.distillation.student, note), run.backend.autocast():

@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kd.engine.criterion import Scoring
 from kd.engine.diagnosis import Diverged, located
 from kd.engine.meter import Meter, require_applied
-from kd.engine.run import Run, Stopping
+from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
 from kd.errors import Interrupted
 from kd.seeds import seed_from
@@ -79,7 +78,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Bat
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
+    batches = run.sifter.stream(sent, Scoring(run), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))
@@ -124,11 +123,7 @@ def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
-    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop.
-
-    Raises:
-        Interrupted: the ranks agreed to stop; a checkpoint was written.
-    """
+    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
         average_buffers(run)

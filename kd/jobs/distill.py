@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,10 +28,16 @@ from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
 from kd.progress.summary import skipped_text
 from kd.progress.trackers import Trackers
+from kd.scores import Scores
+from kd.setup.answers import mistakes
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
+from kd.text import html_table
+
+if TYPE_CHECKING:
+    from kd.export.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,22 @@ class Result:
     """Steps whose gradient was not finite."""
     baseline: Result | None = None
     report: str = ""
+
+    def export(self, target: str | Path | None = None, **options: Any) -> Exported:
+        """Export the best student, as `kd-export` does; the code that the run names is run.
+
+        Args:
+            target: the new folder; None: `export` in the run folder.
+            options: fields of `kd.export.export.Options`, such as `int8=True`.
+        """
+        from kd.export.export import Options, export  # most runs end without one
+
+        return export(self.folder, Path(target) if target else None, Options(**options), trust=True)
+
+    def _repr_html_(self) -> str:
+        """Return the scores as a table, for notebooks."""
+        scores = Scores.read(RunDir(self.folder).manifest()["scores"])
+        return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_size: int = 0) -> Result:
@@ -93,6 +117,9 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         observer.conclude(title)
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
+        if names and data.labelled and recipe.student.task.logits == "softmax":
+            with run.average.applied() if run.average is not None else nullcontext():
+                trackers.pictures(state.step, mistakes(run.distillation.student.eval(), data, backend.device))
         sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")
@@ -127,7 +154,11 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "classes": list(data.classes),
         "data": data.fingerprint,
         "environment": environment(),
+        "date": date.today().isoformat(),
+        "parameters": {"student": count_parameters(run.distillation.student)},
     }
+    if teacher is not None:
+        facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     return facts
@@ -136,6 +167,8 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title: str) -> None:
     """Show what the set-up found out."""
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+    for note in setting.teachers.notes:
+        console.info(f"teacher: {note}")
     if "batch_search" in facts:
         console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:

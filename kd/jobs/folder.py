@@ -19,13 +19,7 @@ from kd.setup.recipe import Record, flatten, hashes
 
 @contextmanager
 def open_run(record: Record, rank: int, shared: bool = False) -> Iterator[RunDir]:
-    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ.
-
-    Args:
-        record: of the run.
-        rank: of this process.
-        shared: several runs may write its copy (see `RunDir`).
-    """
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
     folder = RunDir(record.path, rank, record.keep, record.mirror, shared)
     try:
         require_own_copy(folder, record)
@@ -39,11 +33,7 @@ def open_run(record: Record, rank: int, shared: bool = False) -> Iterator[RunDir
 
 
 def require_own_copy(folder: RunDir, record: Record) -> None:
-    """Require the copy to be that of this run, where it has a checkpoint to lose.
-
-    Raises:
-        RunError: it is that of a run with another configuration, or the folder's run has other data or teachers.
-    """
+    """Require the copy to be that of this run, where it has a checkpoint to lose."""
     text = folder.copied("config.yaml")
     if not text:
         return

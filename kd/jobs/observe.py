@@ -84,7 +84,7 @@ class Observer:
         self._stack.close()
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also ask the rules. See `kd.engine.span.Window`."""
+        """End a log window; now and then also ask the rules. See `kd.engine.run.Window`."""
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()

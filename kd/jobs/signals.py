@@ -41,11 +41,7 @@ class Signals:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Remember a signal for `requested` here, instead of ending at once.
-
-        Raises:
-            Interrupted: one came too late for the block to notice it.
-        """
+        """Remember a signal for `requested` here, instead of ending at once."""
         self._training = True
         try:
             yield

@@ -122,6 +122,20 @@ class Classifier(nn.Module):
         return int(width) if width else 0
 
 
+class Network(nn.Module):
+    """A module of somebody else, whose answer is one tensor, whatever it returns."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+        self.pick: nn.Module = nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, C] for normalized images [B, 3, S, S]."""
+        answer = main_output(self.inner(pixels), "model")
+        return self.pick(answer if self.change is None else self.change(answer))
+
+
 def resized(image: Tensor, size: int) -> Tensor:
     """Return uint8 images [B, 3, H, W] as float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: as they are."""
     pixels = image.to(torch.float32)
@@ -196,7 +210,10 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
+    """Wrap any module from images to logits [B, C], without normalization, resizing or features.
+
+    Float images are cast to the dtype of its weights, and its logits to float32.
+    """
 
     classes: Sequence[str] = ()
     runtime, reads_ids = "torch", False
@@ -207,7 +224,9 @@ class LogitsModel(nn.Module):
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
-        return Outputs(main_output(self.network(image), self.where))
+        weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
+        pixels = image.to(weight.dtype) if image.is_floating_point() else image
+        return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
         """Return a hash of the weights."""

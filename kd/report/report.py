@@ -18,9 +18,8 @@ from kd.report.page import render
 from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
 from kd.scores import Scores
-from kd.setup.finished import opened_run
+from kd.setup.finished import Trust, opened_run
 from kd.setup.recipe import BASELINE, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
+        exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
         notes=(note,) if note else (),

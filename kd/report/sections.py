@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.progress.sifting import saving_text
-from kd.report.record import SPANS, RunRecord, points, time_parts
+from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
 from kd.report.svg import Series, bars, esc, evenly, heat, legend, lines, number, stack
 from kd.scores import Column
 from kd.text import clock, percent
@@ -78,27 +78,29 @@ def findings(runs: Sequence[RunRecord]) -> str:
 
 
 def curves(runs: Sequence[RunRecord]) -> str:
-    """Draw the loss and the scores over the steps."""
-    loss = [_line(run.name, color(i), run.train, "loss") for i, run in enumerate(runs)]
+    """Draw the loss, the scores and the learning rate over the steps."""
+    loss, rate = ([_line(run.name, color(i), run.train, key) for i, run in enumerate(runs)] for key in ("loss", "lr"))
     columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
     cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
+    cards.append(_chart("Learning rate", rate, ""))
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
 
 
 def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
     """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
-    series, teachers = [], set()
+    series, runs_with_it = [], [run for run in runs if column in run.scores.columns]
     for i, run in enumerate(runs):
-        if column not in run.scores.columns:
+        if run not in runs_with_it:
             continue
         series.append(_line(run.name, color(i), run.val, column.key))
         if run.baseline is not None:
             series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
-        of_teachers = run.scores.of_teachers(run.val[-1]).values() if run.val else ()
-        teachers |= {round(float(values[column.key]), 3) for values in of_teachers if column.key in values}
     last = max((x for one in series for x in one.x), default=0.0)
-    for value in sorted(teachers)[:2] if last else ():
-        series.append(Series("teacher", "--c4", [0, last], [value, value], dashed=True))
+    teachers = [
+        (name, values[column.key]) for name, values in teachers_of(runs_with_it).items() if column.key in values
+    ]
+    for name, value in teachers[:2] if last else ():
+        series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
     return _chart(f"Validation {column.title}", series, column.unit)
 
 

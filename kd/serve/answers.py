@@ -21,8 +21,7 @@ MAX_ENTRIES = 32
 def negotiate(accept: str) -> str:
     """Return the media type of the answer: the one with the higher quality value, or JSON if they are equal.
 
-    Raises:
-        Problem: 400 (more than `MAX_ENTRIES`: parsing runs on the event loop), 406 (neither type is accepted).
+    A Problem is 400 (more than `MAX_ENTRIES`: parsing runs on the event loop) or 406 (neither type is accepted).
     """
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")

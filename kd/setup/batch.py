@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,11 +44,7 @@ class Found:
 
 
 def provisional_batch(num_images: int, backend: Backend) -> int:
-    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded.
-
-    Raises:
-        ConfigError: on this backend every size would be compiled.
-    """
+    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
     if backend.fixed_mode:
         wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
         raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
@@ -79,13 +74,7 @@ def choose_batch(session: Session, distillation: Distillation, teacher: Teacher,
 def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Found:
     """Return the largest power of two, at most `most`, for which `trial` fits into memory on all ranks.
 
-    Args:
-        trial: makes one step on so many images and forgets it; no collective in it.
-        most: the rank's share of the images there are.
-        backend: knows the free memory, and reduces.
-
-    Raises:
-        ConfigError: not even one image fits.
+    `trial` makes one step on so many images and forgets it; it holds no collective.
     """
     from accelerate.utils import find_executable_batch_size  # heavy, and only here
 
@@ -162,5 +151,7 @@ def _peak_mib() -> float:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
     except (OSError, StopIteration):
+        import resource  # not on Windows
+
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, others KiB

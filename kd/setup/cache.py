@@ -44,15 +44,7 @@ log = logging.getLogger("kd")
 def cache_identity(
     plan: TeacherPlan, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
 ) -> dict[str, Any]:
-    """Return all that the stored outputs depend on, by name; JSON values.
-
-    Args:
-        plan: of the teacher.
-        model: the teacher's own identity: weights, architecture, what its pixels go through.
-        mode: in which it is executed.
-        data: the training split, and what its images go through.
-        codec: what a record holds.
-    """
+    """Return all that the stored outputs depend on, by name; JSON values."""
     made_from: dict[str, Any] = {
         **model,
         "precision": mode.numerics,
@@ -81,11 +73,7 @@ def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tupl
 
 
 def price(cache: Cache, codec: Codec, num_images: int) -> str:
-    """Say how large a whole cache becomes.
-
-    Raises:
-        ConfigError: larger than `teacher.cache.max_gb`.
-    """
+    """Say how large a whole cache becomes."""
     views, size = cache.views, record_bytes(codec.record.itemsize)
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
@@ -177,17 +165,7 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
 
 
 def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Require that what is stored is the teacher's, up to rounding.
-
-    Args:
-        store: of the records.
-        view: of the images.
-        found: for each array the largest difference and the largest value.
-        tolerance: largest difference, as a share of the largest value.
-
-    Raises:
-        ModelError: it is not, or it is not a number.
-    """
+    """Require that what is stored is the teacher's, up to rounding."""
     for name, (difference, largest) in found.items():
         if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
             what = "logit" if name == "logits" else f"value of '{name}'"

@@ -37,17 +37,7 @@ class BatchSplit:
 
 
 def split_batch(section: DataSection, world_size: int, num_images: int, batch_size: int = 0) -> BatchSplit:
-    """Divide the global batch over ranks and micro-batches.
-
-    Args:
-        section: its sizes.
-        world_size: ranks.
-        num_images: of the training split.
-        batch_size: the global batch, where `data.batch_size` is auto.
-
-    Raises:
-        ConfigError: it does not divide, there are fewer images than a batch, or nobody has searched for its size.
-    """
+    """Divide the global batch over ranks and micro-batches."""
     batch_size = batch_size or fixed_batch(section)
     share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
@@ -70,11 +60,7 @@ def split_batch(section: DataSection, world_size: int, num_images: int, batch_si
 
 
 def fixed_batch(section: DataSection) -> int:
-    """Return the global batch size.
-
-    Raises:
-        ConfigError: it is `auto`, and nobody has searched.
-    """
+    """Return the global batch size."""
     if isinstance(section.batch_size, str):
         remedy = "Set a number here"
         raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)

@@ -47,11 +47,7 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
+        """Read what `str` wrote."""
         precision, kernel, *rest = text.split("+")
         known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
         if not known or rest not in ([], ["compiled"]):

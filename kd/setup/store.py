@@ -34,12 +34,7 @@ def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
     """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
 
-    Args:
-        section: `store` says where pixels are kept.
-        splits: training and validation images.
-        run_folder: below which a store on disk lies.
-        backend: its ranks agree on whether there is room.
-        fill: keep pixels. False: the same pixels, decoded each time.
+    `fill=False` keeps nothing: the same pixels, decoded each time.
 
     Raises:
         RunError: the store does not fit into the memory, or onto the disk.

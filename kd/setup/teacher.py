@@ -17,7 +17,7 @@ from torch import nn
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, TeacherModel
+from kd.contracts import Backend, Noted, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.compiled import compile_forward
@@ -49,14 +49,16 @@ class Teachers:
     members: Sequence[TeacherModel] = ()
     """Each alone."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What they say of themselves, a line each."""
+        return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
+
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
-    """Load the teachers of a run, all of several; their classes must be the data's.
+    """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
 
-    Args:
-        plan: which, and what is asked of them.
-        data: where its images have no labels, the first teacher names the classes.
-        weights: of each teacher by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
+    `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes than the data's.
@@ -102,11 +104,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
 
 
 def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
-    """Refuse ways to run a model that is not torch's: it runs as it is.
-
-    Raises:
-        ModelError: naming the key.
-    """
+    """Refuse ways to run a model that is not torch's: it runs as it is."""
     if model.runtime == "torch":
         return
     refused = {
@@ -144,12 +142,8 @@ def choose_teacher(
 ) -> TeacherReport:
     """Build the live teacher as configured, with the fastest frozen forward where that is left open.
 
-    Args:
-        session: the backend, the sizes, and validation images to compare logits on.
-        section: of the configuration.
-        model: the loaded teacher, or None.
-        images: how many this rank will ask of it; with none, no compiler and no runtime is tried.
-        recorded: the mode of an earlier start of this run.
+    `images` is what this rank will ask of it: with none, no compiler and no runtime is tried. `recorded` is the mode of
+    an earlier start of this run.
 
     Raises:
         KdError: what is asked for by name, or was chosen when the run began, cannot be run here.

@@ -47,31 +47,22 @@ class Embedding:
     label_loss, scores, keeps_topk = "ce", SCORES, True
 
     def evaluator(self, setting: Evaluation) -> Evaluator:
-        """Return what scores the student."""
         return Evaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return logits of width 0: features are not averaged."""
         return logits_KBC[0]
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Refuse: vectors have no probabilities; the rules of a configuration exclude it."""
-        raise NotImplementedError
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
-        """Return class 0 for each image, int64 [images]."""
         return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return nothing: any numbers may be logits."""
         return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
-        """Return False: there are no classes."""
         return False
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
-        """Return the answer as it is."""
         return answer_BC
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
@@ -81,7 +72,6 @@ class Embedding:
         return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return none: there are no classes."""
         return {}
 
 
@@ -166,13 +156,11 @@ class Evaluator:
         return dict(zip(values, shared.tolist(), strict=True))
 
     def of(self, teacher: Teacher) -> Evaluator:
-        """Return the same for another teacher."""
         other = copy.copy(self)
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return nothing: a vector is not right or wrong."""
         return {}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:

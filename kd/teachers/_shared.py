@@ -83,6 +83,9 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
         ModelError: other classes, another order, or another number.
     """
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
     names = read_names(file, where) if file else list(own)
     if file and len(names) != count and set(names) <= set(own):
         return _chosen(where, names, own, spec.classes)
@@ -147,6 +150,8 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
         shape = "x".join(str(size) for size in answer_BC.shape)
         raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+    if answer_BC.is_meta:  # its shape alone is known
+        return
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None

@@ -30,7 +30,7 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs
+from kd.types import Outputs, file_key
 
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -49,7 +49,7 @@ class Options:
     """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What it holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:

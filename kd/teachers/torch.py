@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kd.errors import ModelError
-from kd.models.classifier import Classifier, main_output
-from kd.models.load import Spec, read_tensors, require_same_tensors, unwrapped
+from kd.models.classifier import Classifier, Network, main_output
+from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
+from kd.models.weights import require_same_tensors, unwrapped
 from kd.teachers._shared import (
     check_normalization,
     found_function,
@@ -32,7 +33,7 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs, TeacherFacts
+from kd.types import Outputs, TeacherFacts, file_key
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
 """Keys under which training scripts save the weights."""
@@ -50,7 +51,7 @@ class Options:
     """Side of the image that the module takes, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the module returns."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
@@ -61,19 +62,7 @@ class Options:
 
 def facts(options: Options) -> TeacherFacts:
     """Return what others must know of it."""
-    return TeacherFacts(runs_code=True)
-
-
-class Network(nn.Module):
-    """A module whose answer is one tensor, whatever it returns."""
-
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor], pick: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.change, self.pick = inner, change, pick
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        return self.pick(self.change(main_output(self.inner(pixels), "teacher.model")))
+    return TeacherFacts(runs_code=True, trains=True)
 
 
 class Embedder(Classifier):
@@ -107,7 +96,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
     described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
-    network = Network(inner.eval(), to_logits(spec, options.outputs), nn.Identity())
+    network = Network(inner.eval(), to_logits(spec, options.outputs))
     if not spec.logits:
         return wrap(network, num_classes=0, **described)
     first = _first(spec, inner, size)

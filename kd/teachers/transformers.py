@@ -20,13 +20,14 @@ from kd.teachers._towers import (
     read_config,
     vision_config,
 )
+from kd.types import file_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What may differ from the folder."""
 
-    classes: str = ""
+    classes: str = file_key("")
     """Text file, one class a line: other names for all of the model's classes, in the order of the logits, where the
     data names them otherwise than `id2label`; or those names of `id2label` that stand for the data's classes, in the
     data's order, where the model has more."""

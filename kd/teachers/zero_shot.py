@@ -21,6 +21,7 @@ from kd.models.classifier import Classifier
 from kd.models.load import Spec
 from kd.teachers._shared import named, read_names
 from kd.teachers._towers import Tower, library, loaded, preprocessing, quiet, read_config, vision_config
+from kd.types import file_key
 
 TOWERS = {
     "clip": ("CLIPModel", "CLIPVisionModelWithProjection"),
@@ -35,11 +36,11 @@ TOWERS = {
 class Options:
     """The classes, as texts or as vectors."""
 
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of the class names, one a line. Empty: the data's, or those of `vectors`."""
     prompts: tuple[str, ...] = ("a photo of a {}.",)
     """Texts about a class, `{}` its name; their vectors are averaged."""
-    vectors: str = ""
+    vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
     scale: float = 0.0
     """Factor of the cosine. 0: what the model has learned; needed with `vectors` where the folder has one tower."""
