@@ -1,4 +1,4 @@
-"""Whether weights can be had, from the hub's cache or a hub that answers at once; and whether they are a model's."""
+"""Whether pretrained weights can be had, here or from a hub that answers at once, and whether they fit a model."""
 
 from __future__ import annotations
 

@@ -79,6 +79,9 @@ def _tiles(run: RunRecord) -> str:
         waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
         if waits:
             tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
+    for one in run.manifest.get("teacher_home", {}).values():
+        if "equal" in one:
+            tiles.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))
     if run.skipped:
         tiles.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
     if run.cost:

@@ -18,6 +18,7 @@ from kd import config
 from kd.errors import KdError, ModelError
 from kd.jobs.check import check
 from kd.models.load import Spec
+from kd.report.report import report
 from kd.setup.data import open_sources
 from kd.setup.home import compare
 from kd.setup.recipe import resolve
@@ -68,6 +69,8 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     said = capfd.readouterr()
     assert found["text"] in said.out + said.err
     assert f"Teacher: {found['text']}." in run.report
+    report([run.folder], tmp_path / "page.html", images=4)
+    assert "same top class as the teacher at home" in (tmp_path / "page.html").read_text()
     text = check(resolve(config.load(merged(bare, {"teacher": teacher}))), answers=True)
     assert found["text"] in text
 
