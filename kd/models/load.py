@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from kd.errors import ModelError, did_you_mean
 from kd.evaluation import Task
 from kd.models.classifier import Classifier, Home
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
-from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched
+from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched, require_same_tensors, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,31 +368,6 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     require_same_tensors(where, spec.model, own, tensors)
     network.load_state_dict(tensors)
-
-
-def unwrapped(tensors: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without the prefixes of DataParallel and torch.compile, which the module itself does not have."""
-    for prefix in ("module.", "_orig_mod.", "module."):
-        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Require that a checkpoint holds the tensors of a model.
-
-    Raises:
-        ModelError: naming what is missing, unexpected, or of another shape.
-    """
-    both = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    problems = {
-        "missing": sorted(own.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - own.keys()),
-        "other shape": [f"{name} {tuple(tensors[name].shape)} != {tuple(own[name].shape)}" for name in both],
-    }
-    shown = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
-    if shown:
-        raise ModelError(where, f"the weights are not those of '{model}' ({shown})", "", "Correct model or args")
 
 
 def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
-"""Whether pretrained weights can be had: from the hub's cache on this machine, or from a hub that answers at once."""
+"""Whether weights can be had, from the hub's cache or a hub that answers at once; and whether they are a model's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
+
+from torch import Tensor
 
 from kd.errors import ModelError
 
@@ -63,3 +66,28 @@ def _unanswered(repository: str) -> str:
     thread.start()
     thread.join(HUB_SECONDS)
     return outcome[0] if outcome else f"no answer within {HUB_SECONDS:g} s"
+
+
+def unwrapped(tensors: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without the prefixes of DataParallel and torch.compile, which the module itself does not have."""
+    for prefix in ("module.", "_orig_mod.", "module."):
+        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Require that a checkpoint holds the tensors of a model.
+
+    Raises:
+        ModelError: naming what is missing, unexpected, or of another shape.
+    """
+    both = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
+    problems = {
+        "missing": sorted(own.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - own.keys()),
+        "other shape": [f"{name} {tuple(tensors[name].shape)} != {tuple(own[name].shape)}" for name in both],
+    }
+    shown = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
+    if shown:
+        raise ModelError(where, f"the weights are not those of '{model}' ({shown})", "", "Correct model or args")
