@@ -27,14 +27,7 @@ class Console:
     def __init__(
         self, title: str, quiet: bool = False, trackers: Trackers | None = None, scores: Scores | None = None
     ) -> None:
-        """Prepare the output.
-
-        Args:
-            title: name of the run, at the start of each line.
-            quiet: show nothing (ranks other than 0).
-            trackers: get every row of metrics; closed at the end.
-            scores: the columns of validation rows; may be set later. None: every key of a row is shown.
-        """
+        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown."""
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
         # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
         terminal = False if "JPY_PARENT_PID" in os.environ else None

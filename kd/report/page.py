@@ -11,18 +11,13 @@ from kd.report.answers import answers
 from kd.report.record import RunRecord, differences, label_of, mean_cells, price_rows, repeats, teachers_of
 from kd.report.sections import card, color, esc, section, table
 from kd.report.svg import legend, number
-from kd.text import clock, money, percent
+from kd.text import clock, money
 
 HERE = Path(__file__).parent
 
 
 def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
-    """Return the page.
-
-    Args:
-        runs: at least one; with several, each chart shows all of them.
-        live_seconds: how often the page asks for itself again; 0: never.
-    """
+    """Return the page of at least one run; it asks for itself again every `live_seconds`, 0: never."""
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
     body = [
         _head(runs, title, live_seconds),
@@ -76,9 +71,6 @@ def _tiles(run: RunRecord) -> str:
     tiles = [*_score_tiles(run), *_size_tiles(run)]
     if run.train:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
-        waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
-        if waits:
-            tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
     for one in run.manifest.get("teacher_home", {}).values():
         if "equal" in one:
             tiles.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))

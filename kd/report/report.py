@@ -42,12 +42,8 @@ def report(
 ) -> Report:
     """Write the page of one or several runs.
 
-    Args:
-        paths: run folders.
-        target: of the page; None: report.html in the first run folder.
-        images: validation images that the models answer, evenly spaced; 0: all.
-        overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
-        trust: run code that they name, and read images wherever they say.
+    It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
+    of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
 
     Raises:
         RunError: a folder is no run folder or needs trust, or the page cannot be written.

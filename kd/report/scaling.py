@@ -1,18 +1,8 @@
 """How long a step takes on N devices, and what a run then costs: arithmetic alone.
 
-The model of a data-parallel step, all times in milliseconds, B images a step, N devices in H machines of D:
-
-    compute       = micro-batches x max(launch, fixed + image x B / N / micro-batches)
-    inside        = 2 (D - 1) / D x gradient / link           ring all-reduce between the devices of a machine
-    between       = 2 (H - 1) / H x gradient / network        one between machines; its D devices share the network
-    communication = inside + between + latency x buckets x 2 (D - 1 + H - 1)
-    exposed       = tail + max(0, communication - tail - backward)
-    step          = max(compute + exposed, load x B / N / cores)        on an accelerator
-    efficiency    = step of one device / (N x step)
-
-DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward
-pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a
-network that other jobs share, and small kernels that leave a part of a device idle.
+docs/report.md has the model as formulas. DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the
+last bucket overlap with the backward pass of the last micro-batch; the last one, `tail`, has nothing left to overlap.
+Not modelled: stragglers, a network that other jobs share, and small kernels that leave a part of a device idle.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from kd.progress.summary import curves, sparkline
 from kd.report.answers import short_names
 from kd.report.page import render
 from kd.report.record import Answers, RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, time_parts
-from kd.report.text import summary, where_time_went
+from kd.report.text import summary
 from kd.tasks.embedding import SCORES as EMBEDDING
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
@@ -152,12 +152,12 @@ def test_sparklines():
 
 
 def test_where_the_time_went_sums_to_the_whole():
-    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "ms": {"data": 25.0, "teacher": 75.0}}] * 2
+    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "kind": "steady", "ms": {"data": 25.0, "teacher": 75.0}}] * 2
     timed = replace(run(), timeline={0: rows})
     assert time_parts(timed) == {"data": 50.0, "teacher": 150.0}
-    text = "\n".join(where_time_went(timed))
-    assert "75.0 %" in text
-    assert "25.0 %" in text
+    page = render([timed])
+    assert "teacher 0.15 s (75.0 %)" in page
+    assert "data 0.05 s (25.0 %)" in page
 
 
 def test_the_summary_of_two_runs():

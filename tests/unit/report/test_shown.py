@@ -45,6 +45,7 @@ class Trained:
     sifting: str = ""
     steps: int = 40
     skipped: int = 0
+    at_home: tuple[str, ...] = ()
     baseline: Trained | None = None
 
 
