@@ -347,7 +347,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         {key: [float(row[key]) for row in ran if row["arm"] == arm] for key in numbers}
         for arm in dict.fromkeys(row["arm"] for row in ran)
     )
-    for key, words in zip(numbers, ("training time {:.2f}, {:.2f} with a cache", "whole job {:.2f}, {:.2f}"), strict=False):
+    for key, words in zip(
+        numbers, ("training time {:.2f}, {:.2f} with a cache", "whole job {:.2f}, {:.2f}"), strict=False
+    ):
         assert words.format(*(sum(one[key]) / sum(timm[key]) for one in (live, cached))) in text
     kept = [against(one["accuracy"], timm["accuracy"]).removesuffix(" points") for one in (live, cached)]
     assert f"accuracy {', '.join(kept)} points" in text

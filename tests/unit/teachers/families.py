@@ -130,7 +130,9 @@ def make(name: str, folder: Path) -> Path:
     prefix, sizes, head, processor, keys = {**FAMILIES, **REFUSED}[name]
     names = dict(enumerate(CLASSES))
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**sizes, id2label=names, label2id={n: i for i, n in names.items()})
+    config = getattr(transformers, f"{prefix}Config")(
+        **sizes, id2label=names, label2id={n: i for i, n in names.items()}
+    )
     model = getattr(transformers, prefix + head)(config)
     with torch.no_grad():  # as initialized, most answer every image alike
         for module in model.modules():
@@ -141,7 +143,9 @@ def make(name: str, folder: Path) -> Path:
     found = cls(**keys).to_dict()
     shown = found["crop_size"] if found.get("do_center_crop") else found.get("size", {})
     factor = SIDE / max([SIDE if keys.keys() & {"size", "crop_size"} else 0, *shown.values()] or [SIDE])
-    small = {key: {k: round(v * factor) for k, v in found[key].items()} for key in ("size", "crop_size") if key in found}
+    small = {
+        key: {k: round(v * factor) for k, v in found[key].items()} for key in ("size", "crop_size") if key in found
+    }
     cls(**{**small, **keys}).save_pretrained(folder)
     return folder
 
