@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
-    "serve": {"errors", "files"},
+    "serve": {"errors", "files", "host"},
     "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }

@@ -69,7 +69,7 @@ def _train(argv: Sequence[str]) -> int:
             options,
             name=_unique_name(keys["run.name"]),
             keys=keys,
-            files=file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)),
+            files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
             extra=_read_json(options.extra) if options.extra else {},
         )
         request = training_request(job)

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.load import apply_overrides, load, parse_value, read_yaml
-from kd.config.schema import Config
 from kd.errors import ConfigErrors, KdError
 from kd.references import written
 from kd.types import FileKey
@@ -35,22 +34,18 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
 
 
-def file_keys(config: Config) -> list[FileKey]:
-    """Return the keys whose values name files that the run reads, as `kd.types.file_key` declares them."""
-    return list(_file_keys(config, ""))
-
-
-def _file_keys(section: Any, where: str) -> Iterator[FileKey]:
+def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
+    """Yield the keys below a section whose values name files that the run reads (see `kd.types.file_key`)."""
     for one in fields(section):
         value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
         if "files" in one.metadata and value:
             folder = one.metadata["files"]
             yield FileKey(key, written(value), folder and f"{where}.{folder}", one.metadata["or_name"])
         elif is_dataclass(value):
-            yield from _file_keys(value, where if one.name == "options" else key)
+            yield from file_keys(value, where if one.name == "options" else key)
         elif isinstance(value, tuple):
             items = [(number, item) for number, item in enumerate(value) if is_dataclass(item)]
-            yield from (found for number, item in items for found in _file_keys(item, f"{key}.{number}"))
+            yield from (found for number, item in items for found in file_keys(item, f"{key}.{number}"))
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:

@@ -122,13 +122,9 @@ class Pool:
     """
 
     def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
-        """Connect to the cluster that RAY_ADDRESS names.
+        """Connect to the cluster that RAY_ADDRESS names. Rank 0 must be first; all ranks have the same `token`.
 
-        Args:
-            datasets: what the decoders read; each by its position.
-            rank: of this process. Rank 0 must be first.
-            token: of this pool, the same on all ranks.
-            deadline: seconds that a call may take.
+        A call may take `deadline` seconds.
 
         Raises:
             RunError: there is no such cluster.

@@ -67,11 +67,7 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
     `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-
-    Args:
-        data: the whole file.
-        subject: the file, as a message names it: "file 'apple/1.jpg'".
-        where: config path for messages.
+    `subject` is the file as a message names it: "file 'apple/1.jpg'".
 
     Raises:
         CorruptImage: empty, truncated, no image, too large, or of pixels without a known range.
@@ -152,14 +148,9 @@ class Names:
 
 
 def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Turn labels as written into class names.
+    """Return the class name of each image, and all classes in order, of labels as written; "" is none.
 
-    Args:
-        raw: the label of each image: an integer in digits, which is a position in `names`, or a class name; "": none.
-        names: the class names in order; empty: integers are their own names.
-
-    Returns:
-        The class name of each image, and all classes in order.
+    Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     """
     distinct = set(raw) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
@@ -179,13 +170,8 @@ def label_images(
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 
-    Args:
-        names: the class name of each image; "": it has no label.
-        own: the classes of this split in their own order.
-        classes: the training classes, which are used instead; None for the training split itself.
-        where: config path for messages.
-        split: "train" or "val".
-        labels: `data.labels`: "all", "some" or "none".
+    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order. Those of
+    training, `classes`, are used instead, but for the training split itself (None).
 
     Raises:
         DataError: no images, only one class, a class that training does not know.

@@ -71,9 +71,7 @@ class Lists:
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
         """Return the images of the list of a split by their paths in `root`, and what is left out.
 
-        Args:
-            split: "train" or "val".
-            read: of a file and its config path.
+        `read` is of a file and its config path.
 
         Raises:
             DataError: a name is no file, or stands there twice, or in both lists.
@@ -92,8 +90,11 @@ class Lists:
         if both := sorted(own.keys() & other.keys()):
             wrong = f"{own[both[0]].entry} is also in {train_key}, {other[both[0]].entry}, with {len(both) - 1} more"
             raise DataError(val_key, wrong, "An image is in one of the lists", "Remove it from one of them")
-        unlisted = sum(len(one.images) for one in folders.values()) - len(own) - len(other)
-        if unlisted <= 0 or (self.val and not other):  # the training list alone says nothing of the others
+        if self.val and not other:
+            return own, []  # the training list alone says nothing of the others
+        beside = (posixpath.join(folder, name) for folder, one in folders.items() for name in one.images)
+        unlisted = sum(name not in own and name not in other for name in beside)
+        if not unlisted:
             return own, []
         return own, [f"{unlisted} images beside the listed ones are in no list"]
 
@@ -113,14 +114,7 @@ class Lists:
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:
-    """Return what `read` makes of a text file.
-
-    Args:
-        path: of the file.
-        where: config path for messages.
-        endings: that it may have, in any case.
-        form: what it holds, for messages.
-        read: raises ValueError where it is something else.
+    """Return what `read` makes of a text file with one of these endings; it raises ValueError where that is not `form`.
 
     Raises:
         DataError: it cannot be read, or holds something else.

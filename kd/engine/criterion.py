@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kd.errors import ModelError
 from kd.evaluation import Task
 from kd.types import Batch, Needs, Outputs
 
@@ -52,6 +53,8 @@ class Criterion(nn.Module):
                 name: term(student, teacher.of(member), known)
                 for name, term, member in zip(self.names, self.terms, self.members, strict=True)
             }
+            for name, score_B in scores.items():
+                _require_score(name, score_B, student, batch)
             if known is not batch:
                 factor_B = batch.labelled / self.labelled
                 for name, needs in zip(self.names, self.needs, strict=True):
@@ -86,6 +89,21 @@ class Distillation(nn.Module):
         """Return the student's logits [B, C] and the scores of the criterion."""
         student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
+
+
+def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
+    """Require a number an image that the student can learn from.
+
+    Raises:
+        ModelError: a loss returns something else.
+    """
+    found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
+    allowed = f"float32 [{len(batch.weight)}], one number an image"
+    if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
+        raise ModelError("losses", f"'{name}' returns {found.removeprefix('torch.')}", allowed, "Correct its forward")
+    if torch.is_grad_enabled() and student.main.requires_grad and not score_B.requires_grad:
+        wrong = f"'{name}' does not depend on the student: its result has no gradient"
+        raise ModelError("losses", wrong, "A function of the student's outputs", "Leave out detach() and no_grad()")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

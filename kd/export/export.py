@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def export(
         MissingExtra: a package that an option needs.
     """
     folder, settings = opened_run(path, trust)
-    require_files(path, settings)
+    require_files(path, settings.data)
     recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
     manifest = folder.manifest()
     if not manifest.get("classes"):
@@ -157,7 +157,6 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         ModelError: a graph does not answer as PyTorch does.
         MissingExtra: a package that an option needs.
     """
-    refuse_other(target)
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data.section
     with new_export(target) as draft:
@@ -175,16 +174,14 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "parity": made.parity,
             "environment": _environment(),
         }
-        card = described(subject, made)
-        used = commands(target.name, options.onnx, timm=is_timm(student.network))
-        card = replace(card, license=options.license, commands=used, version=facts["version"])
+        used = _commands(target.name, options.onnx, timm=is_timm(student.network))
+        card = _card(subject, made, license=options.license, commands=used, version=facts["version"])
         (draft / "README.md").write_text(render(card), encoding="utf-8")
         complete(draft, content, weights, provenance, facts)
     return Exported(target, made.lines)
 
 
-def described(subject: Subject, made: Made) -> Card:
-    """Return the contents of the model card, but for its version, licence and commands."""
+def _card(subject: Subject, made: Made, **own: Any) -> Card:
     recipe, student = subject.recipe, subject.student
     section, task = recipe.data.section, recipe.student.task
     decides = task.scores.own[0].key
@@ -206,15 +203,13 @@ def described(subject: Subject, made: Made) -> Card:
         processor=processor(),
         size=section.image_size,
         crop=section.eval_crop,
-        license="",
         weights_from=subject.origin,
-        version="",
-        commands={},
         scores=task.scores,
+        **own,
     )
 
 
-def commands(folder: str, onnx: bool, timm: bool = True) -> dict[str, str]:
+def _commands(folder: str, onnx: bool, timm: bool) -> dict[str, str]:
     """Return how an export is used, by title."""
     found = {WITH_TIMM: f"timm.create_model('local-dir:{folder}', pretrained=True)"}
     if not timm:

@@ -35,12 +35,7 @@ class Made:
 
 
 def write(subject: Subject, folder: Path, options: Options) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch.
-
-    Args:
-        subject: its student is on the CPU; calibrating changes its last layer.
-        folder: where.
-        options: what to write.
+    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
 
     Raises:
         RunError: the data is not that of the run.

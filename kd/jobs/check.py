@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
-from kd.config import Config
 from kd.config.schema import DataSection, OptimizerSection
 from kd.contracts import TeacherModel
+from kd.errors import DataError
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
-from kd.setup.data import Data, open_sources, train_transform
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.data import open_sources, train_transform
+from kd.setup.fit import fit_folders, is_fitted
+from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
 
-def check(recipe: Recipe, path: str = "given") -> str:
-    """Check a recipe and describe the run.
+def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
+    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images.
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
@@ -38,7 +39,9 @@ def check(recipe: Recipe, path: str = "given") -> str:
     check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
-    fits = {where: left for where, fit in plan.fits.items() if (left := _to_be_fitted(where, fit, data))}
+    folders = fit_folders(plan, data.fingerprint).items()
+    # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
+    fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
     for model in (*(fit.student for fit in fits.values()), student_plan):
         if model.section.kind == "timm":
             require_weights(student_spec(model, data.classes))
@@ -59,6 +62,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
+        *(_answers(plan, teachers) if answers else ()),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
         *_store(section, (len(data.train), len(data.val))),
@@ -67,12 +71,6 @@ def check(recipe: Recipe, path: str = "given") -> str:
         _memory(recipe, fits, student, teachers, num_ranks),
     ]
     return "\n".join(lines)
-
-
-def _to_be_fitted(where: str, fit: Config, data: Data) -> Recipe | None:
-    """Return the recipe of a teacher's fit; None where it was fitted, or may be in the copy of its run folder."""
-    recipe, target = fit_folder(where, fit, data.fingerprint)
-    return None if recipe.record.mirror or is_fitted(target) else recipe
 
 
 def _skew(labels: torch.Tensor) -> list[str]:
@@ -126,6 +124,13 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
         return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return f"teacher   {section.model}: {size}; weights and classes fit the data"
+
+
+def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
+    try:
+        return [f"          {one.text}" for one in compare(plan, teachers, teachers.data, torch.device("cpu"))]
+    except DataError:
+        return ["          not asked: the images do not exist yet"]
 
 
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:

@@ -21,7 +21,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> 
         RunError: it is no run folder, or needs trust.
     """
     folder, stored = opened_run(path, trust)
-    require_files(path, stored)
+    require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
     vouched = Trust.of(trust, overrides, recipe.data.section)
     vouched.check_teacher(recipe.teacher)

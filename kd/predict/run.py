@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO
 
 from kd.errors import MissingExtra, RunError
+from kd.host import cores as usable_cores
 from kd.predict import images as listing
 from kd.predict.classifier import Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
-from kd.serve.limits import Limits, usable_cores
+from kd.serve.limits import Limits
 from kd.serve.model import Description, describe, load
 
 CHUNK = 8

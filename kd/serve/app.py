@@ -151,13 +151,8 @@ def _bug_response(error: Exception, identity: str) -> Response:
 
 def _page(service: Service) -> Handler:
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    description = service.description
-    values = {
-        "NAME": description.name,
-        "VERSION": description.version,
-        "CLASSES": str(len(description.labels)),
-        "LIMIT": f"{service.limits.max_body / 2**20:g}",
-    }
+    model, limit = service.description, f"{service.limits.max_body / 2**20:g}"
+    values = {"NAME": model.name, "VERSION": model.version, "CLASSES": str(len(model.labels)), "LIMIT": limit}
     for key, value in values.items():
         text = text.replace(f"[[{key}]]", html.escape(value))
 
@@ -165,15 +160,12 @@ def _page(service: Service) -> Handler:
         contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in contents)
 
-    headers = {
-        "content-security-policy": (
-            f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        ),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+    headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
     async def page(request: Request) -> Response:
         return HTMLResponse(text, headers=headers)

@@ -20,11 +20,7 @@ SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
 def media_type(header: str) -> str:
-    """Return the media type of a content-type header, normalized.
-
-    Raises:
-        Problem: 415 (missing or unsupported).
-    """
+    """Return the media type of a content-type header, normalized; a Problem 415 if it is missing or not supported."""
     kind = header.partition(";")[0].strip().lower()
     kind = {"image/jpg": "image/jpeg", "image/x-image": "application/x-image"}.get(kind, kind)
     if kind not in ALLOWED:
@@ -36,8 +32,7 @@ def media_type(header: str) -> str:
 def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
     """Return the image files in a body. `kind` is the result of `media_type`; `header` may have a multipart boundary.
 
-    Raises:
-        Problem: 400 (the body does not match its type), 413 (too many images or values).
+    A Problem is 400 (the body does not match its type) or 413 (too many images or values).
     """
     files = [body]
     if kind == JSON:

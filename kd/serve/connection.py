@@ -53,11 +53,7 @@ class Parser(h11.Connection):
         return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
-        """Return h11's next event.
-
-        Raises:
-            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
-        """
+        """Return h11's next event; RemoteProtocolError also for too many header lines, trailers or small chunks."""
         if self.their_state is h11.IDLE:
             headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
             if headers.count(b"\n") > self._limits.max_header_lines:
@@ -207,12 +203,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
-        headers = [
-            (b"content-type", MEDIA_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        response = h11.Response(status_code=problem.status, headers=headers)
+        headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=problem.status, headers=list(headers.items()))
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

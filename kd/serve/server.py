@@ -17,7 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from kd.errors import KdError, MissingExtra
-from kd.serve.limits import Limits, usable_cores
+from kd.host import cores
+from kd.serve.limits import Limits
 
 log = logging.getLogger("kd.serve")
 
@@ -66,9 +67,9 @@ def serve(settings: Settings) -> None:
     _logging(settings.quiet, settings.log_format)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about a client's EXIF or palette
     description = describe(settings.folder, settings.file)
-    cores = settings.cores or usable_cores()
-    slots = settings.slots or cores
-    service = Service(description, settings.limits, slots, max(1, cores // slots))
+    usable = settings.cores or cores()
+    slots = settings.slots or usable
+    service = Service(description, settings.limits, slots, max(1, usable // slots))
     listener = _listen(settings.host, settings.port)
     application = app.build(service, settings.ui)
     shared = Shared(settings.limits, app.health_only(application))

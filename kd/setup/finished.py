@@ -48,13 +48,13 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     return folder, parse(folder.config_file, stored, trust)
 
 
-def require_files(path: Path, settings: Config) -> None:
+def require_files(path: Path, data: DataSection) -> None:
     """Refuse a run of `kd.distill` where its models and images must be built again from files.
 
     Raises:
         RunError: it is one.
     """
-    if settings.data.kind == MAP_DATASET:
+    if data.kind == MAP_DATASET:
         raise RunError(
             "run",
             f"'{path}' was written by kd.distill: its models and images are Python objects",

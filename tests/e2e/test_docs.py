@@ -42,7 +42,6 @@ NOT_RUN = {
     "torchrun": "starts several processes; tests/distributed does that",
     "mpirun": "needs MPI",
     "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
-    "PJRT_DEVICE=TPU": "needs a TPU",
     "neuron_parallel_compile": "needs the Neuron SDK",
     "source": "another environment",
     "eval": "changes the reader's shell",
@@ -146,7 +145,7 @@ def check_not_run(argv: list[str], command: Command) -> None:
         check_arguments([f"kd-{name}", *more], command)
     elif program == "neuron_parallel_compile":
         check_not_run(rest, command)
-    elif program in ("mpirun", "PJRT_DEVICE=CPU", "PJRT_DEVICE=TPU"):
+    elif program in ("mpirun", "PJRT_DEVICE=CPU"):
         start = next(i for i, arg in enumerate(argv) if arg.startswith("kd-"))
         check_arguments(argv[start:], command)
     elif program == "make":

@@ -18,9 +18,9 @@ from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
-from kd.setup.fit import FREE, fit_folder
+from kd.setup.fit import FREE, fit_folders
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import resolve
+from kd.setup.recipe import TeacherPlan, resolve
 from kd.setup.store import keep_rules
 from kd.tasks.single_label import SingleLabel
 
@@ -36,15 +36,14 @@ SETTINGS = {
 
 def fitted(*overrides) -> str:
     """Return the name of the folder of the teacher that a configuration has fitted."""
-    plan = resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher
-    return folder_of(plan.fits["teacher"])
+    return folders_of(resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher)["teacher"]
 
 
-def folder_of(fit: Config) -> str:
-    """Return the name of a fit's run folder; the export lies in it."""
-    recipe, export = fit_folder("teacher", fit, "photos")
-    assert recipe.record.path in export.parents
-    return recipe.record.path.name
+def folders_of(plan: TeacherPlan) -> dict[str, str]:
+    """Return the names of the run folders of the fits; the exports lie in them."""
+    found = fit_folders(plan, "photos")
+    assert all(recipe.record.path in export.parents for recipe, export in found.values())
+    return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def identities(settings: Config) -> dict[str, Any]:
     codec = cache_codec(recipe.teacher, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
-        "F": {where: folder_of(fit) for where, fit in recipe.teacher.fits.items()},
+        "F": folders_of(recipe.teacher),
         "C": cache_identity(recipe.teacher, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {key: value for key, value in recipe.record.keys.items() if not key.startswith(FREE)},
@@ -252,6 +251,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.evaluate": ("FR", "5"),
     "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
+    "student.kind": ("R", "torch"),
     "student.model": ("R", "vit_small_patch16_224"),
     "student.args": ("R", "{num_heads: 8}"),
     "student.init": ("R", "pretrained"),
@@ -327,6 +327,8 @@ for kind, options in TEACHERS.items():
     for name, value in options.items():
         KEYS[f"teacher.{name} [{kind}]"] = ("CR", value, f"teacher.kind={kind}", *first)
         KEYS[f"teacher.also[].{name} [{kind}]"] = ("CR", value, f"teacher.also=[{{kind: {kind}, model: a, {given}}}]")
+for name, value in TEACHERS["torch"].items():
+    KEYS[f"student.{name} [torch]"] = ("R", value, "student.kind=torch", "student.mean=[0,0,0]", "student.std=[1,1,1]")
 
 
 def listed() -> set[str]:

@@ -101,8 +101,10 @@ def test_val_fraction_holds_out_a_part_of_each_class(root):
 def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(root):
     shutil.move(root / "baklava/1.jpg", root / "baklava/1.jfif")
     (root / "baklava/1.dat").write_bytes(b"x")
-    found = open_list(root, "path,label\napple_pie/1.jpg,pie\nbaklava/1.jfif,cake\n")
-    assert found.decode(1).image.size == (4, 4)
+    content = "path,label\napple_pie/1.jpg,pie\napple_pie/2.jpg,pie\nbaklava/1.jfif,cake\nbaklava/2.jpg,cake\n"
+    train = open_list(root, content, val_list="", val_fraction=0.5)
+    assert train.notes == ("2 images beside the listed ones are in no list",)
+    assert open_list(root, content).decode(2).image.size == (4, 4)
 
 
 def test_images_without_a_label(root):
