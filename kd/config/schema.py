@@ -154,7 +154,7 @@ class Fit:
     """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
 
     epochs: int = ranged(0, low=0)
-    """Passes over the training images. 0: never fit; a checkpoint is required."""
+    """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
     steps: int = ranged(0, low=0)
     """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
     lr: float = ranged(1e-3, above=0.0)
@@ -173,6 +173,11 @@ class Fit:
     """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Where fitted teachers are kept, one folder a content hash, and found again."""
+
+    @property
+    def length(self) -> str:
+        """How long it is, as text; empty: nothing is fitted."""
+        return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +259,7 @@ class TeacherSection:
     @property
     def fitted(self) -> bool:
         """Whether it may be fitted on the labels where it has no checkpoint."""
-        return self.fit.epochs > 0 and self.kind == "timm"
+        return bool(self.fit.length) and self.kind == "timm"
 
     def exported(self, cpu: bool) -> str:
         """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured."""

@@ -188,6 +188,7 @@ def _unlabelled(
     labelled = {
         "run.baseline": baseline,
         "teacher.fit.epochs": teacher.fit.epochs > 0,
+        "teacher.fit.steps": teacher.fit.steps > 0,
         "teacher.min_accuracy": teacher.min_accuracy > 0,
     }
     for key, on in labelled.items():
@@ -240,9 +241,10 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    if teacher.fit.epochs and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
-        wrong = f"is {teacher.fit.epochs}, but kd does not fit a teacher of kind '{teacher.kind}'"
-        yield ConfigError("teacher.fit.epochs", wrong, "Models of timm are fitted", "Set teacher.fit.epochs=0")
+    if teacher.fit.length and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
+        key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
+        wrong = f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind '{teacher.kind}'"
+        yield ConfigError(key, wrong, "Models of timm are fitted", f"Set {key}=0")
     seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
     for i, member in enumerate(teacher.also):
         where = f"teacher.also[{i}]"

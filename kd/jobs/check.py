@@ -121,7 +121,7 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
 def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
     section = plan.members[where]
     if where in plan.fits:
-        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
+        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return f"teacher   {section.model}: {size}; weights and classes fit the data"
 

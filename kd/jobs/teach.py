@@ -38,8 +38,9 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
     Raises:
         ConfigError: the config does not say how to fit one.
     """
-    if not settings.teacher.fit.epochs:
-        raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
+    if not settings.teacher.fit.length:
+        remedy = "Say for how long to fit the teacher, here or by teacher.fit.steps"
+        raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
     started = time.perf_counter() - before
     recipe = resolve(settings)
     with accounted(started), distributed(recipe.backend) as backend:

@@ -11,7 +11,8 @@ from kd.report.answers import answers
 from kd.report.record import RunRecord, differences, label_of, mean_cells, price_rows, repeats, teachers_of
 from kd.report.sections import card, color, esc, section, table
 from kd.report.svg import legend, number
-from kd.text import clock, money
+from kd.report.text import unfinished_text
+from kd.text import clock, money, percent
 
 HERE = Path(__file__).parent
 
@@ -54,7 +55,7 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     images, classes = run.manifest.get("images", 0), len(run.manifest.get("classes", ()))
     chips = [
         str(run.manifest.get("date", "")),
-        f"{run.keys.get('data.kind', '')}, {classes} classes, {images:,} training images",
+        f"{run.keys.get('data.kind', '')}, {f'{classes} classes, ' if classes else ''}{images:,} training images",
         f"step {run.steps:,}",
         f"{run.manifest.get('backend', 'cpu')} x {run.manifest.get('world_size', 1)}",
         f"{machine.get('processor', '')}, {machine.get('cores', '?')} cores" if machine else "",
@@ -64,7 +65,9 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
     flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
-    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div></header>'
+    lines = (unfinished_text(run) for run in runs)
+    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line and not live)
+    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div>{ends}</header>'
 
 
 def _tiles(run: RunRecord) -> str:

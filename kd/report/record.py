@@ -125,6 +125,16 @@ class RunRecord:
         return int(self.train[-1]["step"]) if self.train else 0
 
     @property
+    def unfinished(self) -> str:
+        """Where a run stands that has not come to its end and its last evaluation; "": it has."""
+        steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
+        epoch = int(self.train[-1]["epoch"]) if self.train else 0
+        ended = self.steps >= steps if steps else epoch >= epochs
+        if ended and (not self.steps or (self.val and self.val[-1]["step"] >= self.steps)):
+            return ""
+        return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"
+
+    @property
     def skipped(self) -> int:
         """Of `steps`, those that were skipped because their gradient was not finite."""
         return int(sum(row.get("skipped", 0) for row in self.train))
@@ -186,8 +196,8 @@ def label_of(run: RunRecord) -> str:
 
 
 def short_model(name: str) -> str:
-    """Return a model's name without folders."""
-    return name.rstrip("/").rpartition("/")[2] or name
+    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
+    return name.rstrip("/").removesuffix("/export").rpartition("/")[2] or name
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:

@@ -73,8 +73,10 @@ def findings(runs: Sequence[RunRecord]) -> str:
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
                 f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
             )
-    nothing = '<div class="finding none"><b>Nothing found.</b> No rule saw a bottleneck in the recorded windows.</div>'
-    return section("Findings", "", *(entries or [nothing]))
+    nothing = "<b>Nothing found.</b> No rule saw a bottleneck in the recorded windows."
+    if any(run.unfinished and not run.findings for run in runs):
+        nothing = "<b>Not judged.</b> The rules look at a run when it ends."
+    return section("Findings", "", *(entries or [f'<div class="finding none">{nothing}</div>']))
 
 
 def curves(runs: Sequence[RunRecord]) -> str:

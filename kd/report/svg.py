@@ -87,8 +87,10 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     low, high = (0.0 if zero else min(values)), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     xs = [x for one in series for x in one.x]
-    low_y = 0.0 if zero else low - margin
-    frame = Frame(width, height, min(xs), max(xs), low_y, high + margin)
+    low_y, high_y = 0.0 if zero else low - margin, high + margin
+    if unit == "%":  # a share is between 0 and 1, and so is its axis
+        low_y, high_y = max(low_y, min(low, 0.0)), min(high_y, max(high, 1.0))
+    frame = Frame(width, height, min(xs), max(xs), low_y, high_y)
     parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
     for one in series:
         points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))

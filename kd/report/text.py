@@ -28,15 +28,25 @@ def summary(runs: Sequence[RunRecord]) -> str:
 
 
 def _results(run: RunRecord) -> list[str]:
+    stands = [f"**{line}**", ""] if (line := unfinished_text(run)) else []
     if not run.best:
-        return ["Not evaluated yet.", ""]
+        return [*stands, "Not evaluated yet.", ""]
     parts = [run.scores.text(run.best)]
     if run.baseline is not None and run.baseline.best:
         score = run.baseline.decides
         parts.append(f"labels only {score.text(run.baseline.best[score.key])}")
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
     skipped = skipped_text(run.skipped, run.steps)
-    return [", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
+    return [*stands, ", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
+
+
+def unfinished_text(run: RunRecord) -> str:
+    """Say that a run, or its baseline, has not come to its end; "": it has."""
+    for one, who in ((run, run.name), (run.baseline, f"{run.name} (labels only)")):
+        if one is not None and one.unfinished:
+            ended = f"{who} has not finished: {one.unfinished}."
+            return f"{ended} It was stopped, or it still runs; the command that started it resumes it."
+    return ""
 
 
 def _findings(run: RunRecord) -> list[str]:

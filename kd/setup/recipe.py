@@ -206,7 +206,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         run=RunSection(
             folder=fit.folder,
             seed=fit.seed,
-            epochs=fit.epochs,
+            epochs=max(1, fit.epochs),  # steps alone may say how long it is
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,

@@ -208,6 +208,32 @@ def test_the_columns_come_from_the_manifest(run, command, refused):
     assert "does not hold what kd writes" in refused("report", run)
 
 
+def test_a_killed_run_says_so(run, command):
+    """Its page looked like that of a run that had come to its end, and no rule had looked at it."""
+    done = command("report", run, "--images", 3)
+    assert "not finished" not in done.out
+    assert "Nothing found" in (run / "report.html").read_text()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = max(json.loads(line)["step"] for line in lines)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last // 2))
+    (run / "findings.json").unlink()
+    told = command("report", run, "--images", 3)
+    assert told.code == 0, told
+    assert f"has not finished: step {last // 2}, epoch" in told.out
+    assert "of 6. It was stopped" in told.out
+    page = (run / "report.html").read_text()
+    assert "has not finished" in page
+    assert "Not judged" in page
+
+
+def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_path):
+    shutil.copytree(run, tmp_path / "lr=0.1")
+    told = command("report", tmp_path / "lr=0.1", "price.per_hour=36", "--price", "--to", tmp_path / "prices.md")
+    assert told.code == 0, told
+    assert (tmp_path / "prices.md").read_text() == told.out
+    assert "| 36.000 |" in told.out
+
+
 def test_plans_and_checks_answer_with_money(written, command):
     path = written()
     told = command("plan", path, "--on", "p4d.24xlarge", "x2")
@@ -227,6 +253,8 @@ def test_plans_and_checks_answer_with_money(written, command):
     [
         (["report", "nowhere"], "not a run folder"),
         (["report", "RUN", "--price"], "no run has a price"),
+        (["report", "a=b"], "'a=b' is no run folder"),
+        (["report", "RUN", "--live", "--to", "page.html"], "--to: does not go with --live"),
         (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is ml.p9.huge"),
         (["report", "RUN", "optimizer.lrr=1"], "optimizer.lrr: no such key"),
         (["plan", "CONFIG", "--on", "p4d.24xlarg"], "Did you mean 'p4d.24xlarge'?"),

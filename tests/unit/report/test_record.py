@@ -9,8 +9,18 @@ import pytest
 from kd.progress.summary import curves, sparkline
 from kd.report.answers import short_names
 from kd.report.page import render
-from kd.report.record import Answers, RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, time_parts
-from kd.report.text import summary
+from kd.report.record import (
+    Answers,
+    RunRecord,
+    differences,
+    mean_cells,
+    price_rows,
+    repeats,
+    short_model,
+    teachers_of,
+    time_parts,
+)
+from kd.report.text import summary, where_time_went
 from kd.tasks.embedding import SCORES as EMBEDDING
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
@@ -77,6 +87,33 @@ def test_best_is_the_first_of_the_highest_score():
     unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
     assert (unlabelled.decides.key, unlabelled.best["step"]) == ("agreement", 2)
     assert replace(run(), val=[]).best == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "unfinished"),
+    [
+        ({"run.epochs": 2}, ""),
+        ({"run.epochs": 3}, "step 20, epoch 2 of 3"),
+        ({"run.epochs": 9, "run.steps": 20}, ""),
+        ({"run.epochs": 1, "run.steps": 1500}, "step 20 of 1,500"),
+        ({}, ""),
+    ],
+)
+def test_where_a_run_stands(keys, unfinished):
+    assert run(**keys).unfinished == unfinished
+    if keys and not unfinished:
+        assert replace(run(**keys), val=VAL[:1]).unfinished.startswith("step 20")  # killed before the last evaluation
+        assert replace(run(**keys), train=[]).unfinished.startswith("step 0")
+
+
+def test_the_axis_of_a_share_ends_at_100_percent():
+    shares = replace(run(), val=[{**row, "accuracy": 1.0} for row in VAL])
+    assert "105 %" not in render([shares])
+
+
+@pytest.mark.parametrize(("name", "short"), [("runs/food/export", "food"), ("vit_b", "vit_b"), ("a/b/", "b")])
+def test_short_names_of_models(name, short):
+    assert short_model(name) == short
 
 
 def test_what_differs():

@@ -181,6 +181,7 @@ def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):
     assert (batch, len(losses)) == (8, 2)
     assert fit("data.views=1", "run.seed=2") == (name, batch, losses)
     assert fit("teacher.fit.batch_size=4")[1] == 4
+    assert len(fit("teacher.fit.epochs=0", "teacher.fit.steps=3")[2]) == 2  # at steps 2 and 3; it asked the network
     other = fit("teacher.fit.seed=1")
     assert other[0] != name
     assert other[2] != losses
