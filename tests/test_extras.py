@@ -35,6 +35,7 @@ TRIED: dict[str, str] = {
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.g5.xlarge --dry-run {ACCOUNT}",
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
     "transformers": "-c 'import transformers, kd.teachers.transformers, kd.teachers.zero_shot'",
+    "completion": "-c 'import argcomplete, kd.cli.__main__'",
     "sift-integrations": "-c 'import lightning, transformers, kd.sifting.lightning, kd.sifting.trainer'",
 }
 """Arguments of Python."""

@@ -450,7 +450,7 @@ def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, 
         ended.set()
         for thread in threads:
             thread.join(20)
-        assert server.stop() == 0
+        assert server.wait() == 0
         took = time.monotonic() - begin
     assert not failed
     assert late[200] > 8
@@ -464,7 +464,7 @@ def test_ctrl_c_waits_for_no_load_balancer(exported, signals):
         for each in signals:
             server.process.send_signal(each)
             time.sleep(0.3)
-        assert server.stop(20) == 0
+        assert server.wait(20) == 0
 
 
 def test_a_request_has_the_id_that_the_client_gave_it(server, photo):
