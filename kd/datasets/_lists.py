@@ -196,8 +196,8 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
         if not matches:
             missing.append((entry, name))
             continue
-        ending = text(posixpath.splitext(matches[0])[1]).lower()
-        if ending in READ_BY and matches[0] not in beside.images:
+        ending = "" if matches[0] in beside.images else text(posixpath.splitext(matches[0])[1]).lower()
+        if ending in READ_BY:
             raise DataError(where, f"{entry} cannot be read here", READ_BY[ending], "Convert it, or install that")
         path = posixpath.join(folder, matches[0])
         if path in found:
@@ -206,7 +206,7 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
         found[path] = Listed(entry, file_of(beside.entries[matches[0]]))
     if missing:
         raise _no_file(root, missing, folders, len(found) + len(missing), where)
-    return dict(sorted(found.items()))  # by bytes: the same on every machine, whatever its locale
+    return {path: found[path] for path in sorted(found)}  # by bytes: the same on every machine, whatever its locale
 
 
 def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
