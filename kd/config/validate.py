@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
-from kd import instances, parts
+from kd import parts
 from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
@@ -77,9 +77,9 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
         yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
-    kept = teacher.cache.views
-    if data.views and kept and data.views != kept:
-        wrong = f"is {kept}, but data.views is {data.views}"
+    cached = teacher.cache.views
+    if data.views and cached and data.views != cached:
+        wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
     if data.batch_size != "auto":
@@ -225,7 +225,11 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
 
 
 def _price(price: PriceSection) -> Iterator[KdError]:
-    if price.instance and not price.per_hour and instances.find(price.instance) is None:
+    if not price.instance or price.per_hour:
+        return
+    from kd import instances  # only where one is named
+
+    if instances.find(price.instance) is None:
         wrong = f"is {price.instance}, whose price kd does not know"
         remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
         yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)

@@ -6,16 +6,19 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kd.progress.notebook import Page
 from kd.progress.trackers import Trackers
 from kd.references import redact
 from kd.scores import Scores
 from kd.text import percent
 from kd.types import State
+
+if TYPE_CHECKING:
+    from kd.progress.notebook import Page
 
 
 class Console:
@@ -46,6 +49,8 @@ class Console:
 
     def __enter__(self) -> Console:
         if not self.quiet and self._console.is_jupyter:
+            from kd.progress.notebook import Page
+
             self._page = Page(self.title)
         elif not self.quiet and self._console.is_terminal:
             columns = [
