@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
@@ -142,9 +143,10 @@ def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     if len(header) < 2:
         wrong = "its first line does not name two columns or more"
         raise ValueError(wrong + (f": it is '{header[0]}'" if header else ""))
-    twice = [name for name in header if header.count(name) > 1]
-    if twice or "" in header[1:]:
-        raise ValueError(f"its first line names '{twice[0]}' twice" if twice else "a column has no name")
+    if "" in header[1:]:
+        raise ValueError("a column has no name")
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ValueError(f"its first line names '{twice[0]}' twice")
     if os.fsencode(header[0].lower()).endswith(ENDINGS):
         raise ValueError(f"its first line is an image, '{header[0]}'; it must name the columns")
     return header, _rows(reader, len(header))
@@ -180,8 +182,9 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
     """
     found: dict[bytes, Listed] = {}
     missing: list[tuple[Entry, bytes]] = []
+    roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
     for entry in entries:
-        name = _relative(root, entry, where)
+        name = _relative(roots, entry, where)
         folder, base = posixpath.split(name)
         if folder not in folders:
             folders[folder] = _Beside(os.path.join(os.fsencode(root), folder))
@@ -191,10 +194,10 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
             both = ", ".join(text(posixpath.join(folder, one)) for one in sorted(matches))
             raise DataError(where, f"{entry} is more than one image: {both}", "", "Write the ending")
         if not matches:
-            missing.append((entry, base))
+            missing.append((entry, name))
             continue
-        ending = text(posixpath.splitext(matches[0])[1]).lower()
-        if ending in READ_BY and matches[0] not in beside.images:
+        ending = "" if matches[0] in beside.images else text(posixpath.splitext(matches[0])[1]).lower()
+        if ending in READ_BY:
             raise DataError(where, f"{entry} cannot be read here", READ_BY[ending], "Convert it, or install that")
         path = posixpath.join(folder, matches[0])
         if path in found:
@@ -203,28 +206,26 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
         found[path] = Listed(entry, file_of(beside.entries[matches[0]]))
     if missing:
         raise _no_file(root, missing, folders, len(found) + len(missing), where)
-    return dict(sorted(found.items()))  # by bytes: the same on every machine, whatever its locale
+    return {path: found[path] for path in sorted(found)}  # by bytes: the same on every machine, whatever its locale
 
 
-def _relative(root: str, entry: Entry, where: str) -> bytes:
-    """Return the normalized path in `root` that an entry names."""
-    name, folders = entry.name.strip(), [os.path.abspath(root), os.path.realpath(root)]
-    if os.path.isabs(name):
-        name = posixpath.normpath(name)
-        name = next((os.path.relpath(name, one) for one in folders if name.startswith(one.rstrip("/") + "/")), "..")
-    name = posixpath.normpath(name)
-    if name.startswith(".."):
-        remedy = "Set data.root to a folder that holds all images"
-        raise DataError(where, f"{entry} does not lie in '{root}'", "Paths in data.root, relative or absolute", remedy)
+def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
+    """Return the normalized path in the root that an entry names; `roots` are ways to write that folder."""
+    name = posixpath.normpath(entry.name.strip())
+    if name.startswith("/"):
+        name = next((name.removeprefix(one) for one in roots if name.startswith(one)), "..")
+    if f"{name}/".startswith("../"):
+        wrong, remedy = f"{entry} does not lie in '{roots[0]}'", "Set data.root to a folder that holds all images"
+        raise DataError(where, wrong, "Paths in data.root, relative or absolute", remedy)
     return os.fsencode(name)
 
 
 def _no_file(
     root: str, missing: Sequence[tuple[Entry, bytes]], folders: Mapping[bytes, _Beside], count: int, where: str
 ) -> DataError:
-    entry, base = missing[0]
-    beside = folders[posixpath.dirname(_relative(root, entry, where))]
+    entry, name = missing[0]
+    beside = folders[posixpath.dirname(name)]
     names = [*beside.stems, *beside.images]
-    near = did_you_mean(text(base), map(text, names)) if len(names) < SLOW else ""
+    near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
     wrong = f"{entry} is no image in '{root}'; {len(missing)} of {count} names are none"
     return DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")

@@ -67,7 +67,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
     own = columns[where] or sorted({label for one in found.values() for label in one.entry.label or ()})
     order = own if classes is None else classes
-    if labels != "none" and columns[where] and (absent := [name for name in order if name not in columns[where]]):
+    if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
         wrong = f"has no column '{absent[0]}', a class of training, with {len(absent) - 1} more"
         raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
     names = [*found]

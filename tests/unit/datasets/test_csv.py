@@ -121,7 +121,7 @@ def test_images_without_a_label(root):
         ("a.csv", "path,label\napple_pie/1,a\napple_pye/2,b\n", r"line 3: 'apple_pye/2' is no image .* 1 of 2 names"),
         ("a.csv", "path,label\napple_pie/11.jpg,a\n", r"line 2: 'apple_pie/11\.jpg' is no image .* Did you mean"),
         ("a.csv", "path,label\nbaklava/1,a\nbaklava/1.jpg,b\n", r"line 3: 'baklava/1\.jpg' is the image of line 2"),
-        ("a.csv", "path,label\n../../etc/passwd,a\n", r"line 2: '\.\./\.\./etc/passwd' does not lie in '.*images'"),
+        ("a.csv", "path,label\n../../etc/passwd,a\n", r"line 2: '\.\./\.\./etc/passwd' does not lie in '.*images/'"),
         ("a.csv", "path,label\n/etc/passwd,a\n", r"line 2: '/etc/passwd' does not lie in '.*Paths in data\.root"),
         ("a.csv", "path,label\nbaklava/9,a\n", r"line 2: 'baklava/9' is more than one image: baklava/9\.jpg, bak"),
         ("a.csv", "path,label\nbaklava,a\n", r"line 2: 'baklava' is no image"),
