@@ -11,20 +11,22 @@ import torch
 
 from kd.config.schema import DataSection, OptimizerSection
 from kd.contracts import TeacherModel
+from kd.errors import DataError
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
 from kd.setup.fit import fit_folders, is_fitted
+from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
 
-def check(recipe: Recipe, path: str = "given") -> str:
-    """Check a recipe and describe the run.
+def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
+    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images.
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
@@ -60,6 +62,7 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
+        *(_answers(plan, teachers) if answers else ()),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
         *_store(section, (len(data.train), len(data.val))),
@@ -121,6 +124,13 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
         return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return f"teacher   {section.model}: {size}; weights and classes fit the data"
+
+
+def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
+    try:
+        return [f"          {one.text}" for one in compare(plan, teachers, teachers.data, torch.device("cpu"))]
+    except DataError:
+        return ["          not asked: the images do not exist yet"]
 
 
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:

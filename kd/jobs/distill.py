@@ -31,6 +31,7 @@ from kd.progress.trackers import Trackers
 from kd.scores import Scores
 from kd.setup.answers import mistakes
 from kd.setup.build import Results, Setting, build_run
+from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 from kd.text import html_table
@@ -52,6 +53,8 @@ class Result:
     teacher_parameters: int = 0
     sifting: str = ""
     """What the sifter did, as Markdown."""
+    at_home: tuple[str, ...] = ()
+    """How each teacher's answers differ from those with its own preprocessing."""
     batch_size: int = 0
     """Images of an optimizer step, as configured or as found."""
     steps: int = 0
@@ -97,6 +100,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         with Observer(setting, recipe.loop, folder, console) as observer:
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             results = Results(folder, console, recorded)
+            compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
             facts = built.facts | facts_of(run, setting)
@@ -131,6 +135,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(model) if model is not None else 0,
         sifting=sifting,
+        at_home=tuple(f"{where}: {one['text']}" for where, one in folder.manifest().get("teacher_home", {}).items()),
         batch_size=run.length.batch_size,
         steps=state.step,
         skipped=state.skipped_in_all,
@@ -169,6 +174,19 @@ def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title
     if "teacher_mib" in facts:
         rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
+
+
+def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: Console) -> None:
+    """Show and record, at the first start, how the teachers' answers differ from those at home.
+
+    Raises:
+        ModelError: they are other answers.
+    """
+    if "teacher_home" not in folder.manifest():
+        compared = compare(plan, setting.teachers, setting.teachers.data, setting.backend.device)
+        for one in compared:
+            console.info(f"{one.where}: {one.text}")
+        folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:

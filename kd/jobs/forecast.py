@@ -28,7 +28,7 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    checked, data = check(recipe, path), open_sources(recipe.data)
+    checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *_images((data.train, data.val), section.on_corrupt)]
     if section.batch_size == "auto":

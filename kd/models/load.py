@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.evaluation import Task
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, Home
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
-from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched
+from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched, require_same_tensors, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if weights is not None:
         _load_weights(spec, network, *weights)
     config = data_config(network)
-    return Classifier(
+    made = Classifier(
         network,
         num_classes=len(classes),
         input_size=config["input_size"][-1],
@@ -122,6 +122,17 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
+    made.home = _home(config) if spec.exact_head and pretrained else None
+    return made
+
+
+def _home(config: dict[str, Any]) -> Home:
+    """Return timm's own preprocessing of evaluation."""
+    from timm.data import create_transform
+
+    keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
+    shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
+    return Home("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
 def _source(spec: Spec) -> str:
@@ -341,6 +352,7 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
+    tensors = unwrapped(tensors, own)
     if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     tensors = _at_this_size(tensors, own, network)
@@ -354,13 +366,7 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         fresh = {name: own[name] for name in _head_names(network) if name in own}
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    shapes = [f"{n} {tuple(t.shape)} != {tuple(own[n].shape)}" for n, t in tensors.items() if n in own]
-    shapes = [text for text in shapes if text.split(" ", 1)[1].split(" != ")[0] != text.split(" != ")[1]]
-    if missing or unexpected or shapes:
-        problems = {"missing": missing, "unexpected": unexpected, "other shape": shapes}
-        told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
-        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    require_same_tensors(where, spec.model, own, tensors)
     network.load_state_dict(tensors)
 
 

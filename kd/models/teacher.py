@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -136,19 +137,25 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
     except FAILURES as error:
         raise fails(where, name, getattr(model, "input_size", size), error) from error
     pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
-    for one, other in pairs:
-        spread = one.float().std().item() if one.numel() > 1 else 0.0
-        if (one - other).abs().max().item() > 1e-3 * spread if one.numel() else False:
-            wrong = f"'{name}' answers the same pixels twice differently, by {(one - other).abs().max() / spread:.2g} "
-            wrong += "standard deviations: it draws random numbers also in evaluation, as ViTMAE does when it masks patches"
-            raise ModelError(f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another")
+    for one, other in (pair for pair in pairs if pair[0].numel()):
+        spread, gap = (
+            one.float().std().item(),
+            (one - other).abs().max().item() if one.shape == other.shape else math.inf,
+        )
+        if gap > 1e-3 * spread:
+            wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
+            wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
+            raise ModelError(
+                f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another"
+            )
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
     """Return the error for a teacher that cannot answer."""
-    wrong = f"'{name}' fails on images of {size}x{size} pixels ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     remedy = f"Set {where}.input_size or {where}.args where it has them, or correct its preprocessing"
-    return ModelError(f"{where}.model", wrong, "A model from square RGB images to answers", remedy)
+    wrong, allowed = f"'{name}' fails on images of {size}x{size} pixels ({reason})", "A model from square RGB images"
+    return ModelError(f"{where}.model", wrong, allowed, remedy)
 
 
 def on_meta(model: Any) -> Any:

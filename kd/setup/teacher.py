@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from kd import parts
@@ -19,7 +20,6 @@ from kd.config.validate import installed
 from kd.contracts import Backend, Noted, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
-from kd.models.compiled import compile_forward
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
@@ -226,6 +226,8 @@ class TeacherFactory:
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if not mode.exported:
+        from kd.models.compiled import compile_forward  # only where a compiler is used
+
         return compile_forward(frozen)
     from kd.models.runtimes import Exported  # only where a graph runs instead of torch
 
@@ -252,17 +254,29 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
 
 
 def validation_images(data: Data) -> torch.Tensor:
-    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them.
+    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them."""
+    return validation_views(data, validation_pictures(data)[0])
+
+
+def validation_views(data: Data, pictures: Sequence[Image.Image]) -> torch.Tensor:
+    """Return pictures as evaluation shows them, uint8 [N, 3, S, S]."""
+    crop = data.evaluate()
+    return torch.from_numpy(np.stack([np.asarray(crop(one, Random(0))).transpose(2, 0, 1) for one in pictures]))
+
+
+def validation_pictures(data: Data) -> tuple[list[Image.Image], list[int]]:
+    """Return images from all over the validation split, as they lie, and their ids.
 
     Raises:
         CorruptImage: none of those looked at can be decoded.
     """
-    crop, found, broken = data.evaluate(), [], None
+    found, ids, broken = [], [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
-            found.append(np.asarray(crop(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
+            found.append(data.val.decode(id).image)
+            ids.append(id)
         except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error
     if not found and broken is not None:
         raise broken
-    return torch.from_numpy(np.stack(found))
+    return found, ids

@@ -1,6 +1,6 @@
 """A model's own preprocessing in transformers: what its image processor does to pixels is measured.
 
-Not a part (the name begins with an underscore). Forty families have keys of their own beside mean and deviation, such as
+Not a part (the name begins with an underscore). Families have keys of their own beside mean and deviation, such as
 `do_flip_channel_order`, `rescale_offset` and `include_top`, and defaults of their own where a key is missing. So the
 processor is asked about noise. Where each channel of its answer is a straight line of one channel of the image, a
 Classifier computes the same; anything else is refused.
@@ -9,6 +9,7 @@ Classifier computes the same; anything else is refused.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,11 @@ def read_processor(spec: Spec, hub: Any) -> Any:
         reason = " ".join(str(error).split())[:200]
         files = [Path(spec.model) / name for name in ("preprocessor_config.json", "processor_config.json")]
         there = next((file.name for file in files if file.is_file()), "")
-        wrong = f"'{there}' of '{spec.model}' cannot be used" if there else f"'{spec.model}' has no preprocessor_config.json"
+        wrong = (
+            f"'{there}' of '{spec.model}' cannot be used"
+            if there
+            else f"'{spec.model}' has no preprocessor_config.json"
+        )
         raise ModelError(
             f"{spec.where}.model",
             f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized",
@@ -85,7 +90,7 @@ def measure(spec: Spec, processor: Any) -> Preparation:
     mean = -offset * std
     mean, std = _written(processor, mean, std)
     back = np.argsort(order)  # of each channel of the image
-    home = Home("transformers", lambda image: _prepared(spec, processor, image), _keys(processor))
+    home = Home("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
     return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), home)
 
 
@@ -100,14 +105,15 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
         ModelError: it fails, or makes something else.
     """
     try:
-        found = processor(images=image, return_tensors="pt")["pixel_values"]
+        found = processor(images=image, return_tensors="pt").get("pixel_values")
     except Exception as error:  # transformers raises many types, all caused by the folder
         reason = " ".join(str(error).split())[:200]
         wrong = f"the processor of '{spec.model}' fails ({type(error).__name__}: {reason})"
-        raise ModelError(f"{spec.where}.model", wrong, "", "Correct preprocessor_config.json") from error
+        numbers = _keys(processor, ("image_mean", "image_std", "rescale_factor", "size", "crop_size"))
+        raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}", "Correct them") from error
     if not isinstance(found, torch.Tensor) or found.ndim != 4 or found.shape[:2] != (1, 3):
         shape = list(getattr(found, "shape", ()))
-        wrong = f"the processor of '{spec.model}' makes {type(processor).__name__} input of the shape {shape} of an image"
+        wrong = f"the {type(processor).__name__} of '{spec.model}' makes input of the shape {shape} of an image"
         allowed = "One image [1, 3, H, W]; not patches (patch_size, max_num_patches), tiles or colour clusters"
         raise ModelError(f"{spec.where}.model", wrong, allowed, "Choose another model, such as one of a fixed size")
     return found[0].float()
@@ -146,7 +152,10 @@ def _written(processor: Any, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndar
     try:
         exact = [
             np.broadcast_to(np.array(key if normal else other, np.float64) / factor, 3)
-            for key, other in ((getattr(processor, "image_mean", 0.0), 0.0), (getattr(processor, "image_std", 1.0), 1.0))
+            for key, other in (
+                (getattr(processor, "image_mean", 0.0), 0.0),
+                (getattr(processor, "image_std", 1.0), 1.0),
+            )
         ]
     except (TypeError, ValueError):
         exact = [mean.round(6), std.round(6)]
@@ -165,7 +174,7 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
     return ModelError(f"{spec.where}.model", f"{wrong}: {', '.join(guilty)}", allowed, "Correct these keys")
 
 
-def _keys(processor: Any) -> str:
-    """Return the processor's keys of size and crop, as its file has them."""
+def _keys(processor: Any, names: Sequence[str]) -> str:
+    """Return some of the processor's keys with their values."""
     found = processor.to_dict()
-    return ", ".join(f"{name} {found[name]}" for name in KEYS if found.get(name) is not None)
+    return ", ".join(f"{name} {found[name]}" for name in names if found.get(name) is not None)

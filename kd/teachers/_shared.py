@@ -30,7 +30,9 @@ def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
         raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
     if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
         wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
-        raise ValueError(f"{wrong}; each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255")
+        raise ValueError(
+            f"{wrong}; each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
+        )
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:
@@ -115,8 +117,9 @@ def _chosen(
     twice = next((name for name in names if own.count(name) > 1), "")
     if twice:
         raise ModelError(where, f"'{twice}' is the name of two of the model's classes", "A name that it has once", "")
-    if classes is not None and (len(names) != len(classes) or any(n in classes and n != c for n, c in zip(names, classes))):
-        check_classes(where, names, classes)
+    if classes is not None:
+        believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
+        check_classes(where, [*believed, *names[len(believed) :]], classes)
     return tuple(names if classes is None else classes), Pick([own.index(name) for name in names])
 
 

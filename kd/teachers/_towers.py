@@ -24,6 +24,8 @@ from kd.types import Outputs
 
 CLASSIFIER = "ForImageClassification"
 """In the name of a class with a classifier."""
+HEADS = ("classifier", "head", "fc")
+"""How the names of their last layers end."""
 
 
 def library(where: str) -> Any:
@@ -190,17 +192,21 @@ class Tower(nn.Module):
     def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return logits, what the classifier takes (the mean of two), and what the backbone returns."""
         inner: Any = self.model
-        heads = [child for name, child in inner.named_children() if name.endswith(("classifier", "head"))]
-        rest = [child for child in inner.children() if child not in heads]
+        heads = [one for name, one in inner.named_children() if name.endswith(HEADS) and [*one.parameters()]]
         taken: list[Tensor] = []
-        last: list[Any] = []
+        said: list[Any] = []
         hooks = [head.register_forward_pre_hook(lambda _, given: taken.append(given[0])) for head in heads]
-        hooks += [rest[0].register_forward_hook(lambda _, given, said: last.append(said.last_hidden_state))]
+        backbone = [one for one in inner.children() if one not in heads]
+        hooks += [one.register_forward_hook(lambda _, given, answer: said.append(answer)) for one in backbone]
         logits_BC = self._logits(self._ask(inner, pixels))
         for hook in hooks:
             hook.remove()
+        last = [one.last_hidden_state for one in said if hasattr(one, "last_hidden_state")]
+        if not taken or not last:
+            wrong = f"'{type(inner).__name__}' has no vector of features before its classifier, which a loss needs"
+            raise ModelError("losses", wrong, "Losses on logits", "Take others, or another teacher")
         vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in taken]
-        return logits_BC, torch.stack(vectors).mean(0), last[0]
+        return logits_BC, torch.stack(vectors).mean(0), last[-1]
 
     def _pooled(self, said: Any, pixels: Tensor) -> Tensor:
         for name in ("image_embeds", "pooler_output"):

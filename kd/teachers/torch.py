@@ -6,6 +6,7 @@ a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, w
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import inspect
 import json
@@ -22,6 +23,7 @@ from kd.errors import ModelError
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
+from kd.models.weights import require_same_tensors, unwrapped
 from kd.teachers._shared import (
     check_normalization,
     found_function,
@@ -33,7 +35,7 @@ from kd.teachers._shared import (
 )
 from kd.types import Outputs, TeacherFacts, file_key
 
-WRAPPERS = ("state_dict", "model", "model_state_dict")
+WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
 """Keys under which training scripts save the weights."""
 
 
@@ -119,26 +121,22 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:
-    """Load a checkpoint, all of it; a .pth is read with `weights_only=True`, so that it runs no code.
+    """Load a checkpoint, all of it; a .pth is read without running code.
 
     Raises:
         ModelError: it cannot be read, or its tensors are not those of the module.
     """
     where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
     safe = path.is_dir() or path.suffix == ".safetensors"
-    tensors = read_tensors(spec)[0] if safe else _unpickled(path, where)
     own = inner.state_dict()
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    other = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-    problems = {"missing": missing, "unexpected": unexpected, "other shape": sorted(other)}
-    told = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in problems.items() if names)
-    if told:
-        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    tensors = unwrapped(read_tensors(spec)[0] if safe else _unpickled(path, where), own)
+    require_same_tensors(where, spec.model, own, tensors)
     inner.load_state_dict(tensors)
 
 
 def _unpickled(path: Path, where: str) -> dict[str, Tensor]:
     try:
+        torch.serialization.add_safe_globals([argparse.Namespace])  # lies beside many weights; it only holds values
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error

@@ -86,8 +86,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     both, alone = TOWERS[config.model_type]
     file = read_names(options.classes, f"{spec.where}.classes") if options.classes else None
     if options.vectors:
-        names, vectors_CD = read_vectors(options.vectors, f"{spec.where}.vectors")
-        names = file or names or list(spec.classes or [])
+        names, vectors_CD = chosen_vectors(spec, options.vectors, file or list(spec.classes or []))
         whole = bool(both) and not options.scale  # the learned scale lies beside the towers
         part = (both, config) if whole else (alone, vision_config(config))
         model = loaded(spec, hub, *part)
@@ -108,12 +107,33 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if vectors_CD.shape[1] != width:
         wrong = f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's have {width}"
         raise ModelError(f"{spec.where}.vectors", wrong, "Vectors from the text tower of the same model", "")
-    classes = named(spec, len(vectors_CD), names, "")
+    classes, _ = named(spec, len(vectors_CD), names, "")
     architecture = {"zero_shot": type(config).__name__, "scale": scale}
     network = Nearest(Tower(kept, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
     teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
     teacher.home = own.home
     return teacher
+
+
+def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str], Tensor]:
+    """Return class names and the vectors of these classes [C, D]: by name, where the file names them.
+
+    Raises:
+        ModelError: it has no vector of a class, or one of zeros.
+    """
+    where = f"{spec.where}.vectors"
+    names, vectors_CD = read_vectors(path, where)
+    missing = [name for name in wanted if name not in names] if names else []
+    twice = [name for name in names if names.count(name) > 1]
+    if missing or twice:
+        wrong = f"'{path}' has {'no vector' if missing else 'two vectors'} of the class '{[*missing, *twice][0]}'"
+        raise ModelError(where, wrong, f"It names {', '.join(names[:5])}", "One vector for each class")
+    if names and wanted:
+        names, vectors_CD = wanted, vectors_CD[[names.index(name) for name in wanted]]
+    if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
+        wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
+        raise ModelError(where, wrong, "A direction for each class", "Write it anew")
+    return names or wanted, vectors_CD
 
 
 @torch.no_grad()

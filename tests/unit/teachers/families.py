@@ -46,7 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "dinov2_with_registers": ("Dinov2WithRegisters", VIT, HEAD, "Bit", IMAGENET),
     "efficientnet": (
         "EfficientNet",
-        {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "image_size": SIDE},
+        {
+            "width_coefficient": 0.25,
+            "depth_coefficient": 0.25,
+            "hidden_dim": 320,
+            "batch_norm_eps": 1e-12,
+            "batch_norm_momentum": 1.0,
+        },
         HEAD,
         "EfficientNet",
         {"image_mean": IMAGENET["image_mean"], "image_std": [0.47853944, 0.4732864, 0.47434163], "include_top": True},
@@ -71,14 +77,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
         {"image_size": SIDE, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]},
         HEAD,
         "MobileViT",
-        {"size": {"shortest_edge": 72}},
+        {"size": {"shortest_edge": 72}, "crop_size": {"height": SIDE, "width": SIDE}},
     ),
     "mobilevitv2": (
         "MobileViTV2",
         {"image_size": SIDE, "width_multiplier": 0.25},
         HEAD,
         "MobileViT",
-        {"size": {"shortest_edge": 72}},
+        {"size": {"shortest_edge": 72}, "crop_size": {"height": SIDE, "width": SIDE}},
     ),
     "perceiver": (
         "Perceiver",
@@ -130,33 +136,48 @@ def make(name: str, folder: Path) -> Path:
     prefix, sizes, head, processor, keys = {**FAMILIES, **REFUSED}[name]
     names = dict(enumerate(CLASSES))
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**sizes, id2label=names, label2id={n: i for i, n in names.items()})
+    config = getattr(transformers, f"{prefix}Config")(
+        **sizes, id2label=names, label2id={n: i for i, n in names.items()}
+    )
     model = getattr(transformers, prefix + head)(config)
     with torch.no_grad():  # as initialized, most answer every image alike
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and module.weight.dim() > 1:
                 torch.nn.init.orthogonal_(module.weight)
+        if "batch_norm_eps" in sizes:  # its signal dies out without
+            model.train()(pixel_values=torch.nn.functional.interpolate(torch.randn(8, 3, 8, 8), SIDE, mode="bicubic"))
     model.eval().save_pretrained(folder)
     cls = getattr(transformers, f"{processor}ImageProcessor")
     found = cls(**keys).to_dict()
     shown = found["crop_size"] if found.get("do_center_crop") else found.get("size", {})
-    factor = SIDE / max([SIDE if keys.keys() & {"size", "crop_size"} else 0, *shown.values()] or [SIDE])
-    small = {key: {k: round(v * factor) for k, v in found[key].items()} for key in ("size", "crop_size") if key in found}
+    factor = 1.0 if keys.keys() & {"size", "crop_size"} else SIDE / max(shown.values(), default=SIDE)
+    sizes = {key: found[key] for key in ("size", "crop_size") if key in found}
+    small = {key: {name: round(side * factor) for name, side in sides.items()} for key, sides in sizes.items()}
     cls(**{**small, **keys}).save_pretrained(folder)
     return folder
 
 
-def answers(folder: Path, images: list[Image.Image], **switches: bool) -> torch.Tensor:
-    """Return the logits of transformers, with its own preprocessing."""
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
+def prepared(folder: Path, images: list[Image.Image], **switches: bool) -> list[torch.Tensor]:
+    """Return what the folder's own processor makes of each image."""
+    from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(folder)
     for key, value in switches.items():
         setattr(processor, key, value)
+    return [processor(image, return_tensors="pt")["pixel_values"] for image in images]
+
+
+def answers(folder: Path, pixels: list[torch.Tensor]) -> torch.Tensor:
+    """Return the logits of transformers."""
+    from transformers import AutoModelForImageClassification
+
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        said = [model(pixel_values=processor(image, return_tensors="pt")["pixel_values"]).logits for image in images]
-    return torch.cat(said)
+        said = [model(pixel_values=one) for one in pixels]
+    return torch.cat([one.logits if hasattr(one, "logits") else one.last_hidden_state for one in said])
+
+
+FLAT = {"do_resize": False, "do_center_crop": False, "do_pad": False}
 
 
 def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
@@ -176,13 +197,8 @@ def square(image: Image.Image) -> Image.Image:
     return centre_crop(image, SIDE, 1.0)
 
 
-def spreads(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference in standard deviations of the expected logits over the images."""
-    return ((found - expected).abs().max() / (expected - expected.mean(0)).std()).item()
-
-
 def row(name: str, photographs: list[Image.Image]) -> str:
-    """Return a line of the table: on the same square, and on whole photographs."""
+    """Return a line of the table: pixels of the same square, answers on it, and answers on the whole photograph."""
     from kd.errors import KdError
 
     with tempfile.TemporaryDirectory() as place:
@@ -190,22 +206,27 @@ def row(name: str, photographs: list[Image.Image]) -> str:
         try:
             teacher = load(folder)
             views = [square(image) for image in photographs]
-            pixels = torch.from_numpy(np.stack([np.asarray(view) for view in views]).transpose(0, 3, 1, 2).copy())
+            image = torch.from_numpy(np.stack([np.asarray(view) for view in views]).transpose(0, 3, 1, 2).copy())
             with torch.no_grad():
-                ours = teacher(pixels).logits
+                pixels, ours = teacher.normalize(image), teacher(image).logits
         except KdError as error:
             return f"| {name} | {error} | | |"
-        flat = answers(folder, views, do_resize=False, do_center_crop=False, do_pad=False)
-        whole = answers(folder, photographs)
+        own = prepared(folder, views, **FLAT)
+        flat, whole = answers(folder, own), answers(folder, prepared(folder, photographs))
+    pixels = pixels[:, getattr(teacher.network, "order", [0, 1, 2])]
+    resized = f"{pixels.shape[-1]} px" if pixels.shape[-1] != SIDE else f"{(pixels - torch.cat(own)).abs().max():.0e}"
     usual = whole.mean(0)  # random weights prefer one class in all images
     same = ((ours - usual).argmax(1) == (whole - usual).argmax(1)).sum().item()
-    return f"| {name} | {spreads(ours, flat):.1e} | {spreads(ours, whole):.2f} | {same} of {len(whole)} |"
+    spread = (whole - usual).std()
+    gaps = " | ".join(f"{(ours - one).abs().max() / spread:.1g}" for one in (flat, whole))
+    return f"| {name} | {resized} | {gaps} | {same} of {len(whole)} |"
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     files = sorted(Path(sys.argv[1]).rglob("*.jp*g"))
     chosen = [Image.open(files[i * len(files) // 16]).convert("RGB") for i in range(16)]
-    print("| family | same square, spreads | whole photograph, spreads | same top class |\n|---|---|---|---|")
+    print("| family | pixels, difference | same square, spreads | whole photograph, spreads | same top class |")
+    print("|---|---|---|---|---|")
     for family in sys.argv[2:] or [*FAMILIES, *REFUSED]:
         print(row(family, chosen), flush=True)
