@@ -112,20 +112,15 @@ FOREIGN: set[str] = set()
 
 
 def raised(error: BaseException) -> str:
-    """Return `TYPE: message (FILE, line N, in NAME)` with the last line of code that is not kd's and not a package's.
+    """Return `TYPE: message (FILE, line N, in NAME)`, the place where `own_line` knows it."""
+    text, line = " ".join(f"{type(error).__name__}: {error}".split()), own_line(error)
+    return f"{text} ({line})" if line else text
 
-    Without the place where there is no such line: then it is an error of kd or of what it calls.
-    """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+
+def own_line(error: BaseException) -> str:
+    """Return the last line of code that an error went through and that is neither kd's nor an installed package's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
-    if isinstance(error, SyntaxError) and not frames:
-        return text  # it names file and line
-    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
-
-
-def is_own_code(error: BaseException) -> bool:
-    """Return whether code that is neither kd's nor an installed package's had a hand in an error."""
-    return any(_is_foreign(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def _is_foreign(file: str) -> bool:

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, is_own_code, raised
+from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
 from kd.jobs.signals import signals
 from kd.references import redact
 
@@ -50,7 +50,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         return EXIT_OK
     except Exception as error:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        if is_own_code(error):
+        if own_line(error):
             print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr, flush=True)
             return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)

@@ -256,6 +256,7 @@ def test_images_alone_are_distilled_like_labelled_ones():
     assert all(torch.equal(a, b) for a, b in zip(known.parameters(), blind.parameters(), strict=True))
     assert {"agreement", "kl", "agreement_ece"} <= found.metrics.keys()
     assert "accuracy" not in found.metrics
+    assert found._repr_html_().startswith("<p>Student against its teacher: agreement")
     loader = DataLoader(Alone(train), batch_size=16)
     again = distill(teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none")
     assert "agreement" in again.metrics
