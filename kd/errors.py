@@ -21,7 +21,10 @@ Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class KdError(Exception):
@@ -102,6 +105,32 @@ class Interrupted(KeyboardInterrupt):
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: try again."""
+
+
+FOREIGN: set[str] = set()
+"""Files of parts from outside the repository, wherever they are installed."""
+
+
+def raised(error: BaseException) -> str:
+    """Return `TYPE: message (FILE, line N, in NAME)` with the last line of code that is not kd's and not a package's.
+
+    Without the place where there is no such line: then it is an error of kd or of what it calls.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
+    if isinstance(error, SyntaxError) and not frames:
+        return text  # it names file and line
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
+
+
+def is_own_code(error: BaseException) -> bool:
+    """Return whether code that is neither kd's nor an installed package's had a hand in an error."""
+    return any(_is_foreign(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_foreign(file: str) -> bool:
+    known = (str(Path(__file__).parent) + os.sep, os.path.dirname(os.__file__) + os.sep, "<")
+    return file in FOREIGN or not (file.startswith(known) or "site-packages" in file or "dist-packages" in file)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

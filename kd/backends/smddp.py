@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from kd.backends._cuda import select_gpu
-from kd.backends._ddp import DDPBackend
+from kd.backends._ddp import DDPBackend, select_gpu
 from kd.errors import BackendError, MissingExtra
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, new_parser
+from kd.cli.command import Parser, add_trust, guarded, new_parser
 
 LIVE_SECONDS = 5.0
 
 
 def report(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().read(argv)
     paths = [Path(text) for text in options.runs if "=" not in text]
     overrides = [text for text in options.runs if "=" in text]
 
@@ -48,7 +47,7 @@ def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str], trust: bo
         running.serve_forever()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = new_parser(
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
@@ -56,21 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         "kd-report runs/vit_food runs/zscore --to compared.html",
         with_config=False,
     )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME"
-    )
-    parser.add_argument(
-        "--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)"
-    )
-    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
-    parser.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
-    parser.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
-    parser.add_argument(
-        "--images",
-        metavar="N",
-        type=int,
-        default=2000,
-        help="validation images to ask both models; 0: all (default 2000)",
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
+    add("--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)")
+    add("--live", action="store_true", help="serve the page on this machine while the run goes")
+    add("--port", metavar="PORT", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
+    add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
+    text = "validation images to ask both models; 0: all (default 2000)"
+    add("--images", metavar="N", type=int, default=2000, help=text)
     add_trust(parser)
     return parser

@@ -73,7 +73,7 @@ class Observer:
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
         self._facts: Callable[[], Facts] = Facts
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         self._looked = time.monotonic()
 
     def _step(self, number: int) -> None:
@@ -100,14 +100,14 @@ class Observer:
         _reached[:] = [time.perf_counter()] if _reached else []
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also ask the rules. See `kd.engine.span.Window`."""
+        """End a log window; now and then also ask the rules. See `kd.engine.run.Window`."""
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
             for finding in find(self._evidence(live=True)):
-                if finding.severity == "warning" and finding.rule not in self._told:
-                    self._told.add(finding.rule)
-                    self.logger.info(told(finding))
+                if finding.severity == "warning" and finding.rule not in self._shown:
+                    self._shown.add(finding.rule)
+                    self.logger.info(line_of(finding))
         return values
 
     def _evidence(self, live: bool = False) -> Evidence:
@@ -133,7 +133,7 @@ class Observer:
             self.logger.info(line)
         findings = find(evidence)
         for finding in findings:
-            self.logger.info(told(finding))
+            self.logger.info(line_of(finding))
         try:
             write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
         except RunError as error:  # the run has done its work
@@ -159,7 +159,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     )
 
 
-def told(finding: Finding) -> str:
+def line_of(finding: Finding) -> str:
     """Return a finding as one line."""
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
@@ -167,14 +167,14 @@ def told(finding: Finding) -> str:
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time, as lines; empty where it made no step."""
     totals, steps = timeline.totals, timeline.made
-    whole = sum(totals.values())
-    if not steps or not whole:
+    total = sum(totals.values())
+    if not steps or not total:
         return []
     names = [*(name for name in ORDER if name in totals), *sorted(totals.keys() - set(ORDER))]
-    rows = [(name, totals[name]) for name in names] + [("all", whole)]
+    rows = [(name, totals[name]) for name in names] + [("all", total)]
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]
     for name, ms in rows:
         each = f"{ms / steps:10.2f} ms a step" if name not in ("all", *APART) else ""
-        lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / whole:7.1f} %{each}")
+        lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / total:7.1f} %{each}")
     return lines

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Progress of a run: a bar on a terminal, a display in a notebook, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kd.progress.notebook import Page
 from kd.progress.trackers import Trackers
 from kd.references import redact
 from kd.scores import Scores
@@ -36,6 +37,7 @@ class Console:
         terminal = False if "JPY_PARENT_PID" in os.environ else None
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
         self._bar: Progress | None = None
+        self._page: Page | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._started = time.monotonic()
@@ -43,7 +45,9 @@ class Console:
         self._first_progress: float | None = None
 
     def __enter__(self) -> Console:
-        if not self.quiet and self._console.is_terminal:
+        if not self.quiet and self._console.is_jupyter:
+            self._page = Page(self.title)
+        elif not self.quiet and self._console.is_terminal:
             columns = [
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=16),
@@ -59,12 +63,16 @@ class Console:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self._page is not None:
+            self._page.close("" if exception[0] else "done")
         if self.trackers is not None:
             self.trackers.close()
 
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
-        if text and not self.quiet:
+        if text and self._page is not None:
+            self._page.line(redact(text))
+        elif text and not self.quiet:
             (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
@@ -75,6 +83,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
         self._progress = progress
+        if self._page is not None:
+            self._page.move(progress, f"step {state.step}{self._brief} {self._left()}")
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Show a row of metrics and pass it to the trackers."""
@@ -88,7 +98,11 @@ class Console:
             self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
         else:
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
-        if self._bar is None:
+        if self._page is not None:
+            if kind != "train":
+                shown = values if self.scores is None else self.scores.cells(values)
+                self._page.row({"step": str(state.step), **{key: str(value) for key, value in shown.items()}})
+        elif self._bar is None:
             print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")

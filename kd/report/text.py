@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kd.progress.summary import curves, skipped_text
-from kd.report.record import RunRecord, differences, price_rows, time_parts
+from kd.report.record import RunRecord, differences, mean_cells, price_rows, repeats, time_parts
 from kd.text import clock, percent, table
 
 
@@ -15,6 +15,9 @@ def summary(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
         lines += [*_results(run), curves(run.train, run.val, run.scores), *where_time_went(run), *_findings(run)]
+    for group in repeats(runs):
+        cells = ", ".join(f"{title} {text}" for title, text in mean_cells(group).items())
+        lines += [f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}), 95 % interval: {cells}.", ""]
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:

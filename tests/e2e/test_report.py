@@ -11,13 +11,24 @@ import chromium
 import pytest
 
 from kd.report.live import server
+from kd.report.page import render
+from kd.report.record import Answers, Picture, RunRecord
 from kd.report.report import live_page
 from kd.scores import Column, Scores
+from kd.tasks import single_label
 from kd.text import money
 
 CHARTS = """
 Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>
   [card.querySelector("h3").textContent, JSON.parse(card.querySelector("svg[data-chart]").dataset.chart)]))
+"""
+
+CUT = "[...document.querySelectorAll('.name, figcaption, td')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+CUT += ".map(one => one.textContent)"
+OVERLAPPING = """
+[...document.querySelectorAll("figure, .dumb")].map(one => one.getBoundingClientRect()).filter((one, i, all) =>
+  all.slice(i + 1).some(other => one.left < other.right - 1 && other.left < one.right - 1
+    && one.top < other.bottom - 1 && other.top < one.bottom - 1)).map(one => one.top)
 """
 
 
@@ -103,6 +114,32 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     assert "0.5" in text
     assert page.run("document.getElementById('evil')") is None
     assert "<b id=evil>" in page.run("document.querySelector('h1').textContent")
+    assert page.problems == []
+
+
+def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
+    """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody said that 24 are drawn."""
+    kinds = ("Milk", "Sour-Milk", "Yoghurt", "Juice")
+    names = [f"Packages/{kinds[i % 4]}/Arla-Ecological-Medium-Fat-{kinds[i % 4]}-{i:03d}" for i in range(300)]
+    label = [i for i in range(300) for _ in range(3)]
+    answers = [(i + (i % 7 == 0) * 4) % 300 for i in label]
+    picture = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
+    shown = [Picture(f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture) for i in range(24)]
+    asked = Answers(names, label, answers, label, of=len(label), pictures=shown)
+    run = RunRecord("x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked)
+    file = tmp_path / "many.html"
+    file.write_text(render([run]))
+    page.open(f"file://{file}")
+    for width in (1200, 420):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run(CUT) == []
+        assert page.run(OVERLAPPING) == []
+    labels = page.run("[...document.querySelectorAll('.dumb .name')].map(one => one.textContent)")
+    assert len(set(labels)) == 24
+    text = page.run("document.querySelector('#answers').innerText")
+    assert "24 of 300 classes are drawn" in text
+    assert "The 20 most frequent of 43 confusions" in text
     assert page.problems == []
 
 
