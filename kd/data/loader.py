@@ -82,18 +82,10 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset; the workers start with the first epoch.
+        """Load from a dataset; the worker processes start with the first epoch (0: this process loads).
 
-        Args:
-            dataset: views, pure.
-            batch_size: images of a step, all ranks.
-            accumulate: micro-batches of a step on one rank.
-            rank: of this process.
-            world_size: ranks.
-            workers: processes; 0: this one.
-            pin_memory: for copies that do not wait.
-            max_skipped: share of the dataset's images that may be unreadable, but always one image.
-            timeout_seconds: longest wait for a batch of a worker.
+        `batch_size`, `accumulate`, `rank` and `world_size` are those of `Share`. `max_skipped` is the share of the
+        dataset's images that may be unreadable, but always one; `timeout_seconds` the longest wait for a batch.
         """
         self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds

@@ -21,17 +21,10 @@ WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require room in the shared memory for the batches that are on their way from the workers.
-
-    Without room a worker cannot hand its batch over, and the run would wait for it.
-
-    Args:
-        needed: bytes, of all ranks of this machine.
-        free: MiB; infinity where the system sets no limit.
-        workers: of a loader.
+    """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB.
 
     Raises:
-        RunError: there is too little.
+        RunError: there is too little, and the run would wait for a worker that cannot hand its batch over.
     """
     if workers and needed / 2**20 > free:
         raise RunError(
