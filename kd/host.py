@@ -52,6 +52,28 @@ def _quotas(root: Path) -> Iterator[float]:
                     yield int(quota) / int(period[0] if period else (folder / "cpu.cfs_period_us").read_text())
 
 
+def process_stat(pid: int | str = "self") -> list[str]:
+    """Return the fields of a process from its state on (`man 5 proc`); empty where the system does not report them."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def command_seconds() -> float:
+    """Return for how long this command has run: this process, or the torchrun that began with it.
+
+    0.0 where the system does not report it. A rank that torchrun has started again counts from its own start.
+    """
+    began = process_stat()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
+        began = process_stat(began[1]) or began  # field 4 is the parent
+    if not began or not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf("SC_CLK_TCK")
+
+
 class BusyClock:
     """Seconds in which a thread has computed, or waited for a core. The rest of its time is waiting for bytes.
 

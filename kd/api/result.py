@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,11 +49,11 @@ class Origin:
 class Distilled:
     """What `distill` returns."""
 
-    student: nn.Module
+    student: nn.Module = field(repr=False)
     """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
     metrics: dict[str, float]
     """The last validation row."""
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]] = field(repr=False)
     """Every row of metrics, oldest first; training rows say where the time went."""
     state: State
     origin: Origin = field(repr=False)
@@ -90,9 +90,8 @@ class Distilled:
         if len(names) != len(origin.classes):
             wrong = f"names {len(names)} classes, but the student answers with {len(origin.classes)}"
             raise ConfigError("classes", wrong, "One name for each logit", "Correct the names")
-        image, pixels = origin.arguments.image(), Pixels(origin.arguments, tuple(mean), tuple(std))
-        pixels.levels(image[None], "train")
-        size = image.shape[-1]
+        pixels = Pixels(origin.arguments, tuple(mean), tuple(std))
+        size = next(pixels.batches(1))[0].shape[-1]
         network = Network(copy.deepcopy(self.student).cpu().eval())
         name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
@@ -107,7 +106,7 @@ class Distilled:
             data=origin.data or "not recorded",
             provenance={**provenance, "run": named.name, "digest": digest(network), "eval_crop": 1.0},
             origin="those of the module that was passed to kd.distill",
-            images=pixels.opened,
+            images=lambda: nullcontext(pixels.batches),
         )
         return write(subject, Path(folder), Options(**options))
 
@@ -126,11 +125,6 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    @contextmanager
-    def opened(self) -> Iterator[Any]:
-        """Yield `batches`, as `kd.export.export.Images`."""
-        yield self.batches
-
     def batches(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
@@ -141,16 +135,16 @@ class Pixels:
             size = batch_of(items, 1)
             count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
             for batch in BatchLoader(items, size, "val", labels).epoch(evaluation_plan(count, size), 0):
-                yield self.levels(batch.image, "val"), batch.label.numpy()
+                yield self.levels(batch.image), batch.label.numpy()
             return
         dataset = MapDataset(items, self.arguments.seed, "val", labels)
         ids = evenly_spaced(len(dataset), limit or len(dataset))
         for first in range(0, len(ids), BATCH):
             samples = [dataset.load(id, 0) for id in ids[first : first + BATCH]]
             pixels = torch.stack([sample.pixels for sample in samples])
-            yield self.levels(pixels, "val"), np.array([sample.label for sample in samples])
+            yield self.levels(pixels), np.array([sample.label for sample in samples])
 
-    def levels(self, image: Tensor, where: str) -> np.ndarray:
+    def levels(self, image: Tensor) -> np.ndarray:
         """Return normalized images [B, 3, S, S] as uint8.
 
         Raises:
@@ -159,7 +153,7 @@ class Pixels:
         if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
             remedy = "Write your own export with torch.onnx"
-            raise ConfigError(where, f"has images {pixels}", "An endpoint answers for square float [3, S, S]", remedy)
+            raise ConfigError("val", f"has images {pixels}", "An endpoint answers for square float [3, S, S]", remedy)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
             raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0", "Correct them")
         mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
@@ -167,7 +161,7 @@ class Pixels:
         near = levels.round()
         if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:
             worst = levels.flatten()[(levels - near.clamp(0, 255)).abs().argmax()].item()
-            wrong = f"and std make a grey level {worst:.2f} of a pixel of {where}"
+            wrong = f"and std make a grey level {worst:.2f} of a pixel of val"
             allowed = "Whole numbers 0 to 255: the mean and std with which the transform normalizes 8-bit pixels"
             raise ConfigError("mean", wrong, allowed, "Pass those, and resize before the conversion to float")
         return near.to(torch.uint8).numpy()

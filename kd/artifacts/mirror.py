@@ -81,7 +81,7 @@ class Mirror:
         Raises:
             RunError: another process has taken the copy over.
         """
-        if self._given_up():
+        if self._without_copy():
             return
         snapshot = {}
         for name in _files(self.folder):
@@ -98,7 +98,7 @@ class Mirror:
         """Upload what has changed and wait for the end."""
         self.push()
         error = self._last.exception() if self._last is not None else None
-        if not self._given_up() and error is not None:
+        if not self._without_copy() and error is not None:
             wrong = f"the copy is not complete ({error}). The run folder '{self.folder}' is"
             raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
 
@@ -135,7 +135,7 @@ class Mirror:
     def _sign(self) -> None:
         object_store.upload(BytesIO(self._owner.encode()), object_store.join(self.url, OWNER), WHERE)
 
-    def _given_up(self) -> bool:
+    def _without_copy(self) -> bool:
         """Return whether this process goes on without the copy; raise where it may not."""
         if self._taken is not None and not self.shared:
             raise self._taken

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.backends import _shards
@@ -159,6 +158,8 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `_shards.is_divided`
+
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
             self._optimizer = optimizer.optim
             return optimizer
@@ -169,7 +170,7 @@ class DDPBackend:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
-        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        inner = optimizer.optim if _shards.is_divided(optimizer) else optimizer
         if inner.defaults.get("fused"):
             skip_fused_unless_finite(inner, norm)
             optimizer.step()
@@ -181,12 +182,12 @@ class DDPBackend:
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if _shards.is_divided(optimizer):
             return _shards.gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if _shards.is_divided(optimizer):
             _shards.scatter(optimizer, state)
         else:
             optimizer.load_state_dict(state)

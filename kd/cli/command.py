@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import logging
 import os
 import re
@@ -73,6 +75,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
+        message = message.removesuffix(", key=value")  # argparse says so of what may be left out
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,10 +142,29 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(options: argparse.Namespace) -> Config:
-    """Load the configuration of a command whose parser has CONFIG and `key=value`."""
+    """Load the configuration of a command whose parser has CONFIG and `key=value`, and what every run needs."""
+    import_quickly("torch")
     from kd import config
 
-    return config.load(options.config, options.overrides)
+    settings = config.load(options.config, options.overrides)
+    import_quickly("timm")
+    return settings
+
+
+def import_quickly(package: str) -> None:
+    """Import a large package, if this has not happened, without looking for garbage meanwhile, or ever in it.
+
+    torch and timm make a million objects and no garbage. Python's collector looks through them again and again while
+    they are made, and once more when the process ends: 2 of 5 seconds of CPU.
+    """
+    if package in sys.modules or not gc.isenabled():
+        return
+    gc.disable()
+    try:
+        importlib.import_module(package)
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser
+from kd.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -22,19 +23,21 @@ def train(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.jobs.forecast import forecast
-        from kd.jobs.precompile import compile_only
-        from kd.jobs.train import train
-        from kd.setup.recipe import resolve
-
         settings = load_config(options)
         if options.check:
+            from kd.jobs.forecast import forecast
+            from kd.setup.recipe import resolve
+
             print(forecast(resolve(settings), options.config))
             return
         if options.compile_only:
+            from kd.jobs.precompile import compile_only
+
             print(compile_only(settings))
             return
-        text = train(settings).report
+        from kd.jobs.train import train
+
+        text = train(settings, command_seconds()).report
         if text:
             print("\n" + text)
 
@@ -52,9 +55,10 @@ def teach(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
+        settings = load_config(options)
         from kd.jobs.teach import teach
 
-        for folder in teach(load_config(options)):
+        for folder in teach(settings, command_seconds()):
             print(folder)
 
     return guarded(command, resumable=True)
@@ -74,9 +78,10 @@ def cache(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
+        settings = load_config(options)
         from kd.jobs.cache import cache
 
-        filled = cache(load_config(options), options.verify, options.export)
+        filled = cache(settings, options.verify, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"

@@ -35,7 +35,7 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads, as `kd.types.file_key` declares them."""
+    """Yield the keys below a section whose values name files that the run reads (see `kd.types.file_key`)."""
     for one in fields(section):
         value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
         if "files" in one.metadata and value:

@@ -309,7 +309,7 @@ def _auto_backend() -> str:
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
     """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix; or of a module."""
-    if "." in prefix and prefix.partition(".")[0] not in _types(Config):  # a part from outside
+    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in _types(Config):  # a part from outside
         return list(_explain(parts.options_type("losses", prefix, prefix), ""))
     rows = list(_explain(Config, ""))
     return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]

@@ -77,9 +77,9 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
         yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
-    kept = teacher.cache.views
-    if data.views and kept and data.views != kept:
-        wrong = f"is {kept}, but data.views is {data.views}"
+    cached = teacher.cache.views
+    if data.views and cached and data.views != cached:
+        wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
     if data.batch_size != "auto":

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 
 from kd.errors import RunError
+from kd.host import process_stat
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the storage", "Z": "dead"}
 """The states of a process (`man 5 proc`) in which it makes no batch."""
@@ -130,11 +131,7 @@ def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
 
 def process_state(pid: int) -> str:
     """Return the state of a process as one letter (`man 5 proc`); "" where the system does not report it."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(process_stat(pid)), "")
 
 
 @contextmanager

@@ -108,8 +108,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             sums[name] = sums[name] + mean if name in sums else mean
     with run.span("optimizer"):
         sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
-        for tensor, kept in before:
-            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, kept))
+        for tensor, saved in before:
+            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, saved))
         if run.average is not None:
             run.average.update(state.step + 1)
     return sums
@@ -118,8 +118,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
 def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
     """Return the student's statistics of images (batch norm's), each with a copy; no optimizer protects them."""
     buffers = run.distillation.student.named_buffers()
-    kept = run.distillation.student.state_dict().keys()
-    return [(b, b.clone()) for name, b in buffers if name in kept and b.is_floating_point()]
+    saved = run.distillation.student.state_dict().keys()
+    return [(b, b.clone()) for name, b in buffers if name in saved and b.is_floating_point()]
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:

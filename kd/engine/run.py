@@ -161,8 +161,8 @@ class Stopping:
         seconds = (time.perf_counter() - self._clock) / self._calls
         mine = torch.tensor([float(self.run.stop()), seconds], device=backend.device)
         with self.run.span("wait"):
-            asked, total = backend.reduce_sum(mine).tolist()
-        self.agreed = asked > 0
+            stops, total = backend.reduce_sum(mine).tolist()
+        self.agreed = stops > 0
         self.restart()
         self._every = max(1, min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))))
         return self.agreed

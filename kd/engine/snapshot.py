@@ -30,8 +30,8 @@ def average_buffers(run: Run) -> None:
     if run.backend.world_size == 1:
         return
     student = run.distillation.student
-    kept = student.state_dict().keys()
-    named = {name: tensor for name, tensor in student.named_buffers() if name in kept and tensor.is_floating_point()}
+    saved = student.state_dict().keys()
+    named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
     tensors = list(named.values())
     if run.average is not None:
         tensors += [run.average.average[name] for name in named]

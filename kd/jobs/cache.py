@@ -20,11 +20,10 @@ from kd.jobs.teach import obtain_teachers
 from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
 from kd.setup.data import open_data
-from kd.setup.loaders import loaders, split_batch
+from kd.setup.loaders import loaders, provisional_batch, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Outputs, Plan

@@ -12,7 +12,6 @@ from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.references import written
-from kd.setup.finished import parse
 from kd.setup.fit import FREE
 from kd.setup.recipe import Record, flatten, hashes
 
@@ -54,6 +53,8 @@ def require_own_copy(folder: RunDir, record: Record) -> None:
 
 def differences(file: Path | str, text: str, record: Record) -> list[str]:
     """List the keys in which a stored configuration computes something else."""
+    from kd.setup.finished import parse  # only where a folder holds a run
+
     stored = flatten(config.to_dict(parse(file, text, trust=True), values=True))
     return [*different_keys(stored, record.keys), *changed_values(text, record)]
 

@@ -48,7 +48,7 @@ class Signals:
         finally:
             self._training = False
         if self._name:
-            raise Interrupted(self._told())
+            raise Interrupted(self._message())
 
     def requested(self) -> bool:
         """Return whether a signal has asked to stop."""
@@ -64,11 +64,11 @@ class Signals:
             os.kill(os.getpid(), number)
         self._name, self._first = signal.Signals(number).name, time.monotonic()
         if not self._training:
-            raise Interrupted(self._told())
+            raise Interrupted(self._message())
         # not print: the signal may have come in the middle of one
         os.write(2, f"{self._name}: finishing the step and writing a checkpoint; a second signal ends now\n".encode())
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         return f"stopped by {self._name}; the same command resumes"
 
 

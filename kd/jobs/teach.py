@@ -16,10 +16,10 @@ from kd.contracts import Backend
 from kd.errors import ConfigError, FolderInUse, RunError
 from kd.jobs.distill import distill
 from kd.jobs.folder import open_run
+from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.finished import best_student
 from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
@@ -30,16 +30,19 @@ MINE, FITTED, IN_USE = 0, 1, 2
 log = logging.getLogger("kd")
 
 
-def teach(settings: Config) -> list[Path]:
+def teach(settings: Config, before: float = 0.0) -> list[Path]:
     """Fit the teachers of a configuration that have no checkpoint, or find them fitted; return their folders.
+
+    The time of the first fit begins `before` seconds ago.
 
     Raises:
         ConfigError: the config does not say how to fit one.
     """
     if not settings.teacher.fit.epochs:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
+    started = time.perf_counter() - before
     recipe = resolve(settings)
-    with distributed(recipe.backend) as backend:
+    with accounted(started), distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
         fits = fit_folders(recipe.teacher, data.fingerprint).values()
         return [fit_teacher(*fit, data, backend) for fit in fits]
@@ -72,7 +75,8 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
-            from kd.export.folder import write_folder  # only where a teacher was fitted
+            from kd.export.folder import write_folder  # these two only where a teacher was fitted
+            from kd.setup.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type

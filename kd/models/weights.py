@@ -1,12 +1,10 @@
-"""Whether pretrained weights can be had, here or from a hub that answers at once, and whether they fit a model."""
+"""Whether weights can be had, from the hub's cache or a hub that answers at once; and whether they are a model's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
-from urllib.parse import urlparse
-from urllib.request import Request, urlopen
 
 from torch import Tensor
 
@@ -21,6 +19,8 @@ WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:
     """Require what `timm.create_model` would fetch; nothing is downloaded.
 
+    Not looked for: the weights of the one model in a hundred that lie at an address of their own.
+
     Args:
         where: config path of the model.
         source: a name of timm, or `hf-hub:ID`.
@@ -29,65 +29,40 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
     Raises:
         ModelError: timm has no weights of that name, or they are neither cached nor to be fetched.
     """
+    from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
-    _, _, repository = source.partition(":")
-    config = None if repository else get_pretrained_cfg(source)
-    repository = repository or getattr(config, "hf_hub_id", None) or ""
-    url = getattr(config, "url", None) or ""
-    if getattr(config, "file", None) or _is_cached(repository, url, endings):
+    repository = source.partition(":")[2]
+    if not repository:
+        config = get_pretrained_cfg(source)
+        if config is None or not config.has_weights:
+            wrong, remedy = f"timm has no pretrained weights of '{source}'", "Take another model, or start from scratch"
+            raise ModelError(where, wrong, "", remedy)
+        repository = "" if config.file else config.hf_hub_id or ""
+    cache = Path(constants.HF_HUB_CACHE, f"models--{repository.partition('@')[0].replace('/', '--')}")
+    if not repository or any(file.suffix in endings for file in cache.glob("snapshots/*/*")):
         return
-    if not repository and not url:
-        remedy = "Take another model, or start from scratch"
-        raise ModelError(where, f"timm has no pretrained weights of '{source}'", "", remedy)
-    reason = _unanswered(lambda: _ask(repository, url))
-    if reason:
-        wrong = f"the weights of '{source}' are not here, and '{repository or url}' cannot be fetched ({reason})"
-        allowed = f"In {_cache(repository, url)}, or from a hub that answers within {HUB_SECONDS:g} s"
+    if reason := _unanswered(repository):
+        wrong = f"the weights of '{source}' are not here, and '{repository}' cannot be fetched ({reason})"
+        allowed = f"In {cache}, or from a hub that answers within {HUB_SECONDS:g} s"
         raise ModelError(where, wrong, allowed, "Start once where the network is, or copy that cache")
 
 
-def _cache(repository: str, url: str) -> Path:
-    """Return where huggingface_hub or torch keeps what was fetched."""
-    if repository:
-        from huggingface_hub import constants
+def _unanswered(repository: str) -> str:
+    """Return why the hub does not show a repository in time; empty where it does."""
+    from huggingface_hub import HfApi, constants
 
-        return Path(constants.HF_HUB_CACHE, f"models--{repository.partition('@')[0].replace('/', '--')}")
-    from torch.hub import get_dir
-
-    return Path(get_dir(), "checkpoints", Path(urlparse(url).path).name)
-
-
-def _is_cached(repository: str, url: str, endings: tuple[str, ...]) -> bool:
-    place = _cache(repository, url)
-    if repository:
-        return any(file.suffix in endings for file in place.glob("snapshots/*/*"))
-    return bool(url) and place.is_file()
-
-
-def _ask(repository: str, url: str) -> None:
-    if repository:
-        from huggingface_hub import HfApi, constants
-
-        name, _, revision = repository.partition("@")
-        HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision or None, timeout=HUB_SECONDS)
-    else:
-        with urlopen(Request(url, method="HEAD"), timeout=HUB_SECONDS):
-            pass
-
-
-def _unanswered(ask: Callable[[], None]) -> str:
-    """Return why a question got no answer in time; empty where it did. A name server may be slower than any timeout."""
+    name, _, revision = repository.partition("@")
     outcome: list[str] = []
 
-    def attempt() -> None:
+    def ask() -> None:
         try:
-            ask()
+            HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision or None, timeout=HUB_SECONDS)
             outcome.append("")
         except Exception as error:
             outcome.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
 
-    thread = Thread(target=attempt, daemon=True)
+    thread = Thread(target=ask, daemon=True)  # a name server may be slower than any timeout
     thread.start()
     thread.join(HUB_SECONDS)
     return outcome[0] if outcome else f"no answer within {HUB_SECONDS:g} s"

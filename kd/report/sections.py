@@ -8,15 +8,15 @@ from typing import Any
 
 from kd.progress.sifting import saving_text
 from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
-from kd.report.svg import Series, bars, esc, evenly, heat, legend, lines, number, stack
+from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
 from kd.text import clock, percent
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")
 """Parts of the time that are no part of a step."""
-COLUMNS, WINDOWS = 240, 80
-"""Columns of a heat map at most; bars of the chart of log windows."""
+SAMPLES, WINDOWS = 240, 80
+"""Samples of a machine that are drawn at most; bars of the chart of log windows."""
 
 
 def color(number: int) -> str:
@@ -171,26 +171,24 @@ def machine(runs: Sequence[RunRecord]) -> str:
             if len(rows) > 1:
                 host = name.rpartition("_")[0]
                 title = f"{run.name}, {host}" if len(runs) > 1 else host
-                cards.append(_host(title, [rows[i] for i in evenly(len(rows), COLUMNS)]))
-    hint = "Samples of the machine, one a second. The stronger the colour, the busier the core."
-    return section("The machine", hint, *cards)
+                cards.append(_host(title, [rows[i] for i in evenly(len(rows), SAMPLES)]))
+    return section("The machine", "Samples of the machine, one a second.", *cards)
 
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
-    cores = list(zip(*[row["cpu"] for row in rows], strict=True))
-    shares = [[value / 100 for value in core] for core in cores]
-    mean = sum(map(sum, shares)) / (len(shares) * len(times))
-    text = f'<p class="hint">Mean load of {len(cores)} cores: {percent(mean)}.</p>'
-    names = [f"core {i}" for i in range(len(cores))]
-    load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
+    cores = [[value / 100 for value in row["cpu"]] for row in rows]
+    mean = [sum(loads) / len(loads) for loads in cores]
+    load = {"busiest": [*map(max, cores)], "mean": mean, "idlest": [*map(min, cores)]}
+    text = f"{title}: load of {len(cores[0])} cores, {percent(sum(mean) / len(mean))} in the mean"
     small = [
+        _samples(text, times, load, "%"),
         _samples("Memory, MiB", times, _columns(rows, {"machine": "memory_mib", "this run": "process_mib"}), "MiB"),
         _samples("Disk and network, MiB/s", times, _columns(rows, MOVED), "MiB/s"),
         _samples("GPU load", times, _of_gpus(rows, "utilization", 100), "%"),
         _samples("GPU power, W", times, _of_gpus(rows, "power_w", 1), "W"),
     ]
-    return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
+    return f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
 
 
 CLOCK = "seconds since the first sample"

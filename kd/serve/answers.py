@@ -25,17 +25,17 @@ def negotiate(accept: str) -> str:
     """
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
-    quality = {JSON: -1.0, CSV: -1.0}
-    closeness = {JSON: -1, CSV: -1}
+    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}
+    """How closely an entry names each of them, and its quality value."""
     for item in (accept.strip() or "*/*").split(","):
         pattern, *parameters = (part.strip().lower() for part in item.split(";"))
         q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
-        for kind in quality:
+        for kind, (closest, _) in found.items():
             ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
-            if pattern in ranges and ranges.index(pattern) > closeness[kind]:
-                closeness[kind], quality[kind] = ranges.index(pattern), q
-    best = max(quality, key=lambda kind: quality[kind])
-    if quality[best] <= 0:
+            if pattern in ranges and ranges.index(pattern) > closest:
+                found[kind] = (ranges.index(pattern), q)
+    best = max(found, key=lambda kind: found[kind][1])
+    if found[best][1] <= 0:
         raise Problem(406, f"The answer can be {JSON} or {CSV}.")
     return best
 

@@ -29,8 +29,6 @@ SMALLEST, VISIBLE_MIB = 4, 16.0
 """Images of the first measurement; growth of a process that is more than noise."""
 FULL = "a rank is out of memory."
 """In the words by which accelerate knows such an error."""
-PROVISIONAL = 64
-"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,6 @@ class Found:
     """Images of a micro-batch on one rank."""
     summary: str
     """How it was found, for a person."""
-
-
-def provisional_batch(num_images: int, backend: Backend) -> int:
-    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
-    if backend.fixed_mode:
-        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
-        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
-    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
 
 
 def choose_batch(session: Session, distillation: Distillation, teacher: Teacher, optimizer: OptimizerSection) -> Found:
@@ -79,10 +69,10 @@ def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Foun
     from accelerate.utils import find_executable_batch_size  # heavy, and only here
 
     size = 2 ** int(math.log2(most))
-    kept = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
+    switched = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
     room = SHARE * backend.free_mib()
     each = 0.0 if math.isinf(room) else per_image(trial, size)
-    if kept:
+    if switched:
         keep_freed_memory()
     tried = []
 

@@ -78,8 +78,8 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
     shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"
-    whole = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
-    text = f"{whole} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
+    size_text = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
+    text = f"{size_text} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
     if total > cache.max_gb:
         remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
         allowed = f"At most {cache.max_gb:g} GB (teacher.cache.max_gb)"
@@ -156,8 +156,8 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
 
     Images of weight 0, without a record, or changed since it was made do not count. Empty where none is left.
     """
-    parts, whole, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
-    rows = torch.from_numpy(whole) & (batch.weight > 0).cpu()
+    parts, complete, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
+    rows = torch.from_numpy(complete) & (batch.weight > 0).cpu()
     if not rows.any():
         return {}
     outputs = live(batch).map(lambda tensor: tensor.float().cpu()[rows])
@@ -189,7 +189,7 @@ def _records(store: Store) -> list[int]:
 
 def _batch(ids: list[int], train: Dataset) -> Batch | None:
     """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
-    samples, kept = [], []
+    samples, read = [], []
     for id in ids:
         try:
             sample = train.load(id, 0)
@@ -197,9 +197,9 @@ def _batch(ids: list[int], train: Dataset) -> Batch | None:
             continue
         if sample.readable:
             samples.append(sample)
-            kept.append(id)
+            read.append(id)
     if not samples:
         return None
-    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(kept),), -1)
-    batch = Batch.of(pixels, unknown, torch.tensor(kept))  # a teacher reads no labels
+    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(read),), -1)
+    batch = Batch.of(pixels, unknown, torch.tensor(read))  # a teacher reads no labels
     return replace(batch, crc=tuple(sample.crc for sample in samples))

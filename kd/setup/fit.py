@@ -37,7 +37,7 @@ FREE = (
 
 
 def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
-    """Return for each teacher to be fitted the recipe with its run folder, and the export folder that the fit leaves."""
+    """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
     found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.

@@ -18,6 +18,8 @@ from kd.host import cores, shared_memory_mib
 
 MOST_WORKERS = 16
 """Worker processes beside an accelerator at most."""
+PROVISIONAL = 64
+"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,14 @@ def fixed_batch(section: DataSection) -> int:
         remedy = "Set a number here"
         raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
     return section.batch_size
+
+
+def provisional_batch(num_images: int, backend: Backend) -> int:
+    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
+    if backend.fixed_mode:
+        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
+        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
+    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
 
 
 def default_workers(backend: Backend) -> int:

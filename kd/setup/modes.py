@@ -17,7 +17,6 @@ from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
-from kd.models.compiled import clear_libraries
 from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
@@ -217,6 +216,8 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
         except Exception as error:
             if not mode.compiled:
                 raise
+            from kd.models.compiled import clear_libraries  # only where a compiler is used
+
             log.warning(f"{where}: {in_short(error)}. What was compiled before is removed; it is compiled once more.")
             clear_libraries()
             work().sum().item()

@@ -13,7 +13,6 @@ from kd.config.schema import LossSection
 from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
-from kd.models.compiled import compile_forward
 from kd.models.load import Spec
 from kd.seeds import seed_from
 from kd.setup.data import Data
@@ -161,4 +160,6 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
     backend.autocast_dtype = torch.bfloat16 if mode.precision == "bf16" else None
     set_attention(module, mode.kernel == "fused")
     if mode.compiled and module.student._compiled_call_impl is None:
+        from kd.models.compiled import compile_forward  # only where a compiler is used
+
         compile_forward(module.student)

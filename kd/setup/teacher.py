@@ -20,7 +20,6 @@ from kd.config.validate import installed
 from kd.contracts import Backend, Noted, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
-from kd.models.compiled import compile_forward
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
@@ -227,6 +226,8 @@ class TeacherFactory:
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if not mode.exported:
+        from kd.models.compiled import compile_forward  # only where a compiler is used
+
         return compile_forward(frozen)
     from kd.models.runtimes import Exported  # only where a graph runs instead of torch
 

@@ -69,7 +69,7 @@ def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> 
     return Plan(ids=ids[order], weights=weights[order])
 
 
-def num_kept(context: SiftContext, keep: float) -> int:
+def num_selected(context: SiftContext, keep: float) -> int:
     """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)

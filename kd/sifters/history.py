@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kd.errors import ConfigError
-from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, shuffled
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 from kd.types import Plan, SiftContext
 
 NEVER = -1
@@ -80,7 +80,7 @@ class History(Planned):
 
     def _sifted(self, epoch: int) -> Tensor:
         """Return the ids [K] of a sifted epoch."""
-        count = num_kept(self.context, self.options.keep)
+        count = num_selected(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
         overdue = overdue_N.nonzero()[:, 0]
         overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]  # oldest first, if not all fit

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, shuffled
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 from kd.types import Plan, SiftContext, SifterFacts
 
 
@@ -39,7 +39,7 @@ class Random(Planned):
         """Return the share `keep` of all images, or all of them in the first and last epochs."""
         if is_full_epoch(epoch, progress, self.options.warmup, self.options.anneal):
             return full_plan(self.context, epoch)
-        count = num_kept(self.context, self.options.keep)
+        count = num_selected(self.context, self.options.keep)
         ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
         if self.options.balance:
             ids = ids[torch.argsort(_rank_in_class(self.context.labels()[ids]), stable=True)]

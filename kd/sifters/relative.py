@@ -97,7 +97,7 @@ class Relative:
         pools: list[list[Batch]] = [[] for _ in range(local)]
         steps = sum(self.counts) // micro
         while start < steps and (group := list(itertools.islice(incoming, local))):
-            for i, part in enumerate(self._kept(number, group, score)):
+            for i, part in enumerate(self._select(number, group, score)):
                 if used:  # trained on before the checkpoint
                     part = part.take(torch.arange(used, len(part.ids)))
                 if len(part.ids):
@@ -113,7 +113,7 @@ class Relative:
                 self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
                 start += 1
 
-    def _kept(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
+    def _select(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
         """Return the kept images of this rank's chunks of a candidate step."""
         count = self.counts[number]
         if count == self.context.micro_batch:
@@ -143,8 +143,8 @@ class Relative:
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of scoring every candidate and training on the kept ones."""
-        kept = 1 / (1 + self.options.beta_value)
-        return costs.per_image(forward=1.0, step=kept)
+        share = 1 / (1 + self.options.beta_value)
+        return costs.per_image(forward=1.0, step=share)
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         """Do nothing: this sifter compares scores, not training losses."""

@@ -263,8 +263,8 @@ class SiftingDataloader:
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
             self.pending.add(self._transformed(state["pending"]))
-        seen, kept = state["seen_and_kept"]
-        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=kept)
+        seen, selected = state["seen_and_kept"]
+        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=selected)
         self._resuming = self.position > 0
 
 

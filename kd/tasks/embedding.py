@@ -24,7 +24,7 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07
 """Of the search, as in DINO (arXiv:2104.14294)."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
-KEPT_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 """Of the teacher's outputs for validation images that are kept for the next evaluations."""
 LABELS = "labels"
 SCORES = Scores(
@@ -90,19 +90,19 @@ class Vectors:
 
     def add(self, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
         """Add the vectors [B, D] of a batch, by model; they get the length 1. Images of weight 0 are left out."""
-        place_B = torch.searchsorted(self._ids_N, batch.ids)
+        index_B = torch.searchsorted(self._ids_N, batch.ids)
         known = torch.stack([torch.ones_like(batch.weight), batch.label.float()], dim=1)
         unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
         for name, value_BD in {**unit, LABELS: known}.items():
             if name not in self._rows:
                 self._rows[name] = torch.zeros(len(self._ids_N), value_BD.shape[1], device=self.backend.device)
-            self._rows[name].index_add_(0, place_B, batch.weight[:, None] * value_BD)
+            self._rows[name].index_add_(0, index_B, batch.weight[:, None] * value_BD)
 
     def gather(self) -> tuple[dict[str, Tensor], Tensor]:
         """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
-        whole = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
-        seen_N, label_N = whole.pop(LABELS).unbind(1)
-        return whole, torch.where(seen_N > 0, label_N, -1.0).long()
+        vectors = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
+        seen_N, label_N = vectors.pop(LABELS).unbind(1)
+        return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
 class Evaluator:
@@ -210,7 +210,7 @@ class Evaluator:
             return self._outputs[number]
         outputs = self.teacher(batch)
         size = sum(tensor.nbytes for tensor in outputs.features.values())
-        if number == len(self._outputs) and self._bytes + size <= KEPT_BYTES:
+        if number == len(self._outputs) and self._bytes + size <= MOST_BYTES:
             self._outputs.append(outputs)
             self._bytes += size
         self.backend.end_step()

@@ -132,8 +132,8 @@ class Evaluator(LogitsEvaluator):
     def _gather(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
         """Return the rows of all ranks, [N, ...], by image, on the CPU; 0 for an image that nobody saw."""
         rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
-        whole = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
-        return self.backend.reduce_sum(whole).cpu()
+        full = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
+        return self.backend.reduce_sum(full).cpu()
 
 
 def are_known(label: Tensor) -> Tensor:

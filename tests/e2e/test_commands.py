@@ -316,6 +316,7 @@ def test_a_bare_command_says_what_to_do_next(refused, name):
     line = refused(name)
     assert line.startswith(f"kd-{name}: ")
     assert f"For example: kd-{name} " in line
+    assert "key=value" not in line
     assert f"kd-{name} --help" in line
 
 

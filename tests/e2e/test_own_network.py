@@ -104,4 +104,4 @@ def test_what_is_wrong_with_it_is_one_line(own, student: dict, message: str):
 
 def test_a_loss_on_features_needs_a_network_of_timm(own):
     with pytest.raises(kd.KdError, match=r"^student\.kind: is torch, which has one output"):
-        kd.train({**own, "losses": [{"kind": "kl"}, {"kind": "feature"}]})
+        kd.train({**own, "losses": [{"kind": "kl"}, {"kind": "cosine"}]})

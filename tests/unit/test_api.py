@@ -523,5 +523,5 @@ def test_images_that_no_endpoint_has_are_not_exported(tmp_path: Path):
     wide = [(torch.zeros(3, 2, 4), 0) for _ in range(16)]
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
     result = distill(teacher, copy.deepcopy(teacher), wide, val=wide, epochs=1)
-    with pytest.raises(ConfigError, match=r"^train: has images float32 \[3, 2, 4\]"):
+    with pytest.raises(ConfigError, match=r"^val: has images float32 \[3, 2, 4\]"):
         result.export(tmp_path / "export", MEAN, STD)

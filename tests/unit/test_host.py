@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -128,6 +129,23 @@ def test_what_windows_lacks_is_missed_only_where_it_is_used(tmp_path):
     done = subprocess.run([sys.executable, "-c", WINDOWS, tmp_path / "a"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "without locks (on Windows kd trains in WSL)" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_it():
+    ask = "import time; begin = time.perf_counter(); from kd.host import command_seconds; "
+    ask += "print(command_seconds(), time.perf_counter() - begin)"
+
+    def answer(**variables: str) -> list[float]:
+        found = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **variables}, capture_output=True)
+        return [float(word) for word in found.stdout.split()]
+
+    begin = time.perf_counter()
+    own, imports = answer()
+    assert imports - 0.02 <= own <= time.perf_counter() - begin + 0.02  # the kernel counts in hundredths
+    assert answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
+    mine = time.time() - psutil.Process().create_time()
+    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
 
 
 FAULTS = """

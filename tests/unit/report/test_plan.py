@@ -7,7 +7,7 @@ import pytest
 from kd import config, instances
 from kd.instances import Instance
 from kd.report.plan import step_cost
-from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
+from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, on, sizes
 from kd.setup.estimate import Measured, line_through
 from kd.setup.recipe import resolve
 
@@ -30,7 +30,7 @@ def test_a_cached_teacher_is_asked_in_some_epochs_only(settings):
 
 
 def test_a_ring_by_hand():
-    mib, rates = 100.0, links(MACHINE)
+    mib, rates = 100.0, MACHINE
     size = 100 * 2**20
     inside = 2 * 3 / 4 * size / 50e9 * 1000
     between = 2 * 1 / 2 * size / 10e9 * 1000
@@ -59,7 +59,7 @@ def test_a_line_by_hand():
     assert alone.step_ms == pytest.approx(1 + 0.5 * 64)
     assert alone.efficiency == 1.0
     assert alone.hours_epoch == pytest.approx(1000 * 33 / 3.6e6)
-    communication = all_reduce_ms(100.0, 4, 2, links(MACHINE))
+    communication = all_reduce_ms(100.0, 4, 2, MACHINE)
     exposed = exposed_ms(communication, 100.0, 0.25 * 8)
     assert eight.devices == 8
     assert eight.step_ms == pytest.approx(1 + 0.5 * 8 + exposed)

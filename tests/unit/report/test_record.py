@@ -10,10 +10,8 @@ from kd.progress.summary import curves, sparkline
 from kd.report.answers import short_names
 from kd.report.page import render
 from kd.report.record import Answers, RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, time_parts
-from kd.report.report import scores_of
 from kd.report.text import summary, where_time_went
 from kd.tasks.embedding import SCORES as EMBEDDING
-from kd.tasks.label_sets import SCORES as LABEL_SETS
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
 
@@ -79,22 +77,6 @@ def test_best_is_the_first_of_the_highest_score():
     unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
     assert (unlabelled.decides.key, unlabelled.best["step"]) == ("agreement", 2)
     assert replace(run(), val=[]).best == {}
-
-
-@pytest.mark.parametrize(
-    ("keys", "scores"),
-    [
-        (("accuracy", "top5", "ece"), SINGLE_LABEL),
-        (("agreement", "kl", "agreement_ece"), SINGLE_LABEL),
-        (("map", "agreement", "kl"), LABEL_SETS),
-        (("agreement", "kl"), LABEL_SETS),
-        (("knn", "probe", "agreement"), EMBEDDING),
-        (("agreement",), EMBEDDING),
-        ((), SINGLE_LABEL),
-    ],
-)
-def test_the_columns_of_a_run_that_recorded_none(keys, scores):
-    assert scores_of(dict.fromkeys(keys, 0.5)) is scores
 
 
 def test_what_differs():
