@@ -20,7 +20,7 @@ from kd.report.record import (
     teachers_of,
     time_parts,
 )
-from kd.report.text import summary, where_time_went
+from kd.report.text import summary
 from kd.tasks.embedding import SCORES as EMBEDDING
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
