@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 
 import ray
+from PIL import features
 from ray.exceptions import RayError
 
 from kd.errors import RunError
+from kd.host import versions
 
 
 def connect(where: str) -> None:
@@ -31,3 +34,21 @@ def connect(where: str) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def decoding_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages and libraries that decode an image here, and of `packages`."""
+    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
+    decoders = {name: features.version(name) or "" for name in libraries}
+    return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+
+
+def check_versions(where: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Refuse a host with other versions than this one.
+
+    Raises:
+        RunError: naming both.
+    """
+    if other := [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]:
+        remedy = "Install the same packages on all hosts, or use one image for all"
+        raise RunError(where, f"the host {address} decodes with {', '.join(other)}", "", remedy)

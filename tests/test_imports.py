@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "instances": set(),
     "references": set(),
     "host": {"references"},
-    "cluster": {"errors"},
+    "cluster": {"errors", "host"},
     "files": {"errors"},
     "contracts": {"errors", "scores", "types"},
     "evaluation": {"contracts", "scores", "types"},

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-from PIL import features
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from kd.cluster import connect
+from kd.cluster import check_versions, connect, decoding_versions
 from kd.contracts import Dataset
 from kd.data.loader import Fetch, Request
-from kd.errors import KdError, RunError
-from kd.host import versions
+from kd.errors import KdError
 from kd.types import TENSORS, Batch
 
 WHERE = "data.loader"
+PACKAGES = ("torch", "timm")
+"""What transforms an image, beside what decodes it."""
 AHEAD = 2
 """Calls for each decoder that are on their way, of all ranks together."""
 
@@ -46,18 +46,11 @@ class Decoder:
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
         """Return the id and the address of this host, and the versions that pixels depend on."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*PACKAGES)
 
     def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
         """Return a batch as arrays, or the error that the dataset raised."""
         return pack(self._fetch[dataset][request])
-
-
-def decoding_versions() -> dict[str, str]:
-    """Return the versions of the packages and libraries that decode and transform an image here."""
-    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
-    decoders = {name: features.version(name) or "" for name in libraries}
-    return versions("kd", "torch", "timm", "numpy", "pillow", "pillow-heif") | decoders
 
 
 def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
@@ -192,10 +185,7 @@ class Pool:
             if time.monotonic() - slot.probed > 1.0:
                 slot.ping()
             return
-        ours = decoding_versions()
-        if other := [f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs[name] != ours[name]]:
-            remedy = "Install the same packages on all hosts, or use one image for all"
-            raise RunError(WHERE, f"the host {slot.address} decodes with {', '.join(other)}", "", remedy)
+        check_versions(WHERE, slot.address, theirs, decoding_versions(*PACKAGES))
         slot.probe = None
         if slot.address in self._silent:
             self._silent.remove(slot.address)

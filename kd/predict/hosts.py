@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from PIL import features
 from ray.exceptions import RayError
 
-from kd.cluster import connect
+from kd.cluster import check_versions, connect, decoding_versions
 from kd.errors import ConfigError, KdError, RunError
-from kd.host import versions
 from kd.predict.classifier import Classifier, Row, in_order
 from kd.predict.images import Images
 from kd.serve.limits import Limits
 from kd.serve.model import Description, load
 
 WHERE = "--ray"
+RUNTIMES = ("onnxruntime", "openvino")
 CHUNK = 32
 """Images of a call."""
 AHEAD = 3
@@ -75,12 +74,6 @@ class Answer(NamedTuple):
     rows: list[Row] | KdError
 
 
-def decoding_versions() -> dict[str, str]:
-    """Return the versions of all that a score depends on."""
-    decoders = {name: features.version(name) or "" for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
-    return versions("kd", "numpy", "pillow", "onnxruntime", "openvino") | decoders
-
-
 _loaded: dict[Any, Classifier] = {}
 """The classifier of this process of a host, by the reference to its job."""
 
@@ -91,7 +84,8 @@ def _answer(job: list[Any], ids: range) -> Answer:
     try:
         if job[0] not in _loaded:
             _loaded.clear()
-            _loaded[job[0]] = ray.get(job[0]).classifier()
+            wanted: Any = ray.get(job[0])
+            _loaded[job[0]] = wanted.classifier()
         classifier = _loaded[job[0]]
         with ThreadPoolExecutor(len(ids)) as readers:
             remote = classifier.images.remote
@@ -99,7 +93,7 @@ def _answer(job: list[Any], ids: range) -> Answer:
             rows: list[Row] | KdError = classifier.rows(ids, contents)
     except KdError as error:
         rows = error
-    return Answer(context.get_node_id(), ray.util.get_node_ip_address(), decoding_versions(), rows)
+    return Answer(context.get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*RUNTIMES), rows)
 
 
 def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
@@ -114,7 +108,7 @@ def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
         remedy = "Start one with `ray start --head`, or see docs/cluster.md"
         raise ConfigError(WHERE, "the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
     connect(WHERE)
-    reference, ours = ray.put(job), decoding_versions()
+    reference, ours = ray.put(job), decoding_versions(*RUNTIMES)
     call = ray.remote(_answer).options(num_cpus=1, scheduling_strategy="SPREAD")
 
     def submit(ids: range) -> Future[Answer]:
@@ -125,21 +119,13 @@ def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
 
     try:
         for answer in in_order(range(start, len(job.images.names)), CHUNK, submit, ahead):
-            _check(answer, ours)
+            check_versions(WHERE, answer.address, answer.versions, ours)
+            if isinstance(error := answer.rows, KdError):
+                allowed = "All hosts read the images by the same paths or URLs, and have the same packages"
+                raise type(error)(WHERE, f"on the host {answer.address}: {error.wrong}", allowed, error.remedy)
             hosts.add(answer.host)
-            yield answer.rows  # type: ignore[misc]
+            yield answer.rows
     except RayError as error:
         reason = str(error).strip().splitlines()[-1][:200]
         remedy = "Install the same packages on all hosts, or use one image for all"
         raise RunError(WHERE, f"a host of the cluster fails ({reason})", "The same kd on all hosts", remedy) from error
-
-
-def _check(answer: Answer, ours: Mapping[str, str]) -> None:
-    """Refuse the answer of a host that decodes otherwise, or that has not found what it needs."""
-    theirs = answer.versions
-    if other := [f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs[name] != ours[name]]:
-        remedy = "Install the same packages on all hosts, or use one image for all"
-        raise RunError(WHERE, f"the host {answer.address} decodes with {', '.join(other)}", "", remedy)
-    if isinstance(error := answer.rows, KdError):
-        allowed = "All hosts read the images by the same paths or URLs, and have the same packages"
-        raise type(error)(WHERE, f"on the host {answer.address}: {error.wrong}", allowed, error.remedy)
