@@ -170,8 +170,8 @@ def label_images(
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 
-    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order. Those
-    of training, `classes`, are used instead, but for the training split itself (None).
+    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
+    Those of training, `classes`, are used instead, but for the training split itself (None).
 
     Raises:
         DataError: no images, only one class, a class that training does not know.

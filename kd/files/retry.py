@@ -25,8 +25,8 @@ def retried(
 ) -> Result:
     """Return what `read` returns; call it again after a pause where it raises an OSError.
 
-    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does not
-    change; they are raised at once, as they are.
+    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
+    not change; they are raised at once, as they are.
 
     Raises:
         DataError: the last try failed too.

@@ -98,8 +98,8 @@ def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
     """Remove drafts that killed processes left in a folder; put back what one of them was about to replace.
 
-    `name` is that of the file or folder that was being written; empty: any. `alone`: no other process writes here, so
-    no draft is in use.
+    `name` is that of the file or folder that was being written; empty: any. `alone`: no other process writes here,
+    so no draft is in use.
     """
     for leftover in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
         match = LEFTOVER.fullmatch(leftover.name)
