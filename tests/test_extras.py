@@ -32,7 +32,7 @@ TRIED: dict[str, str] = {
     "heic": "-c 'import pillow_heif; from kd.datasets._decode import HEIF, _load_heif; assert HEIF; _load_heif()'",
     "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
-    "sagemaker": f"-m kd.cli launch food.yaml --instance ml.g5.xlarge --dry-run {ACCOUNT}",
+    "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
     "transformers": "-c 'import transformers, kd.teachers.transformers, kd.teachers.zero_shot'",
     "completion": "-c 'import argcomplete, kd.cli.__main__'",

@@ -159,7 +159,7 @@ def check_exact(name: str, scores: GraphScores, difference: float, tolerance: fl
         ModelError: a value differs by more than `tolerance`, or an answer does.
     """
     if difference > tolerance or scores.others:
-        wrong = f"its values differ from PyTorch's by up to {difference:.2g} and {scores.others} of {images} answers do"
+        wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
         remedy = "Nothing was written; export with --no-onnx, or report the network"
         allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
         raise ModelError(f"export.{name}", wrong, allowed, remedy)

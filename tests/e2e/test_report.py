@@ -212,7 +212,7 @@ def test_a_killed_run_says_so(run, command):
     """Its page looked like that of a run that had come to its end, and no rule had looked at it."""
     done = command("report", run, "--images", 3)
     assert "not finished" not in done.out
-    assert "Nothing found" in (run / "report.html").read_text()
+    assert "Not judged" not in (run / "report.html").read_text()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     last = max(json.loads(line)["step"] for line in lines)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last // 2))

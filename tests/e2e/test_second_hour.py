@@ -1,4 +1,7 @@
-"""A new user's second hour: own list of images, own network, own loss, three seeds, export, serve, predict, stop."""
+"""A new user's second hour: own list of images, own network, own loss, three seeds, export, serve, predict, stop.
+
+Two of each split's images are HEIC where that extra is installed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 from pieces import tiny
+from PIL import Image
 from serving import Running
+
+from kd.datasets._decode import HEIF
 
 NETWORK = """
 from torch import nn
@@ -42,8 +48,14 @@ def project(photos, inside, monkeypatch) -> Path:
     for split in ("train", "val"):
         lines = ["path,label"]
         for number, path in enumerate(sorted((photos / split).rglob("*.jpg"))):
-            lines.append(f"{split}_{number:02d}.jpg,{path.parent.name}")
-            shutil.copy(path, f"{split}_{number:02d}.jpg")
+            name = f"{split}_{number:02d}." + ("heic" if HEIF and number < 2 else "jpg")
+            lines.append(f"{name},{path.parent.name}")
+            if name.endswith("heic"):
+                import pillow_heif  # an extra
+
+                pillow_heif.from_pillow(Image.open(path)).save(name)
+            else:
+                shutil.copy(path, name)
         Path(f"{split}.csv").write_text("\n".join(lines) + "\n")
     Path("ourlab").mkdir()
     Path("ourlab/network.py").write_text(NETWORK)
