@@ -42,7 +42,7 @@ def export(argv: Sequence[str] | None = None) -> int:
             from kd.export.hub import push
 
             print(f"uploaded to {push(exported.folder, options.push)}")
-        print(f"load it:  timm.create_model('local-dir:{exported.folder}', pretrained=True)")
+        print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
 

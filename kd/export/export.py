@@ -59,6 +59,8 @@ class Exported:
     folder: Path
     lines: Sequence[str]
     """One for each graph, for a person."""
+    load: str
+    """Python that loads the student."""
 
 
 Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
@@ -174,11 +176,12 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "parity": made.parity,
             "environment": _environment(),
         }
-        used = _commands(target.name, options.onnx, timm=is_timm(student.network))
+        timm_builds_it = is_timm(student.network)
+        used = _commands(target.name, options.onnx, timm_builds_it)
         card = _card(subject, made, license=options.license, commands=used, version=facts["version"])
         (draft / "README.md").write_text(render(card), encoding="utf-8")
         complete(draft, content, weights, provenance, facts)
-    return Exported(target, made.lines)
+    return Exported(target, made.lines, _loading(str(target), timm_builds_it))
 
 
 def _card(subject: Subject, made: Made, **own: Any) -> Card:
@@ -211,15 +214,18 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
 
 def _commands(folder: str, onnx: bool, timm: bool) -> dict[str, str]:
     """Return how an export is used, by title."""
-    found = {WITH_TIMM: f"timm.create_model('local-dir:{folder}', pretrained=True)"}
-    if not timm:
-        load = f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
-        found = {"In PyTorch, with the code of the network": load}
+    found = {WITH_TIMM if timm else "In PyTorch, with the code of the network": _loading(folder, timm)}
     if onnx:
         found["As an endpoint, without torch"] = (
             f"kd-serve {folder}\ncurl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
         )
     return found
+
+
+def _loading(folder: str, timm: bool) -> str:
+    if timm:
+        return f"timm.create_model('local-dir:{folder}', pretrained=True)"
+    return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
 
 
 def _origin(section: StudentSection, student: Classifier) -> str:

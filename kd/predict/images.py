@@ -20,6 +20,8 @@ from kd.serve.problems import Problem
 
 WHERE = "kd-predict"
 STDIN = "-"
+LISTED = (*ENDINGS, "heic", "heif", "avif")
+"""Endings of names that are listed. Of the last three each is a row with an error: kd-serve does not decode them."""
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
 all that follow, and ends the command after some tries."""
@@ -100,7 +102,7 @@ def find(source: str, copies: Path) -> Images:
 
 
 def _is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in ENDINGS
+    return name.rpartition(".")[2].lower() in LISTED
 
 
 def _folder(root: str) -> Images:

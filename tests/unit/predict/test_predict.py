@@ -99,6 +99,18 @@ def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["all.csv"]
 
 
+def test_photographs_of_phones_do_not_vanish(exported, pictures, command, tmp_path):
+    """They were not listed, so that a folder of 11 gave 5 rows and no word."""
+    (tmp_path / "in").mkdir()
+    shutil.copy(pictures / "0.jpg", tmp_path / "in")
+    (tmp_path / "in" / "1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    answer = command("predict", exported, tmp_path / "in", "--to", tmp_path / "all.csv")
+    assert answer.code == 0, answer
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    assert [bool(row["error"]) for row in rows] == [False, True]
+    assert "1.HEIC: " in answer.err
+
+
 def jsonl(path: Path) -> dict[str, dict]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     found = {row.pop("image"): row for row in rows}
