@@ -221,8 +221,10 @@ def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return [row("timm's train.py beside kd", 0.0, "see its CSV", text.strip().splitlines()[-2])]
 
 
-PARTS = {part.__name__: part for part in (step, tests, run, teacher, memory, export, timm)}
-"""The most important first."""
+PARTS = {part.__name__: part for part in (run, step, tests, teacher, memory, export, timm)}
+"""The most important first: whole runs live and cached, then how well the step uses the GPU."""
+SECONDS = {"run": 200.0, "step": 100.0, "tests": 120.0, "teacher": 60.0, "memory": 60.0, "export": 60.0, "timm": 150.0}
+"""Longest time of a part, so that one that hangs does not take that of the others."""
 
 
 # ---- what the parts share ------------------------------------------------------------------------------------------
@@ -297,6 +299,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="what is finished (default: runs/gpu, or runs/gpu_tiny)")
     parser.add_argument("--out", type=Path, help="folder of the CSV (default: benchmarks; with --tiny: --work)")
     parser.add_argument("--minutes", type=float, default=8.8, help="start nothing after them, and end what runs")
+    parser.add_argument("--seconds", type=float, default=0.0, help="longest time of a part (default: its own)")
     parser.add_argument("--fresh", action="store_true", help="forget what is finished")
     parser.add_argument("--part", choices=PARTS, help="this part alone, in this process")
     given = parser.parse_args(argv)
@@ -319,11 +322,14 @@ def main(argv: list[str] | None = None) -> Path:
     if given.part:
         finish(given.part, scale, given)
         raise SystemExit(0)
-    rows = [row for name in PARTS for row in obtain(name, scale, given, end)]
     from _record import write
 
     command = " ".join(["make gpu", *(["TINY=1"] if given.tiny else []), *(["TIMM=FOLDER"] if given.timm else [])])
-    return write("gpu", command, rows, given.work if given.tiny else given.out)
+    rows, path = [], given.work
+    for name in PARTS:  # the CSV is complete after each part, so that what ends this process loses one
+        rows += obtain(name, scale, given, end)
+        path = write("gpu", command, rows, given.work if given.tiny else given.out)
+    return path
 
 
 def obtain(name: str, scale: Scale, given: argparse.Namespace, end: float) -> list[Row]:
@@ -335,8 +341,9 @@ def obtain(name: str, scale: Scale, given: argparse.Namespace, end: float) -> li
     elif not file.is_file() and given.tiny:
         finish(name, scale, given)
     elif not file.is_file():
-        print(f"== {name}, {left:.0f} s left", flush=True)
-        problem = apart(name, given, left)
+        most = min(left, given.seconds or SECONDS[name])
+        print(f"== {name}, at most {most:.0f} of {left:.0f} s", flush=True)
+        problem = apart(name, given, most)
     if problem:
         print(f"== {name}: {problem}", flush=True)
         return [{"part": name, **row("the whole part", 0.0, "not finished", problem)}]

@@ -37,13 +37,11 @@ PICTURES = {"train_images": 125, "label_noise": 0.05}
 def sweep() -> dict[str, dict[str, Terms]]:
     """Return the settings of each loss by name: the terms of the configuration."""
     found: dict[str, dict[str, Terms]] = {"ce": {"alone": [CE], "smoothing 0.1": [{**CE, "label_smoothing": 0.1}]}}
-    for kind in ("kl", "hard", "zscore", "dist", "wttm"):
+    for kind in ("kl", "dist", "wttm"):
         term = KL if kind == "kl" else {"kind": kind}
         found[kind] = {"alone": [term], "4 x + ce": [{**term, "weight": 4.0}, CE]}
     found["kl"]["temperature 4"] = [{**KL, "temperature": 4.0}]
     found["dkd"] = {f"beta {beta:g}, T {t:g}": [{"kind": "dkd", "beta": beta, "temperature": t}] for beta, t in DKD}
-    found["nkd"] = {f"+ ce, T {t:g}": [{"kind": "nkd", "temperature": t}, CE] for t in (1.0, 2.0)}
-    found["feature"] = {f"{weight:g} x + kl": [{"kind": "feature", "weight": weight}, KL] for weight in (1.0, 8.0)}
     return found
 
 

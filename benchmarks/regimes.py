@@ -54,7 +54,6 @@ THROUGHOUT = ("sifter.balance=true", "sifter.warmup=0", "sifter.anneal=0")
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
     "history": HISTORY,
-    "history, noise cap 0.2": (*HISTORY, "sifter.noise_cap=0.2"),
     "random": RANDOM,
     "random, classes balanced": (*RANDOM, "sifter.balance=true"),
     "random, classes balanced throughout": (*RANDOM, *THROUGHOUT),
@@ -64,7 +63,6 @@ PLAN = [
     ("everything", 1.0),
     ("everything", 0.6),
     ("history", 0.6),
-    ("history, noise cap 0.2", 0.6),
     ("random", 0.6),
     ("random, classes balanced", 0.6),
     ("history", 1.0),

@@ -69,6 +69,14 @@ class Stamped(Protocol):
 
 
 @runtime_checkable
+class Noted(Protocol):
+    """A source or a teacher's model with a reservation: files that are no images, answers that see no augmentation."""
+
+    notes: Sequence[str]
+    """A line each; `--check` and the first lines of a run show them."""
+
+
+@runtime_checkable
 class Dataset(Protocol):
     """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
 
@@ -93,16 +101,11 @@ class Loader(Protocol):
 class Score(Protocol):
     """The scoring pass that the engine gives to a sifter: eval mode, no gradients, deterministic."""
 
-    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
-        """Score the micro-batches of one step's worth of images.
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+        """Return the unweighted losses of one step's worth of images, of which `batches` are this rank's micro-batches.
 
-        Args:
-            batches: all of this rank's micro-batches of the step.
-            by: "loss" (the distillation loss, unweighted) or "entropy" (the student's; the teacher does not run).
-
-        Returns:
-            Scores of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches, with the
-            teacher's outputs if it ran, so that the step reuses them.
+        They are those of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches come back with
+        the teacher's outputs, so that the step reuses them.
         """
         ...
 
@@ -176,11 +179,6 @@ class TeacherModel(Protocol):
     @property
     def classes(self) -> Sequence[str]:
         """Class names, in the order of the logits; empty: it has no classes, only features."""
-        ...
-
-    @property
-    def num_features(self) -> int:
-        """Width of the pooled features; 0 where it is not known, or there are none."""
         ...
 
     def identity(self) -> dict[str, Any]:

@@ -21,7 +21,10 @@ Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class KdError(Exception):
@@ -102,6 +105,27 @@ class Interrupted(KeyboardInterrupt):
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: try again."""
+
+
+FOREIGN: set[str] = set()
+"""Files of parts from outside the repository, wherever they are installed."""
+
+
+def raised(error: BaseException) -> str:
+    """Return `TYPE: message (FILE, line N, in NAME)`, the place where `own_line` knows it."""
+    text, line = " ".join(f"{type(error).__name__}: {error}".split()), own_line(error)
+    return f"{text} ({line})" if line else text
+
+
+def own_line(error: BaseException) -> str:
+    """Return the last line of code that an error went through and that is neither kd's nor an installed package's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def _is_foreign(file: str) -> bool:
+    known = (str(Path(__file__).parent) + os.sep, os.path.dirname(os.__file__) + os.sep, "<")
+    return file in FOREIGN or not (file.startswith(known) or "site-packages" in file or "dist-packages" in file)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

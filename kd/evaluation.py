@@ -99,10 +99,6 @@ class Task(Protocol):
         """Return the logits [B, C] of the averaged probabilities of K teachers."""
         ...
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Return the entropy of each answer [B], nats."""
-        ...
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         """Return labels for images of noise: class 0, or the empty set."""
         ...

@@ -6,9 +6,10 @@ import ctypes
 import math
 import os
 import platform
-import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,53 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 have a map of their own (2**16)."""
 
 
-def cores() -> int:
-    """Return how many cores this process may run on."""
+def cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: its affinity, within the CPU quotas of cgroups.
+
+    Args:
+        root: the folder that holds /proc and /sys.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min([allowed, *map(int, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU quotas of this process's cgroup and its parents, in cores. Version 1 keeps the period elsewhere."""
+    for controller, top, file in (("", "sys/fs/cgroup", "cpu.max"), ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us")):
+        group, top = "/", root / top
+        with suppress(OSError, ValueError):
+            for line in (root / "proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                group = path if controller in controllers.split(",") else group
+        own = top / group.lstrip("/")
+        for folder in [own, *(parent for parent in own.parents if parent == top or top in parent.parents)]:
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                quota, *period = (folder / file).read_text().split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period[0] if period else (folder / "cpu.cfs_period_us").read_text())
+
+
+def process_stat(pid: int | str = "self") -> list[str]:
+    """Return the fields of a process from its state on (`man 5 proc`); empty where the system does not report them."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def command_seconds() -> float:
+    """Return for how long this command has run: this process, or the torchrun that began with it.
+
+    0.0 where the system does not report it. A rank that torchrun has started again counts from its own start.
+    """
+    began = process_stat()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
+        began = process_stat(began[1]) or began  # field 4 is the parent
+    if not began or not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class BusyClock:
@@ -81,9 +125,12 @@ def free_mib() -> float:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
             free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
-    address, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address != resource.RLIM_INFINITY:
-        free.append(address - _address_space())
+    with suppress(ImportError):
+        import resource  # not on Windows
+
+        address, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if address != resource.RLIM_INFINITY:
+            free.append(address - _address_space())
     return max(0.0, min(free) / 2**20)
 
 
@@ -93,7 +140,7 @@ def _available() -> float:
         return available
     try:  # other systems: half of what there is
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return 0.0
 
 

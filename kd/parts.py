@@ -1,18 +1,21 @@
 """Find and build parts by their file names. The folder is the registry.
 
 `kind: kl` in the section `losses` is `kd/losses/kl.py`; `kind: mylab.losses.foo` is a module outside the repository.
-A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
+A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`. A class variable
+`Options.REMOVED` says of keys that it once had what to do instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
+import sys
 from types import ModuleType
 from typing import Any
 
-from kd.errors import PartNotFound, did_you_mean
+from kd.errors import FOREIGN, PartNotFound, did_you_mean, raised
 from kd.types import BackendFacts, DatasetFacts, SifterFacts, TeacherFacts
 
 FOLDERS = ("tasks", "losses", "sifters", "datasets", "teachers", "backends")
@@ -42,19 +45,7 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     if "." not in kind and kind not in known:
         remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
         raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
-    try:
-        if not all(piece.isidentifier() for piece in path.split(".")):
-            raise ModuleNotFoundError(name=path)
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name and not (path == error.name or path.startswith(error.name + ".")):
-            raise  # the part exists, but a package that it imports does not
-        raise PartNotFound(
-            where,
-            f"the module '{path}' cannot be imported",
-            f"Allowed: {', '.join(known)}, or the dotted path of an importable module",
-            "Check the spelling and PYTHONPATH",
-        ) from error
+    module = _imported(path, where, known) if path not in sys.modules else sys.modules[path]
     options = getattr(module, "Options", None)
     if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
         raise PartNotFound(
@@ -63,6 +54,26 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
             "A part has a frozen dataclass `Options` and a function `build`",
             f"Add them, or choose one of: {', '.join(known)}",
         )
+    return module
+
+
+def _imported(path: str, where: str, known: list[str]) -> ModuleType:
+    try:
+        if not all(piece.isidentifier() for piece in path.split(".")):
+            raise ModuleNotFoundError(name=path)
+        module = importlib.import_module(path)
+    except Exception as error:  # what somebody else's module raises
+        absent = isinstance(error, ModuleNotFoundError) and error.name
+        if absent and (path == absent or path.startswith(absent + ".")):
+            allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"
+            wrong = f"the module '{path}' cannot be imported"
+            raise PartNotFound(where, wrong, allowed, "Check the spelling and PYTHONPATH") from error
+        if path.startswith("kd."):
+            raise  # the part exists, but a package that it imports does not
+        wrong = f"importing '{path}' raises {raised(error)}"
+        raise PartNotFound(where, wrong, "", "Correct the module") from error
+    if not path.startswith("kd."):
+        FOREIGN.add(str(module.__file__))
     return module
 
 
@@ -78,7 +89,13 @@ def default_options(folder: str, kind: str, **changes: Any) -> Any:
 
 def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
     """Build a part from checked options and the arguments of its contract."""
-    return find(folder, kind, where).build(options, **context)
+    made = find(folder, kind, where).build
+    try:
+        inspect.signature(made).bind(options, **context)
+    except TypeError as error:
+        wrong = f"the function build of '{kind}' cannot be called ({error})"
+        raise PartNotFound(where, wrong, f"build(options, {', '.join(context)})", "Correct its arguments") from error
+    return made(options, **context)
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
@@ -89,8 +106,9 @@ def facts(folder: str, kind: str, options: Any, where: str) -> Any:
 
 def describe(folder: str) -> list[tuple[str, str]]:
     """Return (name, first docstring line) of every part of a folder."""
-    rows = []
-    for name in names(folder):
-        doc = importlib.import_module(f"kd.{folder}.{name}").__doc__ or ""
-        rows.append((name, doc.strip().splitlines()[0] if doc.strip() else ""))
-    return rows
+    return [(name, summary(importlib.import_module(f"kd.{folder}.{name}"))) for name in names(folder)]
+
+
+def summary(module: ModuleType) -> str:
+    """Return the first docstring line of a part."""
+    return ((module.__doc__ or "").strip().splitlines() or [""])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 
@@ -21,6 +22,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])
+
+
+def html_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as an HTML table, for notebooks; "" without any."""
+    cells = [f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row.values())}</tr>" for row in rows]
+    head = "".join(f"<th>{escape(name)}</th>" for name in (rows[0] if rows else {}))
+    return f"<table><tr>{head}</tr>{''.join(cells)}</table>" if rows else ""
 
 
 def money(dollars: float) -> str:

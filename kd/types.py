@@ -6,7 +6,7 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels, N ima
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -324,6 +324,29 @@ class State:
     """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""
 
 
+def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
+    """Declare an option that names files which a run reads, so that a launcher can bring them to another machine.
+
+    Args:
+        default: no argument: the option is required.
+        within: the option of the same part whose folder a relative path starts from; "": the working folder.
+        or_name: a value may also be a name that is looked up, such as a model's.
+    """
+    metadata = {"files": within, "or_name": or_name}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+class FileKey(NamedTuple):
+    """A key of a configuration that `file_key` has declared."""
+
+    key: str
+    """Dotted: "teacher.also.0.model"."""
+    value: str
+    within: str
+    """The key of the folder that a relative path starts from; "": the working folder."""
+    or_name: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
     """What others must know of a dataset's options: `facts(options)` of its module."""
@@ -340,6 +363,8 @@ class TeacherFacts:
 
     runs_code: bool = False
     """What `model` names is imported and called."""
+    trains: bool = False
+    """It builds an nn.Module with weights that can be trained: it may be a student too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,8 +373,6 @@ class SifterFacts:
 
     by_class: bool = False
     """It reads the class of every image."""
-    by_entropy: bool = False
-    """It scores by the entropy of the student's answer."""
     delay: int = 0
     """Steps at the start of a run in which it visits everything."""
 

@@ -40,3 +40,26 @@ def test_what_is_cut_is_said_and_run_again(tmp_path, monkeypatch):
     slow.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(gpu, "__file__", str(slow))
     assert "time was over" in gpu.apart("export", given, 0.2)
+
+
+HANGS = """
+import json, pathlib, sys, time
+name, work = sys.argv[2], pathlib.Path(sys.argv[4])
+if name == "step":
+    time.sleep(60)
+row = {"what": str(len(list(work.glob("*.csv")))), "value": 1, "unit": "", "note": ""}
+(work / f"{name}.json").write_text(json.dumps([row]))
+"""
+
+
+def test_a_part_that_hangs_takes_its_own_time_and_the_csv_is_written_after_each(tmp_path, monkeypatch):
+    """As a test that waits for a GPU's other rank would."""
+    script = tmp_path / "part.py"
+    script.write_text(HANGS)
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    assert list(gpu.PARTS)[:3] == ["run", "step", "tests"]
+    assert gpu.PARTS.keys() == gpu.SECONDS.keys()
+    path = gpu.main(["--work", str(tmp_path), "--out", str(tmp_path), "--seconds", "5", "--minutes", "5"])
+    rows = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+    assert [row["part"] for row in rows if row["unit"] == "not finished"] == ["step"]
+    assert [row["what"] for row in rows if row["part"] in ("run", "tests")] == ["0", "1"]

@@ -16,6 +16,10 @@ def test_the_public_names():
     assert set(kd._HOMES) | {"__version__"} == set(kd.__all__)
 
 
+def test_a_shell_shows_the_public_names():
+    assert set(kd.__all__) <= set(dir(kd))
+
+
 def test_other_names_are_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'kd' has no attribute 'trian'"):
         kd.trian  # noqa: B018

@@ -22,11 +22,8 @@ from torch import nn
 B, C = 6, 5
 
 MDISTILLER = ("megvii-research/mdistiller", "a08d46f10d6102bd6e3f258ca5ac880b020ea259")
-STANDARDIZATION = ("sunshangquan/logit-standardization-KD", "f6e5aa5172bad618e801163c3385322eea673754")
 DIST_KD = ("hunto/DIST_KD", "2418f18b1fedd7c2646a7b1b9a27d5c674c2170b")
 TTM = ("zkxufo/TTM", "fe457b33a71ba27536ec04fe3d32c5b04963522f")
-CLS_KD = ("yzd-v/cls_KD", "1e5d48f36957ee460d39d7ebc592c6cc7f8f3d66")
-DEIT = ("facebookresearch/deit", "7e160fe43f0252d17191b71cbb5826254114ea5b")
 
 
 class Source(NamedTuple):
@@ -49,13 +46,6 @@ SOURCES = [
         "kd_loss(student, teacher, temperature=4.0)",
     ),
     Source(
-        "zscore",
-        {"temperature": 2.0},
-        STANDARDIZATION,
-        "mdistiller/distillers/KD.py",
-        "kd_loss(student, teacher, temperature=2.0, logit_stand=True)",
-    ),
-    Source(
         "dkd",
         {"alpha": 1.0, "beta": 8.0, "temperature": 4.0},
         MDISTILLER,
@@ -68,20 +58,6 @@ SOURCES = [
         MDISTILLER,
         "mdistiller/distillers/DKD.py",
         "dkd_loss(student, teacher, label, alpha=1.0, beta=0.5, temperature=1.0)",
-    ),
-    Source(
-        "nkd",
-        {"gamma": 1.5, "temperature": 1.0},
-        CLS_KD,
-        "mmcls/models/dis_losses/nkd.py",
-        "NKDLoss('nkd', True, temp=1.0, gamma=1.5)(student, teacher, label)",
-    ),
-    Source(
-        "nkd",
-        {"gamma": 3.5, "temperature": 3.0},
-        CLS_KD,
-        "mmcls/models/dis_losses/nkd.py",
-        "NKDLoss('nkd', True, temp=3.0, gamma=3.5)(student, teacher, label)",
     ),
     Source(
         "dist",
@@ -104,15 +80,6 @@ SOURCES = [
         "distiller_zoo/wttm.py",
         "WTTM(l=0.2)(student, teacher)",
     ),
-    Source(
-        "hard",
-        {},
-        DEIT,
-        "losses.py",
-        # alpha = 1 leaves the distillation half; the "teacher model" maps its input to logits, so identity will do.
-        "DistillationLoss(torch.nn.CrossEntropyLoss(), torch.nn.Identity(), 'hard', alpha=1.0, tau=1.0)"
-        "(teacher, (student, student), label)",
-    ),
 ]
 
 WITHOUT_OFFICIAL_CODE = {
@@ -120,7 +87,6 @@ WITHOUT_OFFICIAL_CODE = {
     "cosine": "one line; see test_cosine.py for its formula",
     "tokens": "the paper's formula on resampled grids; see test_tokens.py",
     "relational": "the paper's formula with one of its kernels; see test_relational.py",
-    "feature": "our own combination of two papers; see test_feature.py for its formula",
 }
 
 

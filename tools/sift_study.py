@@ -51,8 +51,7 @@ def methods(epochs: int, steps_per_epoch: int) -> dict[str, list[str]]:
         ]
     for keep in HISTORY:
         history = ["sifter.kind=history", f"sifter.keep={keep}"]
-        made[f"history keep {keep:g}"] = [*history, "sifter.reweight=true"]
-        made[f"history keep {keep:g}, not weighted"] = [*history, "sifter.reweight=false"]
+        made[f"history keep {keep:g}"] = history
     return made
 
 

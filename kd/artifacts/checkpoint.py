@@ -93,11 +93,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, inside of `atomic_folder`.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Write tensors as safetensors, inside of `atomic_folder`."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # safetensors hides the OSError in its text

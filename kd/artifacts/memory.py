@@ -16,12 +16,10 @@ class Memory:
         self.rows: list[dict[str, Any]] = []
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Keep a row."""
         self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Nothing: the caller holds the student."""
 
     def restore(self) -> None:
-        """Return None: every run is fresh."""
         return None

@@ -81,7 +81,7 @@ class Mirror:
         Raises:
             RunError: another process has taken the copy over.
         """
-        if self._given_up():
+        if self._without_copy():
             return
         snapshot = {}
         for name in _files(self.folder):
@@ -95,14 +95,10 @@ class Mirror:
             self._last = self._pool.submit(self._upload)
 
     def finish(self) -> None:
-        """Upload what has changed and wait for the end.
-
-        Raises:
-            RunError: the copy is not complete, or another process has taken it over.
-        """
+        """Upload what has changed and wait for the end."""
         self.push()
         error = self._last.exception() if self._last is not None else None
-        if not self._given_up() and error is not None:
+        if not self._without_copy() and error is not None:
             wrong = f"the copy is not complete ({error}). The run folder '{self.folder}' is"
             raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
 
@@ -139,7 +135,7 @@ class Mirror:
     def _sign(self) -> None:
         object_store.upload(BytesIO(self._owner.encode()), object_store.join(self.url, OWNER), WHERE)
 
-    def _given_up(self) -> bool:
+    def _without_copy(self) -> bool:
         """Return whether this process goes on without the copy; raise where it may not."""
         if self._taken is not None and not self.shared:
             raise self._taken
@@ -183,11 +179,7 @@ class Mirror:
         del self._remote[name]
 
     def _rotten(self, names: set[str]) -> set[str]:
-        """Return the restored checkpoints that are not whole; they are removed from the folder.
-
-        Raises:
-            RunError: none is whole.
-        """
+        """Return the restored checkpoints that are not whole; they are removed from the folder."""
         rotten = {}
         for name in sorted(names):
             folder = self.folder / "checkpoints" / name

@@ -73,13 +73,6 @@ class RunDir:
 
         A folder without a checkpoint begins anew, so that a mistake (a wrong teacher, a corrupt image) can be repaired
         and the command repeated.
-
-        Args:
-            config: the resolved configuration, which is written.
-            differences: keys in which a stored configuration differs from this one (see `stored_config`).
-
-        Raises:
-            RunError: the folder holds another run, another process is writing it, or it cannot be written.
         """
         keys = list(differences)
         if keys and self._folders():
@@ -113,11 +106,7 @@ class RunDir:
         return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what manifest.json records; empty before the first `record`.
-
-        Raises:
-            RunError: it is damaged, or its choices are not those that the run began with.
-        """
+        """Return what manifest.json records; empty before the first `record`."""
         file = self.path / "manifest.json"
         try:
             content = json.loads(file.read_text()) if file.is_file() else {}
@@ -137,7 +126,6 @@ class RunDir:
             self._write_manifest({**self.manifest(), **facts})
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Append a row to metrics.jsonl."""
         if self.rank != 0:
             return
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
@@ -152,11 +140,7 @@ class RunDir:
         return [row for row in self.rows() if row["kind"] == kind]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all kinds, oldest first.
-
-        Raises:
-            RunError: a row lacks its kind or its step.
-        """
+        """Return the rows of all kinds, oldest first."""
         rows = read_rows(self._metrics_file, last=None)
         for row in rows:
             if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
@@ -201,11 +185,7 @@ class RunDir:
         return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the best checkpoint. If it was removed by hand, warn and return the best one that is left.
-
-        Raises:
-            RunError: the run has evaluated none yet, or a checkpoint is damaged.
-        """
+        """Return the best checkpoint. If it was removed by hand, warn and return the best one that is left."""
         folder = self._best()
         if folder is None:
             raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")

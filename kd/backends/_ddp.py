@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.backends import _shards
@@ -86,11 +85,9 @@ class DDPBackend:
         dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generators, the device's too."""
         torch.manual_seed(seed)
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move batches to the device without waiting for the copy."""
         for batch in batches:
             yield batch.to(self.device, non_blocking=True)
 
@@ -133,7 +130,6 @@ class DDPBackend:
             )
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Shard a frozen module over the ranks with FSDP2, in the default process group."""
         from kd.backends._fsdp import shard  # older torch lacks what it imports
 
         self.check_divided(0)
@@ -141,7 +137,6 @@ class DDPBackend:
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Split a frozen module into one pipeline stage per rank."""
         from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
 
         if self._stragglers is not None:
@@ -150,11 +145,9 @@ class DDPBackend:
         return self._teacher
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's `no_sync`, which skips the gradient all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to bfloat16, enabled for precision bf16."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype is not None)
 
     def optimizer(
@@ -165,6 +158,8 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `_shards.is_divided`
+
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
             self._optimizer = optimizer.optim
             return optimizer
@@ -175,7 +170,7 @@ class DDPBackend:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
-        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        inner = optimizer.optim if _shards.is_divided(optimizer) else optimizer
         if inner.defaults.get("fused"):
             skip_fused_unless_finite(inner, norm)
             optimizer.step()
@@ -187,14 +182,12 @@ class DDPBackend:
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete state on rank 0, as an unsharded optimizer's, and an empty one on other ranks."""
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if _shards.is_divided(optimizer):
             return _shards.gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load the complete state of an unsharded optimizer; a sharded optimizer takes its share."""
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if _shards.is_divided(optimizer):
             _shards.scatter(optimizer, state)
         else:
             optimizer.load_state_dict(state)
@@ -229,7 +222,6 @@ class DDPBackend:
                 self._waits.append(max(0.0, exposed / 1e6))
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks."""
         total = tensor.clone()
         if self._joined:
             dist.all_reduce(total)
@@ -240,7 +232,6 @@ class DDPBackend:
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with those of rank 0."""
         if self._joined:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
@@ -272,7 +263,6 @@ class DDPBackend:
         )
 
     def close(self) -> None:
-        """Leave the process group."""
         if self._stragglers is not None:
             self._stragglers.close()
         if self._joined:
@@ -280,6 +270,22 @@ class DDPBackend:
             if torch.__version__ < _FSDP2:
                 _ENDED.append(dist.group.WORLD)
             dist.destroy_process_group()
+
+
+def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
+    """Make this rank's GPU the current one and return it."""
+    if local_rank >= torch.cuda.device_count():
+        raise BackendError(
+            "backend.kind",
+            f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs",
+            "One process per GPU",
+            "Start fewer processes, or set backend.kind=cpu",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    return device
 
 
 _ENDED: list[object] = []

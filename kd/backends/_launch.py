@@ -39,11 +39,7 @@ _LAUNCHERS = {
 
 
 def read_launch() -> Launch:
-    """Read rank and world size from the launcher's environment; rank 0 of 1 without a launcher.
-
-    Raises:
-        BackendError: a launcher sets a world size but no rank, or values out of range.
-    """
+    """Read rank and world size from the launcher's environment; rank 0 of 1 without a launcher."""
     with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
     with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
     if not with_rank and not with_world:
@@ -89,11 +85,7 @@ def _hosts() -> list[str]:
 
 
 def set_rendezvous(launch: Launch) -> None:
-    """Set the environment variables of torch's rendezvous where the launcher has not set them.
-
-    Raises:
-        BackendError: MASTER_ADDR or MASTER_PORT is not known.
-    """
+    """Set the environment variables of torch's rendezvous where the launcher has not set them."""
     os.environ.setdefault("RANK", str(launch.rank))
     os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
     hosts = _hosts()

@@ -112,11 +112,7 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
 
 
 def cut_points(module: nn.Module, stages: int) -> list[str]:
-    """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters.
-
-    Raises:
-        BackendError: the module has too few blocks.
-    """
+    """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters."""
     names = {id(child): name for name, child in module.named_modules()}
     blocks = [names[id(block)] for chain in _chains(module) for block in list(chain)[1:]]
     starts: dict[str, int] = {}  # number of parameters before each block

@@ -8,17 +8,24 @@ the CPU, where the fused CUDA kernel cannot use it.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from kd.backends._optimizers import parameters, set_group_options
 
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 State = dict[int, dict[str, Tensor]]
 _BASE = 2**20
+
+
+def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Return whether an optimizer is ZeRO's. Its module loads FSDP and SymPy: 0.9 s that not every command needs."""
+    return hasattr(optimizer, "consolidate_state_dict")
 
 
 def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, Any]:

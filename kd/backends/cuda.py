@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kd.backends._cuda import CUDA
+import torch
+
+from kd.backends._ddp import DDPBackend, select_gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +15,17 @@ class Options:
 
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
+
+
+class CUDA(DDPBackend):
+    """Train on one GPU per process."""
+
+    kind = "cuda"
+    init = "nccl"
+
+    def __init__(self, precision: str, timeout_seconds: float, tf32: bool) -> None:
+        super().__init__(torch.device("cuda", 0), precision, timeout_seconds)
+        self.device = select_gpu(self.kind, self.local_rank, tf32)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:

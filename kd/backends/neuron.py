@@ -51,12 +51,7 @@ def facts(options: Options) -> BackendFacts:
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
-    """Build the native Neuron backend; `setup` joins the world.
-
-    Raises:
-        MissingExtra: torch-neuronx is not installed, or it is the older version based on torch_xla.
-        BackendError: it is installed but offers no device.
-    """
+    """Build the native Neuron backend; `setup` joins the world."""
     remedy = "Install AWS's torch-neuronx for this torch on a Trn2 or Trn3 machine, or set backend.kind=cpu"
     if importlib.util.find_spec("torch_neuronx") is None:
         raise MissingExtra("backend.kind", "is 'neuron', but the package torch_neuronx is not installed", "", remedy)

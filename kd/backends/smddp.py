@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from kd.backends._cuda import select_gpu
-from kd.backends._ddp import DDPBackend
+from kd.backends._ddp import DDPBackend, select_gpu
 from kd.errors import BackendError, MissingExtra
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
@@ -48,18 +48,24 @@ class SMDDP(DDPBackend):
             self.device = select_gpu(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
-        """Refuse on smddp: FSDP2 needs all_gather_into_tensor, and point-to-point sends are not documented."""
+        """Refuse stages, whose sends smddp does not document, and to shard where its release refuses the all-gather.
+
+        AWS documents AllGather (P4d and P4de); a release of 2024 was reported to refuse it. So it is tried.
+        """
+        if self.init == "smddp" and stages:
+            wrong = f"is {stages}, but smddp has no documented point-to-point sends"
+            remedy = "Set backend.kind=cuda, or remove the key"
+            raise BackendError("teacher.pipeline", wrong, "Backends that divide it: cpu, cuda, neuron", remedy)
+        super().check_divided(stages)
         if self.init != "smddp":
-            return super().check_divided(stages)
-        if stages:
-            key, wrong = "teacher.pipeline", f"is {stages}, but smddp has no documented point-to-point sends"
-        else:
-            key, wrong = (
-                "teacher.shard",
-                "is true, but smddp lacks the all-gather that sharding needs (_allgather_base)",
-            )
-        remedy = "Set backend.kind=cuda, or remove the key"
-        raise BackendError(key, wrong, "Backends that divide it: cpu, cuda, neuron", remedy)
+            return
+        gathered, one = torch.empty(self.world_size, device=self.device), torch.ones(1, device=self.device)
+        try:
+            dist.all_gather_into_tensor(gathered, one)
+        except RuntimeError as error:
+            wrong = f"is true, but this release of smddp refuses the all-gather that sharding needs ({error})"
+            remedy = "Install a newer release, set backend.kind=cuda, or teacher.shard=false"
+            raise BackendError("teacher.shard", wrong, "AWS documents it for P4d and P4de", remedy) from error
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

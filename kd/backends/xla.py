@@ -1,8 +1,7 @@
-"""AWS Trn1 (Neuron SDK up to 2.29), TPU, and the CPU for tests: torch_xla up to 2.9, one process per device.
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device.
 
 There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
-steps. With ZeRO, torch_xla's optimizer reduces and clips. With `spmd` one process drives all devices, and the compiler
-adds the reductions. Only `end_step` cuts the graph.
+steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -24,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.backends._launch import Launch, read_launch, set_rendezvous
+from kd.backends._launch import read_launch, set_rendezvous
 from kd.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
-from kd.backends._uploads import Uploads
 from kd.errors import BackendError, KdError, MissingExtra
 from kd.types import BackendFacts, Batch
 
@@ -35,7 +33,6 @@ try:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
     import torch_xla.distributed.parallel_loader as pl
-    import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 except ImportError as error:
@@ -49,10 +46,7 @@ NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of the torch_xla backend. PJRT_DEVICE (NEURON, TPU, CPU) selects the device of torch_xla."""
-
-    spmd: bool = False
-    """One process drives all devices of this machine and divides each micro-batch over them (TPU; not on Neuron)."""
+    """No options. PJRT_DEVICE (NEURON, CPU) selects the device of torch_xla."""
 
 
 class XLA:
@@ -60,7 +54,7 @@ class XLA:
 
     kind = "xla"
 
-    def __init__(self, precision: str, timeout_seconds: float, spmd: bool) -> None:
+    def __init__(self, precision: str, timeout_seconds: float) -> None:
         self.launch = read_launch()
         self.rank, self.world_size = self.launch.rank, self.launch.world_size
         self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
@@ -69,7 +63,6 @@ class XLA:
         self.device = torch.device("cpu")
         """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
         self.fixed_mode = "fp32+unfused"
-        self.spmd, self._mesh = spmd, None
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -82,9 +75,7 @@ class XLA:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
         # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
-        if self.spmd:
-            self._mesh = _all_devices(self.launch)
-        elif self.world_size > 1:
+        if self.world_size > 1:
             set_rendezvous(self.launch)
             importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
             dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
@@ -99,7 +90,7 @@ class XLA:
                 "backend.kind",
                 f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
                 f"started take part in an all-reduce on device {xr.device_type()}",
-                "All ranks must take part; torch_xla reduces between processes on Neuron and TPU, not on the CPU",
+                "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU",
                 "Start one process, or set backend.kind=cpu",
             )
 
@@ -117,22 +108,11 @@ class XLA:
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
-                yield source.on_device([self._divided(tensor) for tensor in tensors], number)
+                yield source.on_device(tensors, number)
         finally:
             loader.close()
         if source.error is not None:
             raise source.error
-
-    def _divided(self, tensor: Tensor) -> Tensor:
-        """Divide the images of a tensor over the devices, with spmd."""
-        if self._mesh is not None and tensor.dim():
-            devices, images = self._mesh.size(), tensor.shape[0]
-            if images % devices:
-                wrong = f"{images} images cannot be divided over {devices} devices, as backend.spmd does"
-                remedy = "Set data.micro_batch, or backend.spmd=false"
-                raise BackendError("data.micro_batch", wrong, f"A multiple of {devices}", remedy)
-            xs.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.dim() - 1)))
-        return tensor
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
@@ -151,12 +131,10 @@ class XLA:
         raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        """Refuse."""
         self.check_divided(0)
         return module
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        """Refuse."""
         self.check_divided(2)
         return module
 
@@ -165,7 +143,6 @@ class XLA:
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to bfloat16, enabled for precision bf16."""
         return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
 
     def optimizer(
@@ -187,7 +164,6 @@ class XLA:
         return optimizer
 
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
-        """Reduce, clip, step and set gradients to None."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             # infinity: the norm is computed only with clipping
             optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
@@ -203,7 +179,6 @@ class XLA:
         return norm.detach()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the complete state on rank 0, on the CPU, as an unsharded optimizer's; elsewhere an empty dict."""
         torch_xla.sync()
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
@@ -223,7 +198,6 @@ class XLA:
         return gathered[: parameter.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load the complete state of an unsharded optimizer; a sharded one takes its share, of the weights too."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.load_state_dict(state)
             return
@@ -247,7 +221,7 @@ class XLA:
         """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
         return {
             "compiles": float(_samples("CompileTime")),
-            "executions": float(_samples("ExecuteReplicatedTime" if self.spmd else "ExecuteTime")),
+            "executions": float(_samples("ExecuteTime")),
             "optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0,
         }
 
@@ -260,24 +234,20 @@ class XLA:
         torch_xla.sync()
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks."""
         total = tensor.clone()
         if self._joined:
             xm.all_reduce(xm.REDUCE_SUM, [total])
         return total
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over ranks: SUM, then divide."""
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with those of rank 0."""
         if self._joined:
             xm.collective_broadcast([tensor.data for tensor in tensors])
             torch_xla.sync()
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self._joined:
             xm.rendezvous("kd")
 
@@ -286,21 +256,43 @@ class XLA:
         return None
 
     def close(self) -> None:
-        """Leave the process group."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
 
 
-def _all_devices(launch: Launch) -> Any:
-    """Switch torch_xla to SPMD and return the mesh of all devices of this machine."""
-    if launch.world_size > 1:
-        wrong = f"is true, but {launch.launcher} started {launch.world_size} processes"
-        remedy = "Start without a launcher, or set backend.spmd=false"
-        raise BackendError("backend.spmd", wrong, "One process, which drives all devices of one machine", remedy)
-    xr.use_spmd()
-    devices = xr.global_runtime_device_count()
-    return xs.Mesh(list(range(devices)), (devices,), ("data",))
+class Uploads:
+    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+        self.heads: dict[int, Batch] = {}
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
+        try:
+            for number, batch in enumerate(self.batches):
+                self.heads[number] = batch
+                yield _tensors(batch), number
+        except Exception as error:
+            self.error = error
+
+    def on_device(self, tensors: list[Tensor], number: int) -> Batch:
+        """Return batch `number` with its tensors on the device."""
+        arrived = iter(tensors)
+        return self.heads.pop(number).map(lambda _: next(arrived))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch, in the order of `map`."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    batch.map(collect)
+    return tensors
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
@@ -352,11 +344,7 @@ def facts(options: Options) -> BackendFacts:
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
-    """Build the torch_xla backend; `setup` joins the world.
-
-    Raises:
-        MissingExtra: torch_xla is not installed.
-    """
+    """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
         raise MissingExtra(
             "backend.kind",
@@ -364,4 +352,4 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
             "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
             "Run: pip install 'kd[xla]' in an environment of its own",
         )
-    return XLA(precision, timeout_seconds, options.spmd)
+    return XLA(precision, timeout_seconds)

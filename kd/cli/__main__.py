@@ -1,11 +1,15 @@
-"""`python -m kd.cli NAME ...` is `kd-NAME ...`, for launchers that start a module: torchrun, mpirun."""
+"""`kd NAME ...` is `kd-NAME ...`; as `python -m kd` for launchers that start a module: torchrun, mpirun."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
+from kd import __version__
 from kd.cli import launch, report, serving, training
+from kd.cli.command import Parser, explained, guarded
+from kd.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "train": training.train,
@@ -20,15 +24,65 @@ COMMANDS = {
     "report": report.report,
     "launch": launch.launch,
 }
+OVERVIEW = """usage: kd COMMAND ...
+
+  train     distill a teacher into a student; the same command resumes a run
+  teach     fit a teacher on the labels
+  cache     compute a teacher's answers before training
+  evaluate  score a run's student and teacher, or an endpoint
+  report    one HTML page about runs: curves, time, costs, confused photographs
+  export    a run's student for timm, onnxruntime, OpenVINO, SageMaker
+  serve     answer for an export over HTTP
+  predict   classify many images into one file
+  plan      hours and cost of a run on rented machines
+  launch    jobs and endpoints on SageMaker
+  parts     the losses, sifters, datasets, ... that a configuration can name
+
+Each is a command of its own too: `kd train` is `kd-train`. `kd COMMAND -h` lists its options.
+Begin: kd train vit_food     a small example, rendered on your machine
+Keys:  kd help KEY           explains a key of a configuration, or all below it: kd help teacher.fit
+Also:  kd --version
+"""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names and return its exit code."""
-    if not argv or argv[0] not in COMMANDS:
-        print(f"usage: python -m kd.cli NAME ..., NAME one of: {', '.join(COMMANDS)}", file=sys.stderr)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete(os.environ["COMP_LINE"].split(" "))
+    if words[:1] == ["--version"]:
+        print(f"kd {__version__}")
+    elif words in (["-h"], ["--help"], ["help"]):
+        print(OVERVIEW, end="")
+    elif not words:
+        print(OVERVIEW, end="", file=sys.stderr)
         return 2
-    return COMMANDS[argv[0]](argv[1:])
+    elif words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    elif words[0] == "help" and words[1] in COMMANDS:
+        return COMMANDS[words[1]](["--help"])
+    else:
+        return guarded(lambda: _help(words))
+    return 0
+
+
+def _help(words: list[str]) -> None:
+    if words[0] != "help":
+        near = did_you_mean(words[0], COMMANDS) or "See `kd help`"
+        raise ConfigError("kd", f"no command '{words[0]}'", f"Allowed: help, {', '.join(COMMANDS)}", near)
+    for key in words[1:]:
+        print(explained(key))
+
+
+def _complete(words: list[str]) -> int:
+    """Print what a shell with argcomplete may put in place of the last word."""
+    if len(words) > 2 and words[1] in COMMANDS:
+        os.environ["_ARGCOMPLETE"] = "2"  # how many words the command has
+        return COMMANDS[words[1]]([])
+    parser = Parser(prog="kd")
+    parser.add_argument("command", choices=[*COMMANDS, "help"])
+    return int(bool(parser.read([])))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import logging
 import os
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from kd.errors import Interrupted, KdError
+from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
 from kd.jobs.signals import signals
 from kd.references import redact
 
 if TYPE_CHECKING:
     from kd.config.schema import Config
 
+Settings = TypeVar("Settings")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -44,8 +48,11 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_OK
-    except Exception:
+    except Exception as error:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        if own_line(error):
+            print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr, flush=True)
+            return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
     finally:
@@ -62,36 +69,68 @@ class _Lines(logging.Handler):
         print(redact(record.getMessage()), file=stream, flush=True)
 
 
-class _KeysHelp(argparse.Action):
-    """Print the usage and every key of the configuration."""
+class Parser(argparse.ArgumentParser):
+    """argparse's, with one line for a wrong call, and completion where a shell has argcomplete."""
 
-    def __init__(self, option_strings: list[str], dest: str, **options: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="explain every key of the configuration and exit")
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit."""
+        example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
+        message = message.removesuffix(", key=value")  # argparse says so of what may be left out
+        self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
+
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Return the options of a command line."""
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete  # type: ignore[import-not-found]  # an extra
+
+            argcomplete.autocomplete(self)
+        return self.parse_intermixed_args(argv)
+
+
+class Shows(argparse.Action):
+    """Prints what its function `const` returns, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         """Print and exit."""
-        from kd import config  # kd-serve and the like do without the configuration and what it imports
-
-        lines = [parser.format_help(), "keys of CONFIG, each also as key=value on the command line:\n"]
-        for key, allowed, default, meaning in config.explain():
-            default = "" if default == "required" else f", default {default}"
-            lines.append(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
-            lines.append(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
-        parser.exit(guarded(lambda: print("\n".join(lines), flush=True)))
+        parser.exit(guarded(lambda: print(self.const(), flush=True)))
 
 
-def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> argparse.ArgumentParser:
-    """Build the parser of a command. `with_config` adds CONFIG and `key=value`, and `--help` explains every key."""
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description=summary,
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=not with_config,
-    )
+def taken(cls: type[Settings], options: argparse.Namespace, **others: object) -> Settings:
+    """Build a dataclass from the options of the same names, and from others."""
+    named = {field.name: getattr(options, field.name) for field in fields(cls) if hasattr(options, field.name)}  # type: ignore[arg-type]
+    return cls(**{**named, **others})
+
+
+def explained(prefix: str = "") -> str:
+    """Return what the keys below a dotted prefix mean: two lines or more for each.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    from kd import config  # kd-serve and the like do without the configuration and what it imports
+
+    rows = config.explain(re.sub(r"\.[0-9]+(?=\.|$)", "[]", prefix))
+    if not rows:
+        near = did_you_mean(prefix, [row[0] for row in config.explain()]) or "See `kd-train --help-keys`"
+        raise ConfigError(prefix, "no such key", "", near)
+    lines = []
+    for key, allowed, default, meaning in rows:
+        default = "" if default == "required" else f", default {default}"
+        lines.append(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
+        lines.append(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> Parser:
+    """Build the parser of a command. `with_config` adds CONFIG, `key=value` and `--help-keys`."""
+    keys = "\nkeys:    kd help KEY explains one, or all below it: kd help teacher.fit" if with_config else ""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=command, description=summary, epilog=f"example: {example}{keys}", formatter_class=shape)
     if with_config:
-        parser.add_argument("-h", "--help", action=_KeysHelp)
-        parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+        parser.add_argument(
+            "--help-keys", nargs=0, action=Shows, const=explained, help="explain every key of CONFIG and exit"
+        )
+        parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of one of kd's own")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
     return parser
 
@@ -103,10 +142,31 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(options: argparse.Namespace) -> Config:
-    """Load the configuration of a command whose parser has CONFIG and `key=value`."""
+    """Load the configuration of a command whose parser has CONFIG and `key=value`, and what every run needs."""
+    import_quickly("torch")
     from kd import config
 
-    return config.load(options.config, options.overrides)
+    settings = config.load(options.config, options.overrides)
+    import_quickly("timm")
+    return settings
+
+
+def import_quickly(package: str) -> None:
+    """Import a large package, if this has not happened, without looking for garbage meanwhile, or ever in it.
+
+    torch makes half a million objects and no garbage. Python's collector looks through them again and again while they
+    are made, and once more when the process ends: 1 of 4.4 seconds of CPU. Triton's objects must be collected at the
+    end, else its binding lists them on stderr; timm imports it.
+    """
+    if package in sys.modules or not gc.isenabled():
+        return
+    gc.disable()
+    try:
+        importlib.import_module(package)
+        if "triton" not in sys.modules:
+            gc.freeze()
+    finally:
+        gc.enable()
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

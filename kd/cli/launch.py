@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.cli.command import guarded, new_parser, whole_number
+from kd.cli.command import guarded, new_parser, taken, whole_number
 from kd.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
+MOST_HOURS = 28 * 24
+"""SageMaker's longest job."""
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
@@ -48,34 +50,26 @@ def _train(argv: Sequence[str]) -> int:
     parser.add_argument("--volume", metavar="GIB", type=COUNT, default=100, help="disk of each instance (default 100)")
     parser.add_argument("--extra", metavar="FILE", type=Path, help="JSON laid over the request: VpcConfig, Tags, ...")
     parser.add_argument("--follow", action=argparse.BooleanOptionalAction, default=True, help="print the job's log")
-    parser.add_argument(
-        "--local", metavar="GROUPS", type=_local_groups, help="try the job on this machine: dnn=1,data=2"
-    )
+    text = "try the job on this machine: dnn=1,data=2"
+    parser.add_argument("--local", metavar="GROUPS", type=_local_groups, help=text)
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if options.local:
         return _train_here(options)
 
     def command() -> None:
         from kd import config
-        from kd.config.flat import flat
+        from kd.config.flat import file_keys, flat
         from kd.sagemaker.requests import Job, training_request
 
         keys = flat(options.config, options.overrides)
         _complete(options)
-        job = Job(
+        job = taken(
+            Job,
+            options,
             name=_unique_name(keys["run.name"]),
             keys=keys,
-            image=options.image,
-            role=options.role,
-            output=options.output,
-            instance=options.instance,
-            count=options.count,
-            data_group=options.data_group,
-            backend=options.backend,
-            spot=options.spot,
-            hours=options.hours,
-            volume=options.volume,
+            files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
             extra=_read_json(options.extra) if options.extra else {},
         )
         request = training_request(job)
@@ -102,7 +96,10 @@ def _train_here(options: argparse.Namespace) -> int:
         if any(name.startswith("data") for name in options.local):
             argv.append("data.loader=ray")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
-        code = run_job(options.local, argv)
+        if options.dry_run:
+            print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")
+        else:
+            code = run_job(options.local, argv)
 
     return guarded(command) or code
 
@@ -116,7 +113,7 @@ def _deploy(argv: Sequence[str]) -> int:
     )
     parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     _add_hosting_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import hosting_requests
@@ -143,10 +140,9 @@ def _transform(argv: Sequence[str]) -> int:
     parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
     _add_hosting_options(parser)
     parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
-    parser.add_argument(
-        "--at-once", metavar="N", type=COUNT, default=8, help="requests at once per instance (default 8)"
-    )
-    options = parser.parse_args(argv)
+    text = "requests at once per instance (default 8)"
+    parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.sagemaker.requests import transform_requests
@@ -170,11 +166,10 @@ def _transform(argv: Sequence[str]) -> int:
 def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: str) -> None:
     parser.add_argument("--image", metavar="URI", help=f"image in ECR, built from {file} (default: ${variable})")
     parser.add_argument("--role", metavar="ARN", help=f"role that SageMaker takes (default: ${ROLE})")
-    parser.add_argument(
-        "--output", metavar="S3URI", help=f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
-    )
+    text = f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
+    parser.add_argument("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument("--dry-run", action="store_true", help="check the requests, print them and send nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
 
 def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +192,8 @@ def _complete(options: argparse.Namespace) -> None:
             errors.append(ConfigError(f"--{name}", "is not given", "", f"Give it, or set {variable}"))
     if options.output and not re.match(r"s3://[^/]+", options.output):
         errors.append(ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX", "Correct it"))
+    if not 0 < getattr(options, "hours", 1.0) <= MOST_HOURS:  # false for NaN
+        errors.append(ConfigError("--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}", "Correct it"))
     if not options.instance:
         errors.append(ConfigError("--instance", "is not given", "An instance type", "Give it: ml.g5.xlarge"))
     if errors:
@@ -209,14 +206,7 @@ def _hosting(options: argparse.Namespace, model: str) -> Hosting:
 
     _complete(options)
     name = options.name or _unique_name(model)
-    return Hosting(
-        name=name,
-        image=options.image,
-        role=options.role,
-        model=f"{options.output}/models/{name}/model.tar.gz",
-        instance=options.instance,
-        count=options.count,
-    )
+    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz")
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:

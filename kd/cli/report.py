@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, new_parser
+from kd.cli.command import Parser, add_trust, guarded, new_parser
 
 LIVE_SECONDS = 5.0
 
 
 def report(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_intermixed_args(argv)
-    paths = [Path(text) for text in options.runs if "=" not in text]
-    overrides = [text for text in options.runs if "=" in text]
+    options = _parser().read(argv)
+    overrides = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
+    paths = [Path(text) for text in options.runs if text not in overrides]
 
     def command() -> None:
+        from kd.errors import ConfigError
+        from kd.files.storage import write_text
         from kd.report import report as job
         from kd.text import table
 
+        if not paths:
+            wrong = f"'{overrides[0]}' is no run folder, and there is no other"
+            raise ConfigError("RUN", wrong, "Run folders, then key=value", "Name one, such as runs/vit_food")
+        if options.live and options.to:
+            raise ConfigError("--to", "does not go with --live, which writes no file", "", "Leave one of them out")
         if options.price:
-            print(table(job.prices(paths, overrides, options.trust)))
+            text = table(job.prices(paths, overrides, options.trust))
+            print(text)
+            if options.to:
+                write_text(options.to, text + "\n", "--to")
         elif options.live:
             _serve(paths, options.port, overrides, options.trust)
         else:
@@ -48,7 +57,7 @@ def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str], trust: bo
         running.serve_forever()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = new_parser(
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
@@ -56,21 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         "kd-report runs/vit_food runs/zscore --to compared.html",
         with_config=False,
     )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME"
-    )
-    parser.add_argument(
-        "--to", metavar="FILE", type=Path, help="where to write (default: report.html in the first RUN)"
-    )
-    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes")
-    parser.add_argument("--port", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
-    parser.add_argument("--price", action="store_true", help="print throughput, billable time, cost and saving only")
-    parser.add_argument(
-        "--images",
-        metavar="N",
-        type=int,
-        default=2000,
-        help="validation images to ask both models; 0: all (default 2000)",
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
+    text = "where to write the page (default: report.html in the first RUN), or the prices"
+    add("--to", metavar="FILE", type=Path, help=text)
+    add("--live", action="store_true", help="serve the page on this machine while the run goes")
+    add("--port", metavar="PORT", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
+    add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
+    text = "validation images to ask both models; 0: all (default 2000)"
+    add("--images", metavar="N", type=int, default=2000, help=text)
     add_trust(parser)
     return parser

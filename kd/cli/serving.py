@@ -6,41 +6,30 @@ import argparse
 import os
 import re
 import sys
+import threading
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, new_parser, whole_number
+from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
+from kd.errors import Interrupted
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
+DRAIN = 5
+"""Seconds that a container drains; SageMaker and Kubernetes ask for its health every few seconds."""
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 GRAPHS = "model.onnx (default), model.int8.onnx or openvino.xml"
 
 
 def export(argv: Sequence[str] | None = None) -> int:
     """`kd-export RUN [--to FOLDER]`: write the best student as a folder that timm loads and `kd-serve` serves."""
-    options = _export_parser().parse_intermixed_args(argv)
+    options = _export_parser().read(argv)
 
     def command() -> None:
         from kd.export.export import Options, export
 
-        exported = export(
-            options.run,
-            options.to,
-            Options(
-                onnx=options.onnx,
-                int8=options.int8,
-                openvino=options.openvino,
-                pt2=options.pt2,
-                calibrate=options.calibrate,
-                max_drop=options.max_drop,
-                tolerance=options.tolerance,
-                images=options.images,
-                license=options.license,
-            ),
-            options.overrides,
-            options.trust,
-        )
+        exported = export(options.run, options.to, taken(Options, options), options.overrides, options.trust)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
@@ -53,14 +42,14 @@ def export(argv: Sequence[str] | None = None) -> int:
             from kd.export.hub import push
 
             print(f"uploaded to {push(exported.folder, options.push)}")
-        print(f"load it:  timm.create_model('local-dir:{exported.folder}', pretrained=True)")
+        print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
 
     return guarded(command)
 
 
-def _export_parser() -> argparse.ArgumentParser:
+def _export_parser() -> Parser:
     parser = new_parser(
         "kd-export",
         "Write the best student of a run as one folder: for timm, for onnxruntime, for `kd-serve`. Every graph is "
@@ -68,108 +57,79 @@ def _export_parser() -> argparse.ArgumentParser:
         "kd-export runs/vit_food --int8",
         with_config=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
-    parser.add_argument(
-        "--onnx", action=argparse.BooleanOptionalAction, default=True, help="write model.onnx (default: yes)"
-    )
-    parser.add_argument("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
-    parser.add_argument("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
-    parser.add_argument("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
-    parser.add_argument(
-        "--calibrate",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="divide the logits by a temperature fitted on validation images, so that confidences are right on "
-        "average; the answers stay the same (default: yes, where graphs are written)",
-    )
-    parser.add_argument("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    parser.add_argument("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
-    parser.add_argument(
-        "--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0"
-    )
-    parser.add_argument(
-        "--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)"
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)"
-    )
-    parser.add_argument(
-        "--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run folder")
+    add("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
+    add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
+    add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
+    add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
+    add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
+    text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
+    add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
+    add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
+    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
+    add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
+    add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
+    add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
+    add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
     add_trust(parser)
     return parser
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`kd-serve FOLDER`: answer for an export over HTTP, on a CPU, without torch."""
-    options = _serve_parser().parse_args(argv)
+    options = _serve_parser().read(argv)
 
     def command() -> None:
         from kd.serve.limits import Limits
         from kd.serve.server import Settings, serve
 
         hosted = options.folder == SAGEMAKER_WORD
-        limits = Limits(
-            max_body=options.max_body,
-            max_pixels=int(options.max_pixels),
-            max_images=options.max_images,
-            max_in_flight=options.max_in_flight,
-            deadline=options.deadline,
-            body_seconds=options.body_timeout,
-        )
-        port = options.port
+        if options.drain_seconds is None:
+            options.drain_seconds = DRAIN if hosted else 0
         serve(
-            Settings(
+            taken(
+                Settings,
+                options,
                 folder=Path(SAGEMAKER_MODEL if hosted else options.folder),
-                file=options.file,
                 host=options.host or ("0.0.0.0" if hosted else "127.0.0.1"),
-                port=port if port is not None else int(os.environ.get("SAGEMAKER_BIND_TO_PORT", 8080)),
-                cores=options.threads,
-                slots=options.slots,
+                port=int(os.environ.get("SAGEMAKER_BIND_TO_PORT", 8080)) if options.port is None else options.port,
                 ui=options.ui and not hosted,
-                quiet=options.quiet,
-                limits=limits,
+                limits=taken(Limits, options, max_pixels=int(options.max_pixels)),
             )
         )
 
     return guarded(command)
 
 
-def _serve_parser() -> argparse.ArgumentParser:
+def _serve_parser() -> Parser:
     parser = new_parser(
         "kd-serve",
-        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, KServe v2, and a page at /.",
+        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        help=f"what kd-export wrote; the bare word `{SAGEMAKER_WORD}`: {SAGEMAKER_MODEL}, on 0.0.0.0",
-    )
-    parser.add_argument("--file", default="model.onnx", help=GRAPHS)
-    parser.add_argument("--host", default="", help="interface (default 127.0.0.1: only this machine)")
-    parser.add_argument("--port", type=whole_number(0, 65535), help="default 8080; 0: any free one, which is printed")
-    parser.add_argument(
-        "--threads", type=_cores, default=0, metavar="N", help="cores to use (default auto: the cgroup's)"
-    )
-    parser.add_argument("--slots", type=whole_number(1, 1024), default=0, metavar="N", help="requests computed at once")
-    parser.add_argument("--max-body", type=_size, default=6 * 2**20, metavar="SIZE", help="of a request (default 6MiB)")
-    parser.add_argument("--max-pixels", type=_positive, default=25e6, metavar="N", help="of an image (default 25e6)")
-    parser.add_argument(
-        "--max-images", type=whole_number(1, 1024), default=16, metavar="N", help="in a request (default 16)"
-    )
-    parser.add_argument(
-        "--max-in-flight", type=whole_number(1, 65536), default=32, metavar="N", help="then 503 (default 32)"
-    )
-    parser.add_argument("--deadline", type=_positive, default=10.0, metavar="S", help="for an answer (default 10)")
-    parser.add_argument("--body-timeout", type=_positive, default=10.0, metavar="S", help="for a body (default 10)")
-    parser.add_argument(
-        "--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at / (default: yes)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="log no requests")
+    add, count = parser.add_argument, whole_number
+    hosted = f"the bare word `{SAGEMAKER_WORD}`: {SAGEMAKER_MODEL}, on 0.0.0.0"
+    add("folder", metavar="FOLDER", help=f"what kd-export wrote; {hosted}")
+    add("--file", metavar="FILE", default="model.onnx", help=GRAPHS)
+    add("--host", metavar="HOST", default="", help="interface (default 127.0.0.1: only this machine)")
+    add("--port", metavar="PORT", type=count(0, 65535), help="default 8080; 0: any free one, which is printed")
+    add("--threads", metavar="N", dest="cores", type=_cores, default=0, help="cores to use (default auto: all it may)")
+    add("--slots", metavar="N", type=count(1, 1024), default=0, help="requests computed at once")
+    add("--max-body", metavar="SIZE", type=_size, default=6 * 2**20, help="of a request (default 6MiB)")
+    add("--max-pixels", metavar="N", type=_positive, default=25e6, help="of an image (default 25e6)")
+    add("--max-images", metavar="N", type=count(1, 1024), default=16, help="in a request (default 16)")
+    add("--max-in-flight", metavar="N", type=count(1, 65536), default=32, help="then 503 (default 32)")
+    add("--deadline", metavar="S", type=_positive, default=10.0, help="for an answer (default 10)")
+    text = "for a body (default 10)"
+    add("--body-timeout", metavar="S", dest="body_seconds", type=_positive, default=10.0, help=text)
+    text = f"from SIGTERM, /ping fails for so long before the port closes (default {DRAIN} of `serve`, else 0)"
+    add("--drain", metavar="S", dest="drain_seconds", type=count(0, 3600), help=text)
+    add("--ui", action=BooleanOptionalAction, default=True, help="the page at / (default: yes)")
+    add("--quiet", action="store_true", help="log no requests")
+    add("--log-format", choices=["text", "json"], default="text", help="json: an object a line")
     return parser
 
 
@@ -202,41 +162,35 @@ def predict(argv: Sequence[str] | None = None) -> int:
         "kd-predict runs/vit_food/export photos --to labels.csv",
         with_config=False,
     )
-    count = whole_number(0, 999_999_999)
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
-    parser.add_argument(
-        "images",
-        metavar="IMAGES",
-        help="a folder, a list (a path a line), shards (train-{000..009}.tar), or a URL such as s3://BUCKET/PREFIX",
+    add, count = parser.add_argument, whole_number(0, 999_999_999)
+    add("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
+    text = (
+        "a folder, an image, a list (a path a line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX, "
+        "or -: an image or a list on the standard input"
     )
-    parser.add_argument(
-        "--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet"
-    )
-    parser.add_argument("--file", default="model.onnx", help=GRAPHS)
-    parser.add_argument("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
-    parser.add_argument("--threads", metavar="N", type=count, default=0, help="cores to use; 0: all (default 0)")
-    parser.add_argument("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
-    options = parser.parse_args(argv)
+    add("images", metavar="IMAGES", help=text)
+    add("--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet")
+    add("--file", default="model.onnx", help=GRAPHS)
+    add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
+    add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
+    add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
+    add("--ray", action="store_true", help="use all hosts of the Ray cluster that RAY_ADDRESS names")
+    options = parser.read(argv)
 
     def command() -> None:
         from kd.predict.run import Settings, predict
 
-        result = predict(
-            Settings(
-                export=options.export,
-                images=options.images,
-                to=options.to,
-                file=options.file,
-                top=options.top,
-                cores=options.threads,
-                max_pixels=options.max_pixels,
-            )
-        )
+        result = predict(taken(Settings, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s: {options.to}")
+        hosts = f" on {result.hosts} hosts" if options.ray else ""
+        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)
 
-    return guarded(command, resumable=True)
+    code = guarded(command, resumable=True)
+    if code == Interrupted.exit_code and threading.active_count() > 1:  # one waits for a storage that does not answer
+        sys.stdout.flush()
+        os._exit(code)
+    return code

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, guarded, load_config, new_parser
+from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser
+from kd.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -14,34 +14,30 @@ def train(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
-        "kd-train configs/vit_food.yaml run.epochs=5 optimizer.lr=5e-4",
+        "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check everything, time a few steps, say what the run takes and costs; train nothing",
-    )
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="make every graph of the run in a few steps and write nothing, for neuron_parallel_compile",
-    )
-    options = parser.parse_intermixed_args(argv)
+    text = "check everything, time a few steps, say what the run takes and costs; train nothing"
+    parser.add_argument("--check", action="store_true", help=text)
+    text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
+    parser.add_argument("--compile-only", action="store_true", help=text)
+    options = parser.read(argv)
 
     def command() -> None:
-        from kd.jobs.forecast import forecast
-        from kd.jobs.precompile import compile_only
-        from kd.jobs.train import train
-        from kd.setup.recipe import resolve
-
         settings = load_config(options)
         if options.check:
+            from kd.jobs.forecast import forecast
+            from kd.setup.recipe import resolve
+
             print(forecast(resolve(settings), options.config))
             return
         if options.compile_only:
+            from kd.jobs.precompile import compile_only
+
             print(compile_only(settings))
             return
-        text = train(settings).report
+        from kd.jobs.train import train
+
+        text = train(settings, command_seconds()).report
         if text:
             print("\n" + text)
 
@@ -56,12 +52,13 @@ def teach(argv: Sequence[str] | None = None) -> int:
         "One fitted before from the same content is reused.",
         "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
     )
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
+        settings = load_config(options)
         from kd.jobs.teach import teach
 
-        for folder in teach(load_config(options)):
+        for folder in teach(settings, command_seconds()):
             print(folder)
 
     return guarded(command, resumable=True)
@@ -78,12 +75,13 @@ def cache(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
     text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
 
     def command() -> None:
+        settings = load_config(options)
         from kd.jobs.cache import cache
 
-        filled = cache(load_config(options), options.verify, options.export)
+        filled = cache(settings, options.verify, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
@@ -111,7 +109,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
     add_trust(parser)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.read(argv)
     if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
         parser.error("give either RUN, or --endpoint URL and --data FOLDER")
 
@@ -142,8 +140,9 @@ def plan(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak rate that is reached (default 0.35)")
     parser.add_argument("--run", metavar="RUN", type=Path, help="take the step from a run on such devices instead")
     add_trust(parser)
-    parser.add_argument("--instances", action=_Listing, help="list the known machines and their prices, and exit")
-    options = parser.parse_intermixed_args(argv)
+    text = "list the known machines and their prices, and exit"
+    parser.add_argument("--instances", nargs=0, action=Shows, const=_listing, help=text)
+    options = parser.read(argv)
     if not options.on:
         parser.error("give --on MACHINE xN; --instances lists the machines")
 
@@ -156,18 +155,10 @@ def plan(argv: Sequence[str] | None = None) -> int:
     return guarded(command)
 
 
-class _Listing(argparse.Action):
-    """Print the table of machines."""
+def _listing() -> str:
+    from kd.report.plan import listing
 
-    def __init__(self, option_strings: list[str], dest: str, **options: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=str(options["help"]))
-
-    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        """Print and exit."""
-        from kd.report.plan import listing
-
-        print(listing())
-        parser.exit()
+    return listing()
 
 
 def parts(argv: Sequence[str] | None = None) -> int:
@@ -175,14 +166,18 @@ def parts(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-parts", "List the parts that a configuration can name.", "kd-parts losses", with_config=False
     )
-    parser.add_argument("folder", nargs="?", help="losses, sifters, datasets or backends (default: all)")
-    options = parser.parse_args(argv)
+    text = "losses, sifters, ... (default: all), or a part of your own, such as mylab.losses.mse"
+    parser.add_argument("folder", nargs="?", metavar="FOLDER|MODULE", help=text)
+    options = parser.read(argv)
 
     def command() -> None:
         from kd import parts
         from kd.errors import ConfigError, did_you_mean
 
         name = options.folder
+        if name and "." in name:
+            print(f"{name}: {parts.summary(parts.find('losses', name, 'kd-parts'))}\n{explained(name)}")
+            return
         if name and name not in parts.FOLDERS:
             near = did_you_mean(name, parts.FOLDERS) or "Give none to see all"
             raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(parts.FOLDERS)}", near)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.load import apply_overrides, load, parse_value, read_yaml
 from kd.errors import ConfigErrors, KdError
+from kd.references import written
+from kd.types import FileKey
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -21,9 +24,6 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
     `load({}, ["key=text", ...])` gives the same configuration. References to the environment and to other keys stay.
     `run.name` is always among the keys.
-
-    Raises:
-        ConfigErrors: everything that is wrong with the configuration, one line each.
     """
     errors: list[KdError] = []
     raw = apply_overrides(read_yaml(path), overrides, errors)
@@ -32,6 +32,20 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     plain: Any = OmegaConf.to_container(raw, resolve=False)
     load(plain, here=False)
     return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
+
+
+def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
+    """Yield the keys below a section whose values name files that the run reads (see `kd.types.file_key`)."""
+    for one in fields(section):
+        value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
+        if "files" in one.metadata and value:
+            folder = one.metadata["files"]
+            yield FileKey(key, written(value), folder and f"{where}.{folder}", one.metadata["or_name"])
+        elif is_dataclass(value):
+            yield from file_keys(value, where if one.name == "options" else key)
+        elif isinstance(value, tuple):
+            items = [(number, item) for number, item in enumerate(value) if is_dataclass(item)]
+            yield from (found for number, item in items for found in file_keys(item, f"{key}.{number}"))
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:

@@ -20,10 +20,7 @@ DEEPEST = 20
 def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
     """Return an OmegaConf node as plain values; texts that come from a resolver (`oc.env`) are `Referenced`.
 
-    Args:
-        raw: the root of the configuration.
-        errors: references that lead nowhere are added.
-        here: False leaves a reference that leads nowhere as it is: the record of a run made elsewhere.
+    A reference that leads nowhere is an error; with `here=False`, for the record of a run made elsewhere, it stays.
     """
     return _container(raw, OmegaConf.to_container(raw, resolve=False), raw, "", errors, here)
 

@@ -125,7 +125,7 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -
             OmegaConf.update(raw, key, value, merge=True)
         except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help` for the keys"))
+            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
     return raw
 
 
@@ -155,8 +155,10 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
         elif part_type is not None or not _is_part(cls):
-            known = [*types_of, *part_types]
-            remedy = did_you_mean(str(key), known) or "Remove it"
+            known, removed = [*types_of, *part_types], getattr(part_type, "REMOVED", {})
+            if key in removed and not value:
+                continue  # in the record of an older run, which has every key
+            remedy = removed.get(key) or did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)
@@ -306,7 +308,9 @@ def _auto_backend() -> str:
 
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix."""
+    """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix; or of a module."""
+    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in _types(Config):  # a part from outside
+        return list(_explain(parts.options_type("losses", prefix, prefix), ""))
     rows = list(_explain(Config, ""))
     return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
 
@@ -324,11 +328,12 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         else:
             yield key, _allowed(cls, f.name), _default(f), docs.get(f.name, "")
         if "parts" in f.metadata:
-            yield from _explain_parts(f.metadata["parts"], where)
+            yield from _explain_parts(f, where)
 
 
-def _explain_parts(folder: str, where: str) -> Iterator[tuple[str, str, str, str]]:
-    for name in parts.names(folder):
+def _explain_parts(f: dataclasses.Field[Any], where: str) -> Iterator[tuple[str, str, str, str]]:
+    folder = f.metadata["parts"]
+    for name in f.metadata["only"] or parts.names(folder):
         for key, allowed, default, meaning in _explain(parts.options_type(folder, name, where), where):
             yield key, allowed, default, f"[kind: {name}] {meaning}"
 
@@ -363,7 +368,7 @@ def _allowed(cls: type, key: str) -> str:
     """Describe in words what a key accepts."""
     field = next(f for f in dataclasses.fields(cls) if f.name == key)
     if "parts" in field.metadata:
-        return f"Allowed: {', '.join(parts.names(field.metadata['parts']))}"
+        return f"Allowed: {', '.join(field.metadata['only'] or parts.names(field.metadata['parts']))}"
     text = _describe(_types(cls)[key])
     low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
     limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []

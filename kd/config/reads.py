@@ -29,11 +29,7 @@ class Reads:
 
 
 def needs(losses: Sequence[LossSection]) -> list[Needs]:
-    """Return what each loss reads.
-
-    Raises:
-        ConfigError: a loss from outside does not say it.
-    """
+    """Return what each loss reads."""
     found = []
     for i, term in enumerate(losses):
         loss = parts.build("losses", term.kind, term.options, f"losses[{i}]", dims=ANY_DIMS)

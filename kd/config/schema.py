@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kd.types import file_key
+
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
 QUANTIZED = ("int8",)
@@ -18,13 +20,13 @@ QUANTIZED = ("int8",)
 
 
 def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """Declare a number with its range, for the check and for `--help`."""
+    """Declare a number with its range, for the check and for `kd help`."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
-def chosen(part_folder: str, default: str) -> Any:
-    """Declare the `kind` of a part section."""
-    return field(default=default, metadata={"parts": part_folder})
+def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
+    """Declare the `kind` of a part section; `only`: these of kd's parts."""
+    return field(default=default, metadata={"parts": part_folder, "only": only})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +154,7 @@ class Fit:
     """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
 
     epochs: int = ranged(0, low=0)
-    """Passes over the training images. 0: never fit; a checkpoint is required."""
+    """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
     steps: int = ranged(0, low=0)
     """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
     lr: float = ranged(1e-3, above=0.0)
@@ -167,8 +169,15 @@ class Fit:
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
     """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
+    seed: int = ranged(0, low=0)
+    """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Where fitted teachers are kept, one folder a content hash, and found again."""
+
+    @property
+    def length(self) -> str:
+        """How long it is, as text; empty: nothing is fitted."""
+        return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,11 +203,11 @@ class Member:
 
     kind: str = chosen("teachers", "timm")
     """As `teacher.kind`."""
-    model: str = ""
+    model: str = file_key("", or_name=True)
     """As `teacher.model`."""
     args: dict[str, Any] = field(default_factory=dict)
     """As `teacher.args`."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """As `teacher.checkpoint`."""
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
@@ -211,12 +220,12 @@ class TeacherSection:
 
     kind: str = chosen("teachers", "timm")
     """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
-    model: str = ""
+    model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
     Empty: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """Weights for `model`: a .safetensors file or a folder. Empty: what the folder or hub id brings, or `fit`."""
     pretrained: bool = False
     """Start `fit` from timm's pretrained weights."""
@@ -250,14 +259,10 @@ class TeacherSection:
     @property
     def fitted(self) -> bool:
         """Whether it may be fitted on the labels where it has no checkpoint."""
-        return self.fit.epochs > 0 and self.kind == "timm"
+        return bool(self.fit.length) and self.kind == "timm"
 
     def exported(self, cpu: bool) -> str:
-        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured.
-
-        Args:
-            cpu: whether the backend computes on the CPU, where int8 means onnxruntime.
-        """
+        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured."""
         runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
         return runtime if runtime in RUNTIMES else ""
 
@@ -266,19 +271,23 @@ class TeacherSection:
 class StudentSection:
     """The small model that is trained and exported."""
 
-    model: str = ""
-    """A timm model name, a folder written by `kd-export` or timm, or a hub id `hf-hub:owner/name`."""
+    kind: str = chosen("teachers", "timm", only=("timm", "torch"))
+    """A model of timm, or your own function `module:function`, as for teachers."""
+    model: str = file_key("", or_name=True)
+    """What `kind` builds. timm: a model name, a folder written by `kd-export` or timm, or a hub id
+    `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the architecture, as in timm.create_model."""
+    """Arguments for the architecture, as in timm.create_model, or for your function."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
-    checkpoint: str = ""
+    checkpoint: str = file_key("")
     """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: measured at start, recorded in the manifest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the student. auto: tried where the run is so long that it can pay, and kept where it was
     measured to be at least 5 % faster; recorded in the manifest."""
+    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
-from kd import instances, parts
+from kd import parts
 from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
@@ -29,10 +29,7 @@ from kd.types import BackendFacts, Needs, SifterFacts
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
     """Yield every rule that a configuration breaks; each of its keys is well-formed.
 
-    Args:
-        config: with the backend's kind resolved.
-        here: also require the packages that the run would import on this machine.
-        cluster: also require the address of the cluster, where the run decodes on one.
+    `here`: also the packages that the run imports on this machine. `cluster`: also the address of its Ray cluster.
     """
     needed = needs(config.losses)
     read, task = reads_of(needed), build_task(config.task)
@@ -80,9 +77,9 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
         yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
-    kept = teacher.cache.views
-    if data.views and kept and data.views != kept:
-        wrong = f"is {kept}, but data.views is {data.views}"
+    cached = teacher.cache.views
+    if data.views and cached and data.views != cached:
+        wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
     if data.batch_size != "auto":
@@ -128,7 +125,7 @@ def _losses(
             yield ConfigError(
                 f"losses[{i}].kind",
                 f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, hard, zscore, dist, wttm, and those on features",
+                "Losses that mix: ce, kl, dist, wttm, and those on features",
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
             )
 
@@ -172,9 +169,6 @@ def _of_one_task(task: Task, sifting: SifterFacts, baseline: bool, topk: int) ->
     if baseline and not task.logits:
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
-    if sifting.by_entropy and not task.logits:
-        wrong = "is entropy, but the losses train an embedding model, which gives no probabilities"
-        yield ConfigError("sifter.score", wrong, "loss", "Set sifter.score=loss")
     if sifting.by_class and task.label != "class":
         wrong = "keeps a share of each class, but images have several labels"
         yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")
@@ -190,10 +184,11 @@ def _unlabelled(
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
         if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels is none"
-            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, hard, ...", "Drop it")
+            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, wttm, ...", "Drop it")
     labelled = {
         "run.baseline": baseline,
         "teacher.fit.epochs": teacher.fit.epochs > 0,
+        "teacher.fit.steps": teacher.fit.steps > 0,
         "teacher.min_accuracy": teacher.min_accuracy > 0,
     }
     for key, on in labelled.items():
@@ -210,6 +205,12 @@ def _student(student: StudentSection) -> Iterator[KdError]:
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
+    if not parts.facts("teachers", student.kind, student.options, "student.kind").trains:
+        wrong = f"is '{student.kind}', whose weights kd cannot train"
+        yield ConfigError("student.kind", wrong, "timm, torch", "Choose one; torch builds your own network")
+    elif student.kind != "timm" and student.init == "pretrained" and not student.checkpoint:
+        wrong = f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
+        yield ConfigError("student.init", wrong, "A file of weights", "Set student.checkpoint, or student.init=scratch")
 
 
 def _profile(profile: ProfileSection) -> Iterator[KdError]:
@@ -225,7 +226,11 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
 
 
 def _price(price: PriceSection) -> Iterator[KdError]:
-    if price.instance and not price.per_hour and instances.find(price.instance) is None:
+    if not price.instance or price.per_hour:
+        return
+    from kd import instances  # only where one is named
+
+    if instances.find(price.instance) is None:
         wrong = f"is {price.instance}, whose price kd does not know"
         remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
         yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)
@@ -236,9 +241,10 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    if teacher.fit.epochs and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
-        wrong = f"is {teacher.fit.epochs}, but kd does not fit a teacher of kind '{teacher.kind}'"
-        yield ConfigError("teacher.fit.epochs", wrong, "Models of timm are fitted", "Set teacher.fit.epochs=0")
+    if teacher.fit.length and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
+        key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
+        wrong = f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind '{teacher.kind}'"
+        yield ConfigError(key, wrong, "Models of timm are fitted", f"Set {key}=0")
     seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
     for i, member in enumerate(teacher.also):
         where = f"teacher.also[{i}]"

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from kd.contracts import Dataset
-from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, worker_error
+from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 from kd.errors import DataError, KdError
 from kd.host import BusyClock
 from kd.types import Batch, Loading, Plan
@@ -82,18 +82,10 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset; the workers start with the first epoch.
+        """Load from a dataset; the worker processes start with the first epoch (0: this process loads).
 
-        Args:
-            dataset: views, pure.
-            batch_size: images of a step, all ranks.
-            accumulate: micro-batches of a step on one rank.
-            rank: of this process.
-            world_size: ranks.
-            workers: processes; 0: this one.
-            pin_memory: for copies that do not wait.
-            max_skipped: share of the dataset's images that may be unreadable, but always one image.
-            timeout_seconds: longest wait for a batch of a worker.
+        `batch_size`, `accumulate`, `rank` and `world_size` are those of `Share`. `max_skipped` is the share of the
+        dataset's images that may be unreadable, but always one; `timeout_seconds` the longest wait for a batch.
         """
         self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
@@ -146,7 +138,8 @@ class LocalLoader:
         try:
             if forked:
                 watch.start()
-            batches = iter(self._batches)
+            with nullcontext() if forked else sigterm_blocked():
+                batches = iter(self._batches)
             if not forked:
                 weakref.finalize(self, end_workers, batches, os.getpid())
                 watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
@@ -205,7 +198,8 @@ class LocalLoader:
 def end_workers(batches: Any, process: int) -> None:
     """Tell torch's workers to end, before the garbage collector closes their queues: torch would wait 5 s for each."""
     if os.getpid() == process:  # a worker inherits the loader
-        batches._shutdown_workers()
+        with suppress(RuntimeError):  # of torch's signal handler, where another loader's worker was killed
+            batches._shutdown_workers()
 
 
 class _Requests(Sampler[Request]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ import torch
 
 from kd.contracts import Source
 from kd.errors import ConfigError, DataError
-from kd.seeds import seed_from
+from kd.seeds import evenly_spaced, seed_from
 from kd.types import Batch, DatasetFacts, Plan, Sample
+
+PROBES = 16
+"""Items of a dataset that are loaded to recognize it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +27,8 @@ class Options:
 
     label: Literal["class", "set"] = "class"
     """What the label of an item is."""
+    images: str = ""
+    """Type and shape of an image."""
 
 
 def facts(options: Options) -> DatasetFacts:
@@ -66,31 +72,34 @@ class Labels:
             raise DataError(self.where, wrong, allowed, "Return pairs, or pass labels='none'")
         return parts[0], parts[1]
 
-    def check(self, labels_B: torch.Tensor, subject: str) -> None:
-        """Require classes [B], or -1 where some are missing, or sets of classes [B, C].
+    def check(self, found: Any, subject: str) -> torch.Tensor:
+        """Return labels as classes int64 [B], or -1 where some are missing, or as sets of classes int8 [B, C].
 
         Raises:
             DataError: naming the first that is none of these.
         """
-        if self.kind == "none":
-            return
-        classes = self.num_classes
+        where, classes = self.where, self.num_classes
+        try:
+            labels_B = torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            wrong = f"{subject} is not (image, label): {error}"
+            raise DataError(where, wrong, "A label is a number", "Return pairs") from error
         if self.kind == "sets":
             shape = labels_B.shape[1:]
             if shape != (classes or labels_B.shape[-1],) or not ((labels_B == 0) | (labels_B == 1)).all():
                 wrong = f"{subject} has labels of shape {list(shape)}, or other values than 0 and 1"
-                raise DataError(
-                    self.where, wrong, f"{classes or 'As many'} numbers, 1 for each class that is there", ""
-                )
-            return
-        lowest = 0 if self.kind == "all" else -1
-        value = next((value for value in labels_B.tolist() if value < lowest or (classes and value >= classes)), None)
+                raise DataError(where, wrong, f"{classes or 'As many'} numbers, 1 for each class that is there", "")
+            return labels_B.to(torch.int8)
+        if labels_B.numel() != len(labels_B):
+            wrong = f"{subject} has a label of shape {list(labels_B.shape[1:])}"
+            raise DataError(where, wrong, "A class number; sets of labels go with labels='sets'", "Pass class numbers")
+        lowest, most = 0 if self.kind == "all" else -1, classes or 2**31
+        value = next((v for v in labels_B.flatten().tolist() if not lowest <= v < most or v != int(v)), None)
         if value is not None:
-            most = f" to {classes - 1}" if classes else " or above"
+            allowed = f"Whole numbers from {lowest}" + (f" to {classes - 1}" if classes else " or above")
             remedy = "Pass labels='some' where -1 means that there is none" if value == -1 else "Correct the labels"
-            raise DataError(
-                self.where, f"{subject} has the label {value}", f"Whole numbers from {lowest}{most}", remedy
-            )
+            raise DataError(where, f"{subject} has the label {value:g}", allowed, remedy)
+        return labels_B.flatten().long()
 
 
 class MapDataset:
@@ -104,6 +113,7 @@ class MapDataset:
         """Wrap `items`; `seed` is that of the views, and the others are the fields of `Labels`."""
         self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
         self.classes: Sequence[str] = tuple(getattr(items, "classes", ()))
+        self._shape: torch.Size | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -130,13 +140,30 @@ class MapDataset:
         if not isinstance(image, torch.Tensor):
             wrong = f"image {id} is {type(image).__name__}"
             raise DataError(where, wrong, "A tensor is expected", "End the transform in a tensor")
-        try:
-            value = np.asarray(label, np.int8) if self.labels.kind == "sets" else int(label)
-        except (TypeError, ValueError) as error:
-            wrong = f"{subject} is not (image, label): {error}"
-            raise DataError(where, wrong, "A label is a number", "Return pairs") from error
-        self.labels.check(torch.as_tensor(value)[None], subject)
+        self._shape = self._shape or image.shape
+        if image.shape != self._shape:
+            wrong = f"image {id} has the shape {list(image.shape)}, another one {list(self._shape)}"
+            raise DataError(where, wrong, "Images of one shape", "Resize or crop them in the transform")
+        if self.labels.kind == "none":
+            return Sample(image, -1, -1, 1.0)
+        one = label[None] if isinstance(label, (torch.Tensor, np.ndarray)) else [label]
+        known = self.labels.check(one, subject)[0]
+        value = known.numpy() if self.labels.kind == "sets" else int(known)
         return Sample(image, value, value, 1.0)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the length, all `targets` where there are any, and `PROBES` items.
+
+        Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
+        """
+        targets = getattr(self.items, "targets", None)
+        sha = hashlib.sha256(f"{len(self)} {None if targets is None else [int(t) for t in targets]}".encode())
+        for id in evenly_spaced(len(self), PROBES):
+            one, two = self.load(id, 0), self.load(id, 0)
+            sha.update(str(np.asarray(one.label).tolist()).encode())
+            if torch.equal(one.pixels, two.pixels):
+                sha.update(one.pixels.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
 
 
 class BatchLoader:
@@ -162,7 +189,7 @@ class BatchLoader:
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:
-                label = torch.full((len(image),), -1) if self.labels.kind == "none" else label
-                self.labels.check(label, f"batch {number}")
+                none = self.labels.kind == "none"
+                known = torch.full((len(image),), -1) if none else self.labels.check(label, f"batch {number}")
                 first = number * self.batch_size
-                yield Batch.of(image, label, torch.arange(first, first + self.batch_size))
+                yield Batch.of(image, known, torch.arange(first, first + self.batch_size))

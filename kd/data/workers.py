@@ -7,11 +7,12 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 
 from kd.errors import RunError
+from kd.host import process_stat
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the storage", "Z": "dead"}
 """The states of a process (`man 5 proc`) in which it makes no batch."""
@@ -20,17 +21,10 @@ WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require room in the shared memory for the batches that are on their way from the workers.
-
-    Without room a worker cannot hand its batch over, and the run would wait for it.
-
-    Args:
-        needed: bytes, of all ranks of this machine.
-        free: MiB; infinity where the system sets no limit.
-        workers: of a loader.
+    """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB.
 
     Raises:
-        RunError: there is too little.
+        RunError: there is too little, and the run would wait for a worker that cannot hand its batch over.
     """
     if workers and needed / 2**20 > free:
         raise RunError(
@@ -130,23 +124,34 @@ def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
 
 def process_state(pid: int) -> str:
     """Return the state of a process as one letter (`man 5 proc`); "" where the system does not report it."""
+    return next(iter(process_stat(pid)), "")
+
+
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in this thread, and in all threads of the processes that it forks here.
+
+    Blocking in a worker is too late: torch starts its pool of threads there before any code of ours runs, and a signal
+    to a process ends it through any thread that does not block it.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM; the DataLoader calls this in worker `number`.
+    """Let only the trainer end this worker by SIGTERM, which it was forked without; the DataLoader calls this in it.
 
-    torchrun, Slurm and others send SIGTERM to the whole process group. A trainer that finishes its step then still
-    needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names a signal's sender.
+    torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step then
+    still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names the sender.
     """
-    if sys.platform != "linux":
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads that start later inherit it
-    threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
+    if sys.platform == "linux":
+        threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
 
 
 def _wait(trainer: int) -> None:

@@ -9,6 +9,9 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -18,9 +21,14 @@ from kd.files.pixels import MAX_BYTES, to_rgb
 from kd.files.retry import REMEDY, retried
 from kd.types import Decoded
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
-MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
+READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
+"""What would read files of an ending that may be unread here."""
+AVIF_BRANDS = (b"avif", b"avis")
+MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
 def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
@@ -59,11 +67,7 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
     `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-
-    Args:
-        data: the whole file.
-        subject: the file, as a message names it: "file 'apple/1.jpg'".
-        where: config path for messages.
+    `subject` is the file as a message names it: "file 'apple/1.jpg'".
 
     Raises:
         CorruptImage: empty, truncated, no image, too large, or of pixels without a known range.
@@ -76,11 +80,14 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
         # silences nothing but Pillow, and why no result depends on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
                 _check_size(image)
                 image.load()
                 return Decoded(to_rgb(image), zlib.crc32(data))
     except UnidentifiedImageError as error:
+        if data[4:8] == b"ftyp":
+            kind = ".avif" if data[8:12] in AVIF_BRANDS else ".heic"
+            raise refuse(subject, where, f"its content is {kind} ({READ_BY[kind]}), or damaged") from error
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
@@ -100,6 +107,19 @@ def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
         f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",
         "Replace or delete it, or set data.on_corrupt=skip",
     )
+
+
+def _formats(data: bytes) -> tuple[str, ...]:
+    """Return the formats to try. pillow-heif is loaded by the first image that needs it: 26 MB of libraries."""
+    if not HEIF or data[4:8] != b"ftyp" or data[8:12] in AVIF_BRANDS:
+        return tuple(name for name in FORMATS if name != "HEIF")
+    _load_heif()
+    return FORMATS
+
+
+@cache
+def _load_heif() -> None:
+    import_module("pillow_heif").register_heif_opener()
 
 
 def _check_size(image: Image.Image) -> None:
@@ -128,14 +148,9 @@ class Names:
 
 
 def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Turn labels as written into class names.
+    """Return the class name of each image, and all classes in order, of labels as written; "" is none.
 
-    Args:
-        raw: the label of each image: an integer in digits, which is a position in `names`, or a class name; "": none.
-        names: the class names in order; empty: integers are their own names.
-
-    Returns:
-        The class name of each image, and all classes in order.
+    Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     """
     distinct = set(raw) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
@@ -155,13 +170,8 @@ def label_images(
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 
-    Args:
-        names: the class name of each image; "": it has no label.
-        own: the classes of this split in their own order.
-        classes: the training classes, which are used instead; None for the training split itself.
-        where: config path for messages.
-        split: "train" or "val".
-        labels: `data.labels`: "all", "some" or "none".
+    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
+    Those of training, `classes`, are used instead, but for the training split itself (None).
 
     Raises:
         DataError: no images, only one class, a class that training does not know.

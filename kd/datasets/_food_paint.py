@@ -18,10 +18,7 @@ VERSION = 1
 def main(order: Path, painters: int, number: int) -> None:
     """Paint every `painters`-th picture of the order, from `number` on.
 
-    Args:
-        order: a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
-        painters: how many processes share the order.
-        number: which of them this is.
+    It is a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
     """
     work = json.loads(order.read_text())
     dishes = tuple(PAINTERS)

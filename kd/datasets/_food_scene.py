@@ -105,12 +105,7 @@ class Scene:
     ) -> None:
         """Lay something with body onto the picture: lit from one side, darker on the other, with a shadow.
 
-        Args:
-            layer: its colours, everywhere.
-            mask: where it is.
-            height: how high it stands, in radii; rounds the edge and moves the shadow.
-            relief: how strongly the light models it; negative for a on_meta.
-            shadow: how dark its shadow is, 0 to 1.
+        `height`, in radii, rounds the edge and moves the shadow; a negative `relief` is a hollow.
         """
         box = mask.getbbox()
         if box is None:

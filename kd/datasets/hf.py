@@ -24,7 +24,7 @@ from kd.datasets._decode import (
     stamp,
 )
 from kd.errors import DataError, MissingExtra, did_you_mean
-from kd.types import Decoded
+from kd.types import Decoded, file_key
 
 WHERE = "data.path"
 ROWS = 10_000
@@ -35,7 +35,7 @@ ROWS = 10_000
 class Options:
     """Which dataset, which splits, which columns."""
 
-    path: str
+    path: str = file_key(or_name=True)
     """Name on the hub (`ethz/food101`), or a local folder of images, of parquet files or from `save_to_disk`."""
     name: str = ""
     """Configuration of the dataset, where it has several."""

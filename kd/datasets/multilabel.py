@@ -1,53 +1,50 @@
-"""Images with several labels each, or none: a folder of images, and a CSV or JSON file that names their labels.
+"""Images with several labels each, or none: a folder of images, and a CSV, TSV or JSON file that names their labels.
 
-CSV with two columns: `file,labels`, the labels joined by `|`. CSV with more: `file,CLASS,CLASS,...`, each cell 0 or 1.
-JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a CSV names its columns, whatever the names.
+A table with two columns: `file,labels`, the labels joined by `|`. With more: `file,CLASS,CLASS,...`, each cell 0 or 1.
+JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO
+from functools import partial
+from glob import escape, glob
+from typing import Any, TextIO
 
 import numpy as np
 
-from kd.datasets._decode import first_few, hold_out
-from kd.datasets._folder import File, ImageFolder, check_root, scan
+from kd.datasets._decode import first_few
+from kd.datasets._folder import ENDINGS, ImageFolder, find_root
+from kd.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
 from kd.errors import DataError, did_you_mean
-from kd.types import DatasetFacts
+from kd.types import DatasetFacts, file_key
 
-Sets = dict[str, "set[str] | None"]
-"""The labels of each file; None: it is not labelled."""
+FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
+NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """Where images and labels lie."""
 
-    root: str
+    REMOVED = {"ending": "Leave it out: a name may lack its ending"}
+
+    root: str = file_key()
     """Folder of the images."""
-    train_labels: str
-    """CSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
-    val_labels: str = ""
+    train_labels: str = file_key(within="root")
+    """CSV, TSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
+    val_labels: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training file."""
     val_fraction: float = 0.0
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
     separator: str = "|"
-    """Between two labels in a CSV of two columns."""
-    ending: str = ""
-    """Appended to each name, such as .jpg, where the file leaves it out."""
+    """Between two labels in a table of two columns."""
 
     def __post_init__(self) -> None:
-        if not self.root or not self.train_labels:
-            raise ValueError("root and train_labels must be set: the folder of the images, and the file of the labels")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
-        if bool(self.val_labels) == bool(self.val_fraction):
-            raise ValueError("val_labels or val_fraction is needed; set one of them")
+        _lists(self)
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
 
@@ -63,127 +60,116 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     Raises:
         DataError: no such folder or file, an image that is not there, a class that training does not know.
     """
-    root = os.path.expanduser(options.root)
-    check_root(root)
-    key = "val_labels" if split == "val" and options.val_labels else "train_labels"
-    where, path = f"data.{key}", os.path.join(root, os.path.expanduser(getattr(options, key)))
-    labels_of, header = _read(path, where, options)
-    if key == "val_labels":
-        _check_apart(options, root, labels_of)
-    own = header or sorted(set().union(*(labels or () for labels in labels_of.values())))
-    order = tuple(own if classes is None else classes)
-    names = sorted(map(os.fsencode, labels_of))
-    files = _files(root, names, where)
-    if options.val_fraction and names:
-        keep = np.flatnonzero(hold_out(names, np.zeros(len(names), np.int64), options.val_fraction) == (split == "val"))
-        names, files = [names[id] for id in keep], [files[id] for id in keep]
-    if not names:
+    lists, root = _lists(options), find_root(options.root)
+    where, columns = lists.key(split), dict[str, list[str]]()
+    found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
+    if not found:
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
+    own = columns[where] or sorted({label for one in found.values() for label in one.entry.label or ()})
+    order = own if classes is None else classes
+    if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
+        wrong = f"has no column '{absent[0]}', a class of training, with {len(absent) - 1} more"
+        raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
+    names = [*found]
+    keep = lists.held(names, np.zeros(len(names), np.int64), split)
+    chosen = {names[id]: found[names[id]] for id in keep}
+    files = {name: one.file for name, one in chosen.items()}
     if labels == "none":
-        return ImageFolder(root, names, files, np.full(len(names), -1, np.int32), ())
-    sets = [labels_of[os.fsdecode(name)] for name in names]
-    return ImageFolder(root, names, files, _table(sets, names, order, where, labels), order)
+        return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes)
+    return ImageFolder(root, files, _sets([*chosen.values()], order, where, labels), order, notes)
 
 
-def _table(
-    sets: Sequence[set[str] | None], names: Sequence[bytes], order: Sequence[str], where: str, labels: str
-) -> np.ndarray:
+def _lists(options: Options) -> Lists:
+    keys = ("train_labels", "val_labels")
+    return Lists(options.root, keys, options.train_labels, options.val_labels, options.val_fraction)
+
+
+def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str) -> np.ndarray:
     """Return the sets as int8 [N, C]: 1 and 0; -1 for an image that is not labelled."""
-    position, table = {name: i for i, name in enumerate(order)}, np.zeros((len(sets), len(order)), np.int8)
-    for row, (labels_of, name) in enumerate(zip(sets, names, strict=True)):
-        if labels_of is None:
+    position, sets = {name: i for i, name in enumerate(order)}, np.zeros((len(found), len(order)), np.int8)
+    for row, (entry, _) in enumerate(found):
+        if entry.label is None:
             if labels == "all":
-                wrong = f"'{os.fsdecode(name)}' has no entry (an empty list would say that it shows no class)"
+                wrong = f"{entry} has no entry (an empty list would say that it shows no class)"
                 raise DataError(where, wrong, "Labels for each image", "Add them, or set data.labels=some")
-            table[row] = -1
+            sets[row] = -1
             continue
-        unknown = sorted(labels_of - position.keys())
-        if unknown:
-            wrong = f"'{os.fsdecode(name)}' has the label '{unknown[0]}', which no training image has"
-            raise DataError(
-                where, wrong, f"Allowed: {first_few(order)}", did_you_mean(unknown[0], order) or "Rename it"
-            )
-        table[row, [position[label] for label in labels_of]] = 1
-    return table
-
-
-def _files(root: str, names: Sequence[bytes], where: str) -> list[File]:
-    """Return what the listing says about the files.
-
-    Raises:
-        DataError: one is not there, or is no image by its name.
-    """
-    files = scan(root, b"")
-    missing = [name for name in names if name not in files]
-    if missing:
-        first = os.fsdecode(missing[0])
-        near = did_you_mean(first, map(os.fsdecode, files)) if len(files) < 10_000 else ""  # slow on many
-        wrong = f"{len(missing)} of {len(names)} names are no image in '{root}', the first '{first}'"
-        raise DataError(where, wrong, "Paths of images in data.root", near or "Correct them, or set data.ending=.jpg")
-    return [files[name] for name in names]
-
-
-def _check_apart(options: Options, root: str, val: Collection[str]) -> None:
-    # Validation on training images measures memory; nothing later in the run would show it.
-    train = _read(os.path.join(root, os.path.expanduser(options.train_labels)), "data.train_labels", options)[0]
-    both = sorted(train.keys() & set(val))
-    if both:
-        wrong = f"'{both[0]}' is also in data.train_labels, with {len(both) - 1} more"
-        raise DataError("data.val_labels", wrong, "An image is in one of the files", "Remove it from one of them")
+        if unknown := sorted(entry.label - position.keys()):
+            wrong = f"{entry} has the label '{unknown[0]}', which no training image has"
+            near = did_you_mean(unknown[0], order) or "Rename it"
+            raise DataError(where, wrong, f"Allowed: {first_few(order)}", near)
+        sets[row, [position[label] for label in entry.label]] = 1
+    return sets
 
 
 # -------------------------------------------------------------------------------------------------------- the file
 
 
-def _read(path: str, where: str, options: Options) -> tuple[Sets, list[str]]:
-    """Return the labels of each file, and the classes in order where the file lists them.
-
-    Raises:
-        DataError: it cannot be read, or is no such file.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as opened:
-            sets, order = _csv(opened, options) if path.endswith(".csv") else (_json(opened), [])
-    except OSError as error:
-        raise DataError(where, f"'{path}' cannot be read ({error.strerror})", "A CSV or JSON file", "") from error
-    except (ValueError, csv.Error) as error:
-        allowed = "CSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
-        raise DataError(where, f"'{path}': {error}", allowed, "Correct the file") from error
-    return {os.path.normpath(name + options.ending): labels for name, labels in sets.items()}, order
+def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
+    """Return the images of a file with their sets, None where there is no entry; add the classes that it lists."""
+    is_json = path.lower().endswith(".json")
+    read = _json if is_json else partial(_table, root=root, separator=options.separator)
+    columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
+    return entries
 
 
-def _csv(opened: Iterable[str], options: Options) -> tuple[Sets, list[str]]:
-    rows = [(number, row) for number, row in enumerate(csv.reader(opened), 1) if row]
-    header = rows[0][1] if rows else []
-    if len(header) < 2:
-        raise ValueError("its first line does not name two columns or more")
-    sets: Sets = {}
-    for number, row in rows[1:]:
-        if len(row) != len(header):
-            raise ValueError(f"line {number} has {len(row)} fields, the first line has {len(header)}")
-        if row[0] in sets:
-            raise ValueError(f"line {number} names '{row[0]}' a second time")
-        sets[row[0]] = _cells(row[1:], header[1:], number, options.separator)
-    return sets, header[1:] if len(header) > 2 else []
+def _table(opened: TextIO, root: str, separator: str) -> tuple[list[str], list[Entry]]:
+    (first, *classes), rows = table(opened)
+    if any(
+        os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
+    ):
+        raise ValueError(f"its first line is an image, '{first}'; it must name the columns")
+    cells = [(number, name, [cell.strip() for cell in more]) for number, (name, *more) in rows]
+    if len(classes) > 1:
+        return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]
+    _check_pairs([more[0] for _, _, more in cells], classes[0], separator)
+    return [], [Entry(name, _names(more[0].split(separator)), number) for number, name, more in cells]
 
 
-def _cells(cells: Sequence[str], classes: Sequence[str], number: int, separator: str) -> set[str] | None:
+def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str] | None:
     """Return the labels of a line; None where its cells are empty."""
-    if not any(cell.strip() for cell in cells):
-        return None if len(cells) > 1 else set()
-    if len(cells) == 1:
-        return {label.strip() for label in cells[0].split(separator)} - {""}
-    wrong = next((cell for cell in cells if cell.strip() not in ("0", "1", "0.0", "1.0")), None)
+    if not any(cells):
+        return None
+    wrong = next((cell for cell in cells if cell not in NUMBERS), None)
     if wrong is not None:
         raise ValueError(f"line {number} has '{wrong}' where 0 or 1 is expected")
-    return {name for name, cell in zip(classes, cells, strict=True) if float(cell)}
+    return {name for name, cell in zip(classes, cells, strict=True) if NUMBERS[cell]}
 
 
-def _json(opened: IO[str]) -> Sets:
-    content = json.load(opened)
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}")
-    for name, labels in content.items():
+def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
+    """Refuse a column that is no column of labels, or whose labels are joined otherwise."""
+    known = {*cells} - {""}
+    if known and known <= NUMBERS.keys():
+        raise ValueError(f"its column '{column}' holds 0 and 1 alone: a table of one class, which needs two or more")
+    if any(separator in cell for cell in known):
+        return
+    alone = {cell for cell in known if not {";", ",", "|"} & {*cell}}
+    for other in sorted({";", ",", "|"} - {separator}):
+        joined = next((cell for cell in sorted(known) if other in cell), "")
+        # A comma may be part of a name: it joins where one of the parts is a label elsewhere.
+        if joined and (other != "," or _names(joined.split(other)) & alone):
+            raise ValueError(
+                f"its labels seem joined by '{other}' ('{joined}'): set data.separator='{other}', "
+                "or write JSON where that is one name"
+            )
+
+
+def _json(opened: TextIO) -> tuple[list[str], list[Entry]]:
+    found: Any = json.load(opened, object_pairs_hook=_Pairs)
+    if not isinstance(found, _Pairs):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    for name, labels in found.pairs:
         if labels is not None and not (isinstance(labels, list) and all(isinstance(one, str) for one in labels)):
             raise ValueError(f"'{name}' has no list of names")
-    return {name: None if labels is None else set(labels) for name, labels in content.items()}
+    return [], [Entry(name, None if labels is None else _names(labels)) for name, labels in found.pairs]
+
+
+class _Pairs:
+    """A JSON object with all its keys: of one that stands there twice, a dictionary would hold the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+
+def _names(names: Iterable[str]) -> set[str]:
+    return {name.strip() for name in names} - {""}

@@ -18,7 +18,7 @@ import numpy as np
 from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
-from kd.types import Decoded
+from kd.types import Decoded, file_key
 
 MAX_LABEL = 2**20
 """Bytes of a label member."""
@@ -28,10 +28,10 @@ MAX_LABEL = 2**20
 class Options:
     """Where the shards lie and which members of a sample are the image and the label."""
 
-    train: str
+    train: str = file_key()
     """Training shards: a path or URL (`s3://...`) with braces (`train-{000000..000009}.tar`) or wildcards
     (`train-*.tar`)."""
-    val: str
+    val: str = file_key()
     """Validation shards, like `train`."""
     image_keys: str = "jpg;jpeg;png;webp"
     """Endings of the image members; the first of them that a sample has is taken."""
@@ -39,7 +39,7 @@ class Options:
     """Ending of the label member: an integer or a class name as text, or JSON with `label_field`."""
     label_field: str = ""
     """The key of the label in the JSON member; empty for a text member."""
-    class_names: str = ""
+    class_names: str = file_key("")
     """File of the class names in order, one a line or a JSON list. Empty: integers are the names, or text is sorted."""
     copies: str = "runs/shards"
     """Folder for copies of remote shards. Each is copied once; remove the folder when no run needs it."""

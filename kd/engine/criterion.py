@@ -1,4 +1,4 @@
-"""The weighted sum of loss terms, the one trainable module that a backend wraps, and the scoring pass of a sifter."""
+"""The weighted sum of loss terms, and the one trainable module that a backend wraps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import Backend, Teacher
-from kd.engine.span import Span, no_span
+from kd.errors import ModelError
 from kd.evaluation import Task
-from kd.types import Batch, Needs, Outputs, TeacherOutputs
+from kd.types import Batch, Needs, Outputs
 
 
 class Criterion(nn.Module):
@@ -54,6 +53,8 @@ class Criterion(nn.Module):
                 name: term(student, teacher.of(member), known)
                 for name, term, member in zip(self.names, self.terms, self.members, strict=True)
             }
+            for name, score_B in scores.items():
+                _require_score(name, score_B, student, batch)
             if known is not batch:
                 factor_B = batch.labelled / self.labelled
                 for name, needs in zip(self.names, self.needs, strict=True):
@@ -90,51 +91,19 @@ class Distillation(nn.Module):
         return student.logits, self.criterion(student, teacher, batch)
 
 
-class Scoring:
-    """Score one step's worth of images on all ranks, without training on them. See `kd.contracts.Score`.
+def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
+    """Require a number an image that the student can learn from.
 
-    Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
+    Raises:
+        ModelError: a loss returns something else.
     """
-
-    def __init__(self, backend: Backend, teacher: Teacher, distillation: Distillation, span: Span = no_span) -> None:
-        self.backend, self.teacher, self.distillation, self.span = backend, teacher, distillation, span
-
-    def __call__(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
-        """Return the scores of all ranks' images in the plan's order, and the batches with the teacher's outputs."""
-        with self.span("sifting"):
-            return self._score(batches, by)
-
-    @torch.no_grad()
-    def _score(self, batches: Sequence[Batch], by: str) -> tuple[Tensor, list[Batch]]:
-        backend, distillation = self.backend, self.distillation
-        distillation.eval()  # batch norm's statistics and dropout's draws belong to training
-        scored, values = [], []
-        for batch in batches:
-            if by == "loss":
-                with self.span("teacher"):  # the step takes these outputs over
-                    batch = replace(batch, teacher_outputs=TeacherOutputs(self.teacher(batch)))
-            with backend.autocast():
-                value_M = _score(distillation, batch, by)
-            scored.append(batch)
-            values.append(value_M.float())
-        distillation.train()
-        all_AWM = torch.zeros(len(values), backend.world_size, len(values[0]), device=backend.device)
-        all_AWM[:, backend.rank] = torch.stack(values)
-        total = backend.reduce_sum(all_AWM)
-        backend.end_step()
-        return total.flatten().cpu(), scored
-
-    def cut(self) -> None:
-        """Cut the graph."""
-        self.backend.end_step()
-
-
-def _score(distillation: Distillation, batch: Batch, by: str) -> Tensor:
-    """Return the distillation loss [M], unweighted, or the entropy of the student's prediction, nats."""
-    if by == "loss":
-        assert batch.teacher_outputs is not None
-        return distillation(batch, batch.teacher_outputs.outputs)[1]["per_image"]
-    return distillation.task.entropy(distillation.student(batch.image).logits.float())
+    found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
+    allowed = f"float32 [{len(batch.weight)}], one number an image"
+    if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
+        raise ModelError("losses", f"'{name}' returns {found.removeprefix('torch.')}", allowed, "Correct its forward")
+    if torch.is_grad_enabled() and student.main.requires_grad and not score_B.requires_grad:
+        wrong = f"'{name}' does not depend on the student: its result has no gradient"
+        raise ModelError("losses", wrong, "A function of the student's outputs", "Leave out detach() and no_grad()")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

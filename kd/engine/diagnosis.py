@@ -32,30 +32,24 @@ class Diverged(NonFiniteLoss):
 def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
     """Return the error that names terms and steps."""
     if len(steps) == 1:
-        told = f"step {steps[0]}"
+        text = f"step {steps[0]}"
     elif len(steps) == steps[-1] - steps[0] + 1:
-        told = f"steps {steps[0]} to {steps[-1]}"
+        text = f"steps {steps[0]} to {steps[-1]}"
     else:
-        told = f"steps {', '.join(map(str, steps))}"
+        text = f"steps {', '.join(map(str, steps))}"
     where = "losses" if terms != ["grad_norm"] else "optimizer"
-    wrong = f"{', '.join(terms)} became NaN or infinite in {told}{more}"
+    wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
     error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)
     error.at = at
     return error
 
 
 def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
-    """Return the error with the first layer that is not finite on this rank. All ranks must call it.
-
-    Args:
-        run: whose student is as it was when the window was flushed.
-        error: terms and steps.
-        micros: this rank's micro-batches of the first of the steps, on the device.
-    """
+    """Return the error with the first layer that is not finite on this rank. All ranks must call it."""
     run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
-    place = _first(run, micros)
-    told = f"{error.wrong}; first in {place}" if place else f"{error.wrong}; not in this rank's images"
-    return type(error)(error.where, told, error.allowed, error.remedy)
+    first = _first(run, micros)
+    text = f"{error.wrong}; first in {first}" if first else f"{error.wrong}; not in this rank's images"
+    return type(error)(error.where, text, error.allowed, error.remedy)
 
 
 def _first(run: Run, micros: list[Batch]) -> str:
@@ -71,7 +65,8 @@ def _first(run: Run, micros: list[Batch]) -> str:
     trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     run.distillation.train()
     for batch in micros:
-        note(f"the images {batch.ids.tolist()[:8]}", batch.image)
+        for id, image in zip(batch.ids.tolist(), batch.image, strict=True):
+            note(f"image {id}", image)
         teacher = run.teacher(batch)
         note("the teacher's logits", teacher.logits)
         with _watched(run.distillation.student, note), run.backend.autocast():

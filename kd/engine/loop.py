@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kd.engine.criterion import Scoring
 from kd.engine.diagnosis import Diverged, located
 from kd.engine.meter import Meter, require_applied
-from kd.engine.run import Run, Stopping
+from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
 from kd.errors import Interrupted
 from kd.seeds import seed_from
@@ -79,7 +78,7 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Bat
     """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
     loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
     sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run.backend, run.teacher, run.distillation, run.span), start)
+    batches = run.sifter.stream(sent, Scoring(run), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.length.accumulate))
@@ -109,8 +108,8 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
             sums[name] = sums[name] + mean if name in sums else mean
     with run.span("optimizer"):
         sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
-        for tensor, kept in before:
-            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, kept))
+        for tensor, saved in before:
+            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, saved))
         if run.average is not None:
             run.average.update(state.step + 1)
     return sums
@@ -119,16 +118,12 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
 def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
     """Return the student's statistics of images (batch norm's), each with a copy; no optimizer protects them."""
     buffers = run.distillation.student.named_buffers()
-    kept = run.distillation.student.state_dict().keys()
-    return [(b, b.clone()) for name, b in buffers if name in kept and b.is_floating_point()]
+    saved = run.distillation.student.state_dict().keys()
+    return [(b, b.clone()) for name, b in buffers if name in saved and b.is_floating_point()]
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
-    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop.
-
-    Raises:
-        Interrupted: the ranks agreed to stop; a checkpoint was written.
-    """
+    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
         average_buffers(run)

@@ -119,11 +119,7 @@ class Meter:
 
 
 def require_applied(state: State) -> None:
-    """Require at least half of the steps of a finished run to have changed the weights.
-
-    Raises:
-        NonFiniteLoss: more were skipped.
-    """
+    """Require at least half of the steps of a finished run to have changed the weights."""
     if 2 * state.skipped_in_all > state.step:
         wrong = f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient was NaN or infinite"
         raise NonFiniteLoss("optimizer.on_nonfinite", wrong, "At most half of the steps", AFTER_SKIPPING)

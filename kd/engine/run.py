@@ -1,26 +1,41 @@
-"""Everything that the loop needs, built and ready: contracts only."""
+"""Everything that the loop needs, built and ready: contracts only. And the scoring pass that it lends to a sifter."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
 from kd.engine.criterion import Distillation
-from kd.engine.span import Span, Window, no_span, no_window
 from kd.evaluation import Evaluator
-from kd.types import State
+from kd.types import Batch, State, TeacherOutputs
 
 STOP_SECONDS = 1.0
 """About how long a rank waits before it tells the others. torchrun kills 30 s after its signal."""
 STOP_CALLS = 50
 """Calls between two reductions at most, in case the next calls are slower than the last."""
+
+Span = Callable[[str], AbstractContextManager[object]]
+"""`with span(NAME):` around a part of a step: data, sifting, teacher, forward, backward, optimizer, wait, evaluation,
+checkpoint. Spans may be nested."""
+Window = Callable[[State], Mapping[str, float]]
+"""Called where a log window ends, after the device was waited for; returns what to add to the training row."""
+
+
+def no_span(name: str) -> AbstractContextManager[object]:
+    """Mark nothing."""
+    return nullcontext()
+
+
+def no_window(state: State) -> Mapping[str, float]:
+    """Add nothing."""
+    return {}
 
 
 def never() -> bool:
@@ -146,8 +161,41 @@ class Stopping:
         seconds = (time.perf_counter() - self._clock) / self._calls
         mine = torch.tensor([float(self.run.stop()), seconds], device=backend.device)
         with self.run.span("wait"):
-            asked, total = backend.reduce_sum(mine).tolist()
-        self.agreed = asked > 0
+            stops, total = backend.reduce_sum(mine).tolist()
+        self.agreed = stops > 0
         self.restart()
         self._every = max(1, min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))))
         return self.agreed
+
+
+class Scoring:
+    """Score one step's worth of images on all ranks, without training on them. See `kd.contracts.Score`.
+
+    Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+        backend, distillation = self.run.backend, self.run.distillation
+        scored, losses = [], []
+        with self.run.span("sifting"):
+            distillation.eval()  # batch norm's statistics and dropout's draws belong to training
+            for batch in batches:
+                with self.run.span("teacher"):  # the step takes these outputs over
+                    outputs = self.run.teacher(batch)
+                with backend.autocast():
+                    losses.append(distillation(batch, outputs)[1]["per_image"].float())
+                scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs)))
+            distillation.train()
+            all_AWM = torch.zeros(len(losses), backend.world_size, len(losses[0]), device=backend.device)
+            all_AWM[:, backend.rank] = torch.stack(losses)
+            total = backend.reduce_sum(all_AWM)
+            backend.end_step()
+            return total.flatten().cpu(), scored
+
+    def cut(self) -> None:
+        """Cut the graph."""
+        self.run.backend.end_step()

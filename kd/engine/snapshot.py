@@ -30,8 +30,8 @@ def average_buffers(run: Run) -> None:
     if run.backend.world_size == 1:
         return
     student = run.distillation.student
-    kept = student.state_dict().keys()
-    named = {name: tensor for name, tensor in student.named_buffers() if name in kept and tensor.is_floating_point()}
+    saved = student.state_dict().keys()
+    named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
     tensors = list(named.values())
     if run.average is not None:
         tensors += [run.average.average[name] for name in named]
@@ -43,11 +43,7 @@ def average_buffers(run: Run) -> None:
 
 
 def snapshot(run: Run, state: State, best: bool) -> None:
-    """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered.
-
-    Raises:
-        NonFiniteLoss: the weights are not finite; a run could never resume from them.
-    """
+    """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
     weights = {name: tensor for name, tensor in run.distillation.state_dict().items() if tensor.is_floating_point()}
     finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # all ranks hold the same
     if not all(finite):
@@ -68,11 +64,7 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State().
-
-    Raises:
-        RunError: the ranks do not find the same checkpoint; on all ranks.
-    """
+    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
     found = run.store.restore()
     step = found[0].step if found is not None else 0
     content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""

@@ -65,13 +65,7 @@ class Threads:
     """
 
     def __init__(self, backend: Backend, most: int, info: Callable[[str], None]) -> None:
-        """Prepare to choose.
-
-        Args:
-            backend: for the mean over the ranks.
-            most: cores of this rank.
-            info: shows a line where the number changes.
-        """
+        """Prepare to choose."""
         self.backend, self.most, self.info, self.look = backend, most, info, QUICK
         self._seconds: list[float] = []
         self._clock = 0.0

@@ -9,6 +9,8 @@ from typing import Any
 from kd.scores import Scores
 from kd.text import percent, table
 
+WITH_TIMM = "With timm"
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -56,14 +58,9 @@ def render(card: Card) -> str:
 
 def _front(card: Card) -> list[str]:
     task = "image-feature-extraction" if card.width else "image-classification"
-    return [
-        "---",
-        f"tags: [{task}, timm, knowledge-distillation]",
-        f"pipeline_tag: {task}",
-        "library_name: timm",
-        f"license: {card.license or 'unknown'}",
-        "---",
-    ]
+    library = "timm" if WITH_TIMM in card.commands else "pytorch"
+    tags = [f"tags: [{task}, {library}, knowledge-distillation]", f"pipeline_tag: {task}", f"library_name: {library}"]
+    return ["---", *tags, f"license: {card.license or 'unknown'}", "---"]
 
 
 def _intro(card: Card) -> list[str]:
@@ -131,41 +128,34 @@ def _graphs(card: Card) -> list[str]:
 
 
 def _use(card: Card) -> list[str]:
-    lines = ["## Use", ""]
-    for title, command in card.commands.items():
-        lines += [f"{title}:", "", "```", command, "```", ""]
-    return lines
+    blocks = ([f"{title}:", "", "```", command, "```", ""] for title, command in card.commands.items())
+    return ["## Use", "", *(line for block in blocks for line in block)]
 
 
 def _limits(card: Card) -> list[str]:
+    apart = "a score is not the probability that the image shows that class."
+    limits = f"Any image gets one of the classes, also one unlike the training data: {apart}"
+    if card.thresholds:
+        limits = f"{_several_labels(card.thresholds)}An image unlike the training data gets scores too: {apart}"
+    elif card.width:
+        limits = (
+            "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. They lie in "
+            "the student's own space: they do not compare with the teacher's."
+        )
     return [
         "## Pixels",
         "",
         f"Centre crop of {percent(card.crop)} of the shorter side, bicubic to {card.size} x {card.size}, RGB. "
-        "The graphs take these as uint8 [batch, 3, height, width] and normalize them; for timm, mean and standard "
+        "The graphs take these as uint8 [batch, 3, height, width] and normalize them; for PyTorch, mean and standard "
         "deviation are in config.json.",
         "",
         "## Limits",
         "",
-        "The numbers above are of one run on one validation split. "
-        + _several_labels(card.thresholds)
-        + (
-            "Compare vectors by their cosine: the graphs return them with length 1, timm as they are. They lie in the "
-            "student's own space: they do not compare with the teacher's."
-            if card.width
-            else "An image unlike the training data gets scores too: a score is not the "
-            "probability that the image shows that class."
-            if card.thresholds
-            else "Any image gets one of the classes, also one unlike the training data: a score is not the "
-            "probability that the image shows that class."
-        ),
+        f"The numbers above are of one run on one validation split. {limits}",
     ]
 
 
 def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say how logits become labels; empty where an image has one label."""
-    if not thresholds:
-        return ""
     chosen = sum(bool(one["chosen"]) for one in thresholds.values())
     return (
         "An image has each label whose probability exceeds its threshold in manifest.json, or none. "

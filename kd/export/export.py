@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kd import config
 from kd.artifacts.run_dir import RunDir
-from kd.config.schema import DataSection, StudentSection
+from kd.config.schema import BackendSection, DataSection, StudentSection
 from kd.errors import RunError
 from kd.export import graphs
-from kd.export.card import Card, render
+from kd.export.card import WITH_TIMM, Card, render
 from kd.export.folder import complete, new_export, refuse_other
 from kd.export.graphs import Made
+from kd.export.parity import validation_images
 from kd.host import environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
-from kd.models.timm_folder import export_files
+from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
-from kd.setup.finished import best_student, opened_run
+from kd.setup.build import distributed
+from kd.setup.data import DataPlan, open_data
+from kd.setup.finished import Trust, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +59,32 @@ class Exported:
     folder: Path
     lines: Sequence[str]
     """One for each graph, for a person."""
+    load: str
+    """Python that loads the student."""
+
+
+Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
+"""limit -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A student, and all that its export says of it."""
+
+    recipe: Recipe
+    student: Classifier
+    """On the CPU."""
+    classes: Sequence[str]
+    data: str
+    """A hash of the data."""
+    provenance: Mapping[str, Any]
+    """For kd.json: step, metrics, run, `digest` of the weights."""
+    origin: str
+    """Of its initial weights, as text."""
+    images: Callable[[], AbstractContextManager[Images]]
+    """Opens the validation images with which the graphs are compared."""
+    baseline: Sequence[Mapping[str, Any]] = ()
+    """Validation rows of the same student trained on labels alone."""
 
 
 def export(
@@ -76,25 +108,65 @@ def export(
         ModelError: a graph does not answer as PyTorch does.
         MissingExtra: a package that an option needs.
     """
-    options = options or Options()
     folder, settings = opened_run(path, trust)
+    require_files(path, settings.data)
     recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
-    classes = folder.manifest().get("classes")
-    if not classes:
+    manifest = folder.manifest()
+    if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
-    target, task, section = target or path / "export", recipe.student.task, recipe.data.section
-    refuse_other(target)  # before minutes of work, not after
+    options, section = options or Options(), recipe.data.section
+    refuse_other(target or path / "export")  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
+    vouched.check_student(recipe.student)
     if options.onnx or options.pt2:  # they are compared on images
         vouched.check_folder(recipe.data)
-    data_hash = folder.manifest().get("data") or ("" if vouched.images else "not recorded")
-    student, provenance = best_student(folder, recipe.student, section, classes)
+    expected = manifest.get("data") or ("" if vouched.images else "not recorded")
+    student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
+    subject = Subject(
+        recipe=recipe,
+        student=student,
+        classes=manifest["classes"],
+        data=manifest.get("data", "not recorded"),
+        provenance=provenance,
+        baseline=RunDir(path / BASELINE).metrics("val"),
+        origin=_origin(recipe.student.section, student),
+        images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
+    )
+    return write(subject, target or path / "export", options)
+
+
+@contextmanager
+def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
+    """Open the data of a run.
+
+    Raises:
+        RunError: its content hash is not the `expected` one ("": none is), or its classes are others.
+    """
+    with distributed(section) as backend:
+        data = open_data(plan, backend, fill=False)
+        if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
+            wrong = "the data is not what the run was trained on (its content hash differs)"
+            remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
+            raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
+        yield partial(validation_images, data)
+
+
+def write(subject: Subject, target: Path, options: Options) -> Exported:
+    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused.
+
+    Raises:
+        RunError: something else lies at `target`, or the disk is full.
+        ModelError: a graph does not answer as PyTorch does.
+        MissingExtra: a package that an option needs.
+    """
+    student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
+    task, section = recipe.student.task, recipe.data.section
     with new_export(target) as draft:
-        made = graphs.write(draft, student, recipe, classes, data_hash, options)
+        made = graphs.write(subject, draft, options)
         if made.calibration:
             provenance |= {"digest": digest(student.network), "calibration": made.calibration}
-        labels = classes if task.logits else ()
-        content, weights = export_files(student.network, labels, section.eval_crop, task.problem_type)
+        labels = subject.classes if task.logits else ()
+        content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
         facts = {
             "format": 1,
             "name": recipe.record.name,
@@ -104,52 +176,56 @@ def export(
             "parity": made.parity,
             "environment": _environment(),
         }
-        card = described(folder, recipe, student, provenance, made)
-        card = replace(card, license=options.license, commands=commands(target.name, options.onnx))
+        timm_builds_it = is_timm(student.network)
+        used = _commands(target.name, options.onnx, timm_builds_it)
+        card = _card(subject, made, license=options.license, commands=used, version=facts["version"])
         (draft / "README.md").write_text(render(card), encoding="utf-8")
         complete(draft, content, weights, provenance, facts)
-    return Exported(target, made.lines)
+    return Exported(target, made.lines, _loading(str(target), timm_builds_it))
 
 
-def described(folder: RunDir, recipe: Recipe, student: Classifier, provenance: Mapping[str, Any], made: Made) -> Card:
-    """Return the contents of the model card."""
-    manifest, section, task = folder.manifest(), recipe.data.section, recipe.student.task
-    baseline = RunDir(folder.path / BASELINE).metrics("val")
-    decides = task.scores.own[0].key if baseline else ""
+def _card(subject: Subject, made: Made, **own: Any) -> Card:
+    recipe, student = subject.recipe, subject.student
+    section, task = recipe.data.section, recipe.student.task
+    decides = task.scores.own[0].key
     return Card(
         name=recipe.record.name,
         student=written(recipe.student.section.model),
         student_parameters=count_parameters(student),
         teacher=written(recipe.teacher.section.model),
         losses=[loss.kind for loss in recipe.student.losses],
-        data=f"{section.kind}, content hash {manifest.get('data', 'not recorded')[:12]}",
-        labels=manifest["classes"] if task.logits else (),
+        data=f"{section.kind}, content hash {subject.data[:12]}",
+        labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
-        metrics=provenance["metrics"],
-        baseline=max(baseline, key=lambda row: row[decides]) if baseline else {},
+        metrics=subject.provenance["metrics"],
+        baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
         graphs=made.parity,
         eager_ms=made.eager_ms,
         processor=processor(),
         size=section.image_size,
         crop=section.eval_crop,
-        license="",
-        weights_from=_origin(recipe.student.section, student),
-        version=provenance["digest"][:12],
-        commands={},
+        weights_from=subject.origin,
         scores=task.scores,
+        **own,
     )
 
 
-def commands(folder: str, onnx: bool) -> dict[str, str]:
+def _commands(folder: str, onnx: bool, timm: bool) -> dict[str, str]:
     """Return how an export is used, by title."""
-    found = {"With timm": f"timm.create_model('local-dir:{folder}', pretrained=True)"}
+    found = {WITH_TIMM if timm else "In PyTorch, with the code of the network": _loading(folder, timm)}
     if onnx:
         found["As an endpoint, without torch"] = (
             f"kd-serve {folder}\ncurl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
         )
     return found
+
+
+def _loading(folder: str, timm: bool) -> str:
+    if timm:
+        return f"timm.create_model('local-dir:{folder}', pretrained=True)"
+    return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
 
 
 def _origin(section: StudentSection, student: Classifier) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kd.errors import ConfigError, RunError
+from kd.errors import ConfigError
 from kd.export import parity
 from kd.export.parity import EAGER
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.setup.build import distributed
-from kd.setup.data import open_data
-from kd.setup.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kd.export.export import Options
+    from kd.export.export import Options, Subject
 
 CALIBRATION_IMAGES = 1000
 ONNX, INT8, OPENVINO, PT2 = "model.onnx", "model.int8.onnx", "openvino.xml", "model.pt2"
@@ -38,18 +34,8 @@ class Made:
     """What `parity.calibrate` found; empty: the logits are those of the run."""
 
 
-def write(
-    folder: Path, student: Classifier, recipe: Recipe, classes: Sequence[str], data_hash: str, options: Options
-) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch.
-
-    Args:
-        folder: where.
-        student: on the CPU; calibrating changes its last layer.
-        recipe: of the run.
-        classes: in the order of the logits.
-        data_hash: the content hash of the run's data.
-        options: what to write.
+def write(subject: Subject, folder: Path, options: Options) -> Made:
+    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
 
     Raises:
         RunError: the data is not that of the run.
@@ -58,7 +44,7 @@ def write(
     """
     if not options.onnx and (options.int8 or options.openvino):
         raise ConfigError("--no-onnx", "--int8 and --openvino are made from model.onnx", "", "Leave out --no-onnx")
-    task = recipe.student.task
+    task, student, classes = subject.recipe.student.task, subject.student, subject.classes
     if not options.onnx and not options.pt2:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
@@ -67,17 +53,12 @@ def write(
             runtimes.require(name, "--onnx")
     student.eval()
     calibration, calibrated = {}, ""
-    with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, backend, fill=False)
-        if (data.classes and list(data.classes) != list(classes)) or (data_hash and data.fingerprint != data_hash):
-            wrong = "the data is not what the run was trained on (its content hash differs)"
-            remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
-            raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
+    with subject.images() as images:
         if options.calibrate and task.logits == "softmax":
             few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
-            calibration, calibrated = parity.calibrate(student, parity.validation_images(data, few))
-        runners = _write(folder, student, data.section.image_size, options)
-        answers = parity.compare(student, runners, parity.validation_images(data, options.images))
+            calibration, calibrated = parity.calibrate(student, images(few))
+        runners = _write(folder, student, subject.recipe.data.section.image_size, options)
+        answers = parity.compare(student, runners, images(options.images))
     made = Made(eager_ms=answers.cpu_ms[EAGER], calibration=calibration)
     made.thresholds = task.thresholds(answers.outputs[EAGER], answers.labels, classes)
     eager = answers.scores(EAGER, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,7 @@ class Answers:
 def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    Args:
-        data: both splits, opened.
-        limit: how many images, evenly spaced over the split; 0: all.
+    `limit` of them, evenly spaced over the split; 0: all.
 
     Raises:
         DataError: not one of them can be decoded.
@@ -75,7 +73,7 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
 
 
 def compare(
-    student: Classifier, runners: Mapping[str, Runner], images: Iterator[tuple[np.ndarray, np.ndarray]]
+    student: Classifier, runners: Mapping[str, Runner], images: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> Answers:
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
@@ -90,12 +88,8 @@ def compare(
     return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every))
 
 
-def calibrate(student: Classifier, images: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
-    """Fit a temperature on validation images and divide the student's logits by it.
-
-    Args:
-        student: on the CPU; its last layer is changed in place.
-        images: uint8 [B, 3, S, S], with labels [B].
+def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+    """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
     Returns:
         Temperature, images and the calibration error before and after, as JSON values, and a line about them. Where
@@ -165,29 +159,21 @@ def check_exact(name: str, scores: GraphScores, difference: float, tolerance: fl
         ModelError: a value differs by more than `tolerance`, or an answer does.
     """
     if difference > tolerance or scores.others:
-        raise ModelError(
-            f"export.{name}",
-            f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers do",
-            f"At most {tolerance:g} (--tolerance), and every answer the same",
-            "Nothing was written; export with --no-onnx, or report the network",
-        )
+        wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
+        remedy = "Nothing was written; export with --no-onnx, or report the network"
+        allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
+        raise ModelError(f"export.{name}", wrong, allowed, remedy)
 
 
 def check_drop(name: str, scores: GraphScores, eager: GraphScores, max_drop: float, images: int) -> str:
-    """Require an approximate graph to be about as right as PyTorch, or its vectors to point where PyTorch's do.
-
-    Returns:
-        What it loses, as text.
+    """Require an approximate graph to be about as right as PyTorch, and return what it loses, as text.
 
     Raises:
         ModelError: it loses more than `max_drop` of the score that decides.
     """
     before, after = eager.facts[eager.decides], scores.facts[scores.decides]
     if not before - after <= max_drop:
-        raise ModelError(
-            f"export.{name}",
-            f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images",
-            f"A drop of at most {100 * max_drop:g} points (--max-drop)",
-            "Nothing was written; raise --max-drop, or export without --int8",
-        )
+        wrong = f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images"
+        remedy = "Nothing was written; raise --max-drop, or export without --int8"
+        raise ModelError(f"export.{name}", wrong, f"A drop of at most {100 * max_drop:g} points (--max-drop)", remedy)
     return f", {scores.title} {percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"

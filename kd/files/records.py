@@ -44,14 +44,10 @@ class Records:
     """Checksum and length."""
 
     def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
-        """Take over an open file.
+        """Take over the descriptor of an open file, for records of `size` bytes at most.
 
-        Args:
-            file: descriptor; closed with this object.
-            size: most bytes of a record's content.
-            stop: set when the disk is full.
-            label: enters the checksums. A record copied from a file of another label is not whole.
-            align: each record begins at a multiple of this many bytes.
+        The label enters the checksums: a record copied from a file of another label is not whole. Each record begins at
+        a multiple of `align` bytes.
         """
         self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
         self._file, self._label = file, label

@@ -25,13 +25,8 @@ def retried(
 ) -> Result:
     """Return what `read` returns; call it again after a pause where it raises an OSError.
 
-    Args:
-        read: reads from the storage.
-        subject: the file, as a message names it: "file 'apple/1.jpg'".
-        where: config path for messages.
-        allowed: second sentence of the message.
-        remedy: third sentence of the message.
-        final: errors that another try does not change; they are raised at once, as they are.
+    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
+    not change; they are raised at once, as they are.
 
     Raises:
         DataError: the last try failed too.

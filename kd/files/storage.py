@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +20,11 @@ from kd.errors import RunError
 from kd.files.records import Records as Records  # the caches import these three from here
 from kd.files.records import Stop as Stop
 from kd.files.records import record_bytes as record_bytes
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the endpoint runs without locks
+    fcntl = None
 
 MANIFEST = "manifest.json"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
@@ -55,7 +59,7 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
         draft.mkdir(parents=True)
         with _opened(draft) as descriptor:
             with suppress(OSError):  # so that `recover` in another process leaves it alone
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
             yield draft
             for file in (*draft.rglob("*"), draft):
                 flush(file)
@@ -94,10 +98,8 @@ def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
     """Remove drafts that killed processes left in a folder; put back what one of them was about to replace.
 
-    Args:
-        folder: where to look.
-        name: of the file or folder that was being written; empty: any.
-        alone: no other process writes here, so no draft is in use.
+    `name` is that of the file or folder that was being written; empty: any. `alone`: no other process writes here,
+    so no draft is in use.
     """
     for leftover in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
         match = LEFTOVER.fullmatch(leftover.name)
@@ -196,7 +198,7 @@ def _in_use(draft: Path) -> bool:
     try:
         with _opened(draft) as descriptor:
             recent = time.time() - os.fstat(descriptor).st_mtime < ABANDONED
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             return recent and draft.is_file()
     except FileNotFoundError:
         return False
@@ -288,6 +290,12 @@ def lock(path: Path, where: str) -> IO[str] | None:
     return file
 
 
+def _lock(file: IO[Any] | int) -> None:
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "on Windows kd trains in WSL")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def take_lock(file: IO[Any], path: Path, where: str) -> bool:
     """Take the exclusive lock of an open file until it is closed. Return False if another process holds it.
 
@@ -295,7 +303,7 @@ def take_lock(file: IO[Any], path: Path, where: str) -> bool:
         RunError: the file system has no locks.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:

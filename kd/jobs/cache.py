@@ -1,34 +1,37 @@
-"""Fill the teacher's cache ahead of training, and compare it with the teacher."""
+"""Fill the teacher's cache ahead of training, compare it with the teacher, or write it as a table for others."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kd.config import Config
 from kd.contracts import Backend
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, evaluation_plan
 from kd.errors import ConfigError, ModelError, RunError
-from kd.jobs.answers_table import Described, complete, export_answers, require_path
 from kd.jobs.teach import obtain_teachers
+from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.batch import provisional_batch
 from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
-from kd.setup.data import Data, open_data
-from kd.setup.loaders import loaders, split_batch
+from kd.setup.data import open_data
+from kd.setup.loaders import loaders, provisional_batch, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
-from kd.types import Plan
+from kd.types import Outputs, Plan
 
 SAMPLE = 256
 """Records of each view that a verification computes again."""
+ROWS = 1024
+"""Records that are read at once."""
 
 log = logging.getLogger("kd")
 
@@ -48,16 +51,12 @@ class Cached:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    backend: Backend
+class _Opened:
+    session: Session
     live: LiveTeacher | NoTeacher
     cache: CachedTeacher
     loader: LocalLoader
     val_loader: LocalLoader
-    data: Data
-    described: Described
-    """What the exported table says about itself."""
-    batch_size: int
     tolerance: float
     """Of a stored value, as a share of the largest."""
 
@@ -65,10 +64,8 @@ class _Parts:
 def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     """Fill the cache of a configuration, all views; what is whole already is not computed again.
 
-    Args:
-        settings: `teacher.cache.views` at least 1.
-        verify: instead of filling, compute a sample of the records again and compare.
-        export: also write all answers into this .safetensors file, by the images' names.
+    With `verify` a sample of the records is computed again and compared instead. `export` is a .safetensors file into
+    which all answers are written too, by the images' names.
 
     Raises:
         ConfigError: no teacher, or no views to cache.
@@ -79,24 +76,23 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe, target = resolve(settings), require_path(export) if export else None
+    recipe, target = resolve(settings), _require_path(export) if export else None
     with distributed(recipe.backend) as backend:
         teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend), backend)
-        parts = _parts(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
+        opened = _open(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
+        store = opened.cache.store
         if not verify:
-            _require_writable(parts.cache.store)
-        start, before = time.perf_counter(), parts.cache.images
-        difference = _verify(parts, count) if verify else _fill(parts, count)
-        store = parts.cache.store
+            _require_writable(store)
+        start, before = time.perf_counter(), opened.cache.images
+        difference = _verify(opened, count) if verify else _fill(opened, count)
         missing = sum(len(store.missing(view)) for view in range(count))
         if target is not None:
-            complete(parts.data.train, missing)
-            export_answers(target, store, parts.live.validation(), backend, parts.val_loader, parts.described)
+            _export(target, opened, recipe.teacher, missing)
         done = Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
-            computed=parts.cache.images - before,
+            computed=opened.cache.images - before,
             seconds=time.perf_counter() - start,
             difference=difference,
         )
@@ -105,7 +101,7 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
     return done
 
 
-def _parts(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Parts:
+def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Opened:
     model, data = teachers.model, teachers.data
     assert model is not None
     section = data.section
@@ -117,37 +113,26 @@ def _parts(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seco
     if report.chosen.summary and backend.rank == 0:
         log.info("teacher: %s", report.chosen.summary)
     loader, val_loader = loaders(data.views(), section, session.split, backend, timeout_seconds)
-    classes = data.classes if plan.logits else ()
-    return _Parts(
-        backend=backend,
-        live=report.live,
-        cache=open_cache(plan, report, model, session),
-        loader=loader,
-        val_loader=val_loader,
-        data=data,
-        described=Described(
-            data.images(), classes, plan.section.cache.views, plan.task.problem_type if classes else ""
-        ),
-        batch_size=session.split.batch_size,
-        tolerance=tolerance(report.chosen.mode, plan.section.cache.dtype, backend.device),
-    )
+    allowed = tolerance(report.chosen.mode, plan.section.cache.dtype, backend.device)
+    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, val_loader, allowed)
 
 
-def _fill(parts: _Parts, views: int) -> float:
+def _fill(opened: _Opened, views: int) -> float:
     """Compute what is missing, every rank its share, in the shapes of training."""
+    cache, backend = opened.cache, opened.session.backend
     for view in range(views):
-        ids = parts.cache.store.missing(view).tolist()
-        parts.backend.barrier()  # every rank has read the same list before one writes
-        if parts.backend.rank == 0:
-            log.info("cache: view %d: %d of %d images to compute", view, len(ids), parts.cache.store.num_images)
-        plan = _padded(ids, parts.batch_size)
-        for batch in parts.backend.put(parts.cache.lookup(parts.loader.epoch(plan, view))):
-            parts.cache(batch)
-            parts.backend.end_step()
-            _require_writable(parts.cache.store)
-        parts.cache.flush()
-        _require_writable(parts.cache.store)
-        parts.backend.barrier()
+        ids = cache.store.missing(view).tolist()
+        backend.barrier()  # every rank has read the same list before one writes
+        if backend.rank == 0:
+            log.info("cache: view %d: %d of %d images to compute", view, len(ids), cache.store.num_images)
+        plan = _padded(ids, opened.session.split.batch_size)
+        for batch in backend.put(cache.lookup(opened.loader.epoch(plan, view))):
+            cache(batch)
+            backend.end_step()
+            _require_writable(cache.store)
+        cache.flush()
+        _require_writable(cache.store)
+        backend.barrier()
     return 0.0
 
 
@@ -161,20 +146,21 @@ def _require_writable(store: Store) -> None:
         raise RunError(where, f"'{store.folder}' takes no more ({store.stopped})", "", remedy)
 
 
-def _verify(parts: _Parts, views: int) -> float:
+def _verify(opened: _Opened, views: int) -> float:
     """Return the largest difference of a sample; -1 where there is nothing to compare.
 
     Raises:
         ModelError: it is larger than rounding explains.
     """
-    worst = -1.0
+    store, worst = opened.cache.store, -1.0
     for view in range(views):
-        gaps = set(parts.cache.store.missing(view).tolist())
-        whole = [id for id in range(parts.cache.store.num_images) if id not in gaps]
-        chosen = sorted(random.Random(view).sample(whole, min(SAMPLE, len(whole))))
-        for batch in parts.backend.put(parts.loader.epoch(_padded(chosen, parts.batch_size), view)):
-            found = compare(parts.cache.store, parts.live, batch)
-            require_close(parts.cache.store, view, found, parts.tolerance)
+        gaps = set(store.missing(view).tolist())
+        complete = [id for id in range(store.num_images) if id not in gaps]
+        chosen = sorted(random.Random(view).sample(complete, min(SAMPLE, len(complete))))
+        plan = _padded(chosen, opened.session.split.batch_size)
+        for batch in opened.session.backend.put(opened.loader.epoch(plan, view)):
+            found = compare(store, opened.live, batch)
+            require_close(store, view, found, opened.tolerance)
             worst = max([worst, *(difference for difference, _ in found.values())])
     return worst
 
@@ -184,3 +170,66 @@ def _padded(ids: Sequence[int], batch_size: int) -> Plan:
     padding = -len(ids) % batch_size
     every = torch.tensor([*ids, *[0] * padding], dtype=torch.int64)
     return Plan(every, torch.cat([torch.ones(len(ids)), torch.zeros(padding)]))
+
+
+# ------------------------------------------------------------------------------------------------ a table for others
+
+
+def _require_path(path: str) -> Path:
+    """Return the file to write, before minutes are spent on the cache."""
+    file = Path(path).expanduser()
+    if file.suffix != ".safetensors" or not file.parent.is_dir():
+        raise RunError("--export", f"'{path}' cannot be written", "A .safetensors file in a folder that exists", "")
+    return file
+
+
+def _export(path: Path, opened: _Opened, plan: TeacherPlan, missing: int) -> None:
+    """Write the records of all views, and the teacher's answers for the validation images.
+
+    The table is held in memory: views x images x classes, as the cache keeps them.
+    """
+    backend, data, store = opened.session.backend, opened.session.data, opened.cache.store
+    if missing:
+        wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
+        raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")
+    if backend.world_size > 1:
+        raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
+    arrays = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)
+    if arrays not in (["logits"], ["pooled"]):
+        wrong = f"the cache keeps {' and '.join(arrays)}"
+        raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
+    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.section.cache.views)])
+    train, val = ([source.name(id) for id in range(len(source))] for source in (data.train, data.val))
+    classes = list(data.classes) if plan.logits else []
+    table = Answers(
+        meaning="logits" if arrays == ["logits"] else "embeddings",
+        names=train,
+        values=values,
+        classes=classes,
+        val_names=val,
+        val_values=_validation(opened, len(val)).to(values.dtype),
+        made_for=data.images().shown(),
+        problem_type=plan.task.problem_type if classes else "",
+    )
+    try:
+        write(path, table)
+    except OSError as error:
+        raise RunError("--export", f"'{path}' cannot be written ({error.strerror or error})", "", "") from error
+
+
+def _stored(store: Store, view: int) -> Iterator[Tensor]:
+    for start in range(0, store.num_images, ROWS):
+        parts, _, _ = store.parts(view, range(start, min(store.num_images, start + ROWS)))
+        yield _only(store.codec.unpack(parts))
+
+
+def _validation(opened: _Opened, count: int) -> Tensor:
+    live, loader = opened.live.validation(), opened.val_loader
+    plan = evaluation_plan(count, loader.batch_size)
+    found = [_only(live(batch)).cpu() for batch in opened.session.backend.put(loader.epoch(plan, 0))]
+    return torch.cat(found)[:count]
+
+
+def _only(outputs: Outputs) -> Tensor:
+    """Return the one array: logits, or pooled features."""
+    return outputs.logits if outputs.logits.shape[1] else outputs.features["pooled"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +11,24 @@ import torch
 
 from kd.config.schema import DataSection, OptimizerSection
 from kd.contracts import TeacherModel
+from kd.errors import DataError
 from kd.models.classifier import feature_shapes
+from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
+from kd.setup.fit import fit_folders, is_fitted
+from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
-from kd.setup.student import build_criterion, build_student, sizes
+from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
 
-def check(recipe: Recipe, path: str = "given") -> str:
-    """Check a recipe and describe the run.
+def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
+    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images.
 
-    Models are built on the meta device: no memory, no weights. Listing the data is real.
+    Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
 
     Raises:
@@ -35,6 +39,12 @@ def check(recipe: Recipe, path: str = "given") -> str:
     check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
+    folders = fit_folders(plan, data.fingerprint).items()
+    # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
+    fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
+    for model in (*(fit.student for fit in fits.values()), student_plan):
+        if model.section.kind == "timm":
+            require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
     fresh = replace(student_plan.section, init="scratch", checkpoint="")
@@ -46,17 +56,19 @@ def check(recipe: Recipe, path: str = "given") -> str:
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.classes)} classes, {section.image_size} px",
+        *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),
         f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
+        *(f"          {note}" for note in teachers.notes),
+        *(_answers(plan, teachers) if answers else ()),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         *_length(recipe.loop, split, len(data.train)),
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
-        f"memory    {_state_mib(recipe.loop.optimizer, student, num_ranks):.0f} MiB a rank for weights, gradients and "
-        "optimizer; activations come on top",
+        _memory(recipe, fits, student, teachers, num_ranks),
     ]
     return "\n".join(lines)
 
@@ -109,9 +121,16 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
 def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
     section = plan.members[where]
     if where in plan.fits:
-        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.epochs} epochs if not found"
+        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return f"teacher   {section.model}: {size}; weights and classes fit the data"
+
+
+def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
+    try:
+        return [f"          {one.text}" for one in compare(plan, teachers, teachers.data, torch.device("cpu"))]
+    except DataError:
+        return ["          not asked: the images do not exist yet"]
 
 
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:
@@ -128,8 +147,22 @@ def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _state_mib(section: OptimizerSection, student: Any, world_size: int) -> float:
+def _memory(recipe: Recipe, fits: Mapping[str, Recipe], student: Any, teachers: Teachers, num_ranks: int) -> str:
+    """Say what weights, gradients and optimizer take in the largest phase, and in which."""
+    section, models = recipe.teacher.section, dict(zip(recipe.teacher.members, teachers.members, strict=True))
+    frozen = sum(count_parameters(model) for model in models.values() if model.runtime == "torch")
+    frozen *= (2 if section.precision == "bf16" else 4) / (num_ranks if section.shard or section.pipeline else 1)
+    phases = {"distillation": _state_mib(recipe.loop.optimizer, student, num_ranks) + frozen / 2**20}
+    for where, fit in fits.items():
+        phases[f"the fit of {where}"] = _state_mib(fit.loop.optimizer, models[where], num_ranks)
+    largest, *rest = sorted(phases.items(), key=lambda pair: -pair[1])
+    others = "".join(f", {mib:.0f} in {name}" for name, mib in rest)
+    text = f"{largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, gradients and optimizer"
+    return f"memory    {text}; activations come on top"
+
+
+def _state_mib(section: OptimizerSection, model: Any, world_size: int) -> float:
     moments = 2 if section.kind == "adamw" else 1
     shared = world_size if section.zero else 1
     floats = 2 + moments / shared + (1 if section.ema else 0)
-    return count_parameters(student) * 4 * floats / 2**20
+    return count_parameters(model) * 4 * floats / 2**20

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,15 @@ from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
 from kd.progress.summary import skipped_text
 from kd.progress.trackers import Trackers
+from kd.scores import Scores
 from kd.setup.build import Results, Setting, build_run
+from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
+from kd.text import html_table
+
+if TYPE_CHECKING:
+    from kd.export.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class Result:
     teacher_parameters: int = 0
     sifting: str = ""
     """What the sifter did, as Markdown."""
+    at_home: tuple[str, ...] = ()
+    """How each teacher's answers differ from those with its own preprocessing."""
     batch_size: int = 0
     """Images of an optimizer step, as configured or as found."""
     steps: int = 0
@@ -51,6 +61,22 @@ class Result:
     """Steps whose gradient was not finite."""
     baseline: Result | None = None
     report: str = ""
+
+    def export(self, target: str | Path | None = None, **options: Any) -> Exported:
+        """Export the best student, as `kd-export` does; the code that the run names is run.
+
+        Args:
+            target: the new folder; None: `export` in the run folder.
+            options: fields of `kd.export.export.Options`, such as `int8=True`.
+        """
+        from kd.export.export import Options, export  # most runs end without one
+
+        return export(self.folder, Path(target) if target else None, Options(**options), trust=True)
+
+    def _repr_html_(self) -> str:
+        """Return the scores as a table, for notebooks."""
+        scores = Scores.read(RunDir(self.folder).manifest()["scores"])
+        return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_size: int = 0) -> Result:
@@ -73,6 +99,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         with Observer(setting, recipe.loop, folder, console) as observer:
             recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
             results = Results(folder, console, recorded)
+            compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
             facts = built.facts | facts_of(run, setting)
@@ -89,6 +116,11 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         observer.conclude(title)
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
+        if names and data.labelled and recipe.student.task.logits == "softmax":
+            from kd.setup.answers import mistakes  # only where a tracker shows them
+
+            with run.average.applied() if run.average is not None else nullcontext():
+                trackers.pictures(state.step, mistakes(run.distillation.student.eval(), data, backend.device))
         sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")
@@ -104,6 +136,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(model) if model is not None else 0,
         sifting=sifting,
+        at_home=tuple(f"{where}: {one['text']}" for where, one in folder.manifest().get("teacher_home", {}).items()),
         batch_size=run.length.batch_size,
         steps=state.step,
         skipped=state.skipped_in_all,
@@ -122,7 +155,11 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "classes": list(data.classes),
         "data": data.fingerprint,
         "environment": environment(),
+        "date": date.today().isoformat(),
+        "parameters": {"student": count_parameters(run.distillation.student)},
     }
+    if teacher is not None:
+        facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     return facts
@@ -131,11 +168,26 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title: str) -> None:
     """Show what the set-up found out."""
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+    for note in setting.teachers.notes:
+        console.info(f"teacher: {note}")
     if "batch_search" in facts:
         console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:
         rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
+
+
+def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: Console) -> None:
+    """Show and record, at the first start, how the teachers' answers differ from those at home.
+
+    Raises:
+        ModelError: they are other answers.
+    """
+    if "teacher_home" not in folder.manifest():
+        compared = compare(plan, setting.teachers, setting.teachers.data, setting.backend.device)
+        for one in compared:
+            console.info(f"{one.where}: {one.text}")
+        folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:

@@ -12,20 +12,13 @@ from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.references import written
-from kd.setup.finished import parse
 from kd.setup.fit import FREE
 from kd.setup.recipe import Record, flatten, hashes
 
 
 @contextmanager
 def open_run(record: Record, rank: int, shared: bool = False) -> Iterator[RunDir]:
-    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ.
-
-    Args:
-        record: of the run.
-        rank: of this process.
-        shared: several runs may write its copy (see `RunDir`).
-    """
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
     folder = RunDir(record.path, rank, record.keep, record.mirror, shared)
     try:
         require_own_copy(folder, record)
@@ -39,11 +32,7 @@ def open_run(record: Record, rank: int, shared: bool = False) -> Iterator[RunDir
 
 
 def require_own_copy(folder: RunDir, record: Record) -> None:
-    """Require the copy to be that of this run, where it has a checkpoint to lose.
-
-    Raises:
-        RunError: it is that of a run with another configuration, or the folder's run has other data or teachers.
-    """
+    """Require the copy to be that of this run, where it has a checkpoint to lose."""
     text = folder.copied("config.yaml")
     if not text:
         return
@@ -64,6 +53,8 @@ def require_own_copy(folder: RunDir, record: Record) -> None:
 
 def differences(file: Path | str, text: str, record: Record) -> list[str]:
     """List the keys in which a stored configuration computes something else."""
+    from kd.setup.finished import parse  # only where a folder holds a run
+
     stored = flatten(config.to_dict(parse(file, text, trust=True), values=True))
     return [*different_keys(stored, record.keys), *changed_values(text, record)]
 

@@ -13,7 +13,7 @@ from kd.jobs.check import check
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.estimate import describe, estimate, measure
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe
 from kd.text import clock, money
@@ -28,7 +28,7 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
     Raises:
         KdError: what `kd-train` would stop at.
     """
-    checked, data = check(recipe, path), open_sources(recipe.data)
+    checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *_images((data.train, data.val), section.on_corrupt)]
     if section.batch_size == "auto":
@@ -38,7 +38,7 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
     split = split_batch(section, 1, len(data.train))
     with distributed(recipe.backend) as backend:
         found = measure(recipe.teacher, recipe.student, data, split, backend, fitting=True)
-        fits = sum(not is_fitted(fit_folder(fit, data.fingerprint)[1]) for fit in recipe.teacher.fits.values())
+        fits = sum(not is_fitted(target) for _, target in fit_folders(recipe.teacher, data.fingerprint).values())
         guess = estimate(recipe, data, split, backend, found, fits)
     parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
     measured = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
@@ -53,11 +53,7 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
 
 
 def _images(splits: tuple[Source, Source], on_corrupt: str) -> list[str]:
-    """Decode images in random order, all if the time suffices, and say how many are damaged.
-
-    Raises:
-        CorruptImage: an image is damaged, and kd-train would stop at it.
-    """
+    """Decode images in random order, all if the time suffices, and say how many are damaged."""
     train, val = splits
     first_val, total = len(train), len(train) + len(val)
     damaged: list[CorruptImage] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,20 @@ ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communic
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
+_reached: list[float] = []
+"""Until when the tables of this command account for its time (`time.perf_counter`)."""
+
+
+@contextmanager
+def accounted(began: float) -> Iterator[None]:
+    """Let the tables of the runs in this block follow one another without a gap, the first from `began` on."""
+    _reached[:] = [began]
+    try:
+        yield
+    finally:
+        _reached.clear()
+
+
 def clock_of(facts: BackendFacts, device: torch.device) -> str:
     """Return what the times of spans mean on a kind of backend. See `Timeline`."""
     return "tracing" if facts.compiles else "device" if device.type == "cuda" else "host"
@@ -48,7 +62,8 @@ class Observer:
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(setting.facts, backend.device)
-        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step)
+        since = _reached[0] if _reached else time.perf_counter()
+        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step, since=since)
         wanted = loop.profile if backend.rank == 0 else ()
         self._profiler = None
         if wanted:
@@ -58,7 +73,7 @@ class Observer:
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
         self._facts: Callable[[], Facts] = Facts
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         self._looked = time.monotonic()
 
     def _step(self, number: int) -> None:
@@ -82,16 +97,17 @@ class Observer:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+        _reached[:] = [time.perf_counter()] if _reached else []
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also ask the rules. See `kd.engine.span.Window`."""
+        """End a log window; now and then also ask the rules. See `kd.engine.run.Window`."""
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
             for finding in find(self._evidence(live=True)):
-                if finding.severity == "warning" and finding.rule not in self._told:
-                    self._told.add(finding.rule)
-                    self.logger.info(told(finding))
+                if finding.severity == "warning" and finding.rule not in self._shown:
+                    self._shown.add(finding.rule)
+                    self.logger.info(line_of(finding))
         return values
 
     def _evidence(self, live: bool = False) -> Evidence:
@@ -117,7 +133,7 @@ class Observer:
             self.logger.info(line)
         findings = find(evidence)
         for finding in findings:
-            self.logger.info(told(finding))
+            self.logger.info(line_of(finding))
         try:
             write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
         except RunError as error:  # the run has done its work
@@ -128,6 +144,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
     backend, most = run.backend, cores()
     threads = setting.facts.threads  # 0: the run compares them itself
+    evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
         cores=most,
@@ -137,10 +154,12 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
+        evaluate=evaluate,
+        checkpoint=run.length.checkpoint or evaluate,
     )
 
 
-def told(finding: Finding) -> str:
+def line_of(finding: Finding) -> str:
     """Return a finding as one line."""
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
@@ -148,14 +167,14 @@ def told(finding: Finding) -> str:
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time, as lines; empty where it made no step."""
     totals, steps = timeline.totals, timeline.made
-    whole = sum(totals.values())
-    if not steps or not whole:
+    total = sum(totals.values())
+    if not steps or not total:
         return []
     names = [*(name for name in ORDER if name in totals), *sorted(totals.keys() - set(ORDER))]
-    rows = [(name, totals[name]) for name in names] + [("all", whole)]
+    rows = [(name, totals[name]) for name in names] + [("all", total)]
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]
     for name, ms in rows:
         each = f"{ms / steps:10.2f} ms a step" if name not in ("all", *APART) else ""
-        lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / whole:7.1f} %{each}")
+        lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / total:7.1f} %{each}")
     return lines

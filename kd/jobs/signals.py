@@ -41,18 +41,14 @@ class Signals:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Remember a signal for `requested` here, instead of ending at once.
-
-        Raises:
-            Interrupted: one came too late for the block to notice it.
-        """
+        """Remember a signal for `requested` here, instead of ending at once."""
         self._training = True
         try:
             yield
         finally:
             self._training = False
         if self._name:
-            raise Interrupted(self._told())
+            raise Interrupted(self._message())
 
     def requested(self) -> bool:
         """Return whether a signal has asked to stop."""
@@ -68,11 +64,11 @@ class Signals:
             os.kill(os.getpid(), number)
         self._name, self._first = signal.Signals(number).name, time.monotonic()
         if not self._training:
-            raise Interrupted(self._told())
+            raise Interrupted(self._message())
         # not print: the signal may have come in the middle of one
         os.write(2, f"{self._name}: finishing the step and writing a checkpoint; a second signal ends now\n".encode())
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         return f"stopped by {self._name}; the same command resumes"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,11 +16,11 @@ from kd.contracts import Backend
 from kd.errors import ConfigError, FolderInUse, RunError
 from kd.jobs.distill import distill
 from kd.jobs.folder import open_run
+from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.finished import best_student
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -29,18 +30,23 @@ MINE, FITTED, IN_USE = 0, 1, 2
 log = logging.getLogger("kd")
 
 
-def teach(settings: Config) -> list[Path]:
+def teach(settings: Config, before: float = 0.0) -> list[Path]:
     """Fit the teachers of a configuration that have no checkpoint, or find them fitted; return their folders.
+
+    The time of the first fit begins `before` seconds ago.
 
     Raises:
         ConfigError: the config does not say how to fit one.
     """
-    if not settings.teacher.fit.epochs:
-        raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", "Say for how long to fit the teacher")
+    if not settings.teacher.fit.length:
+        remedy = "Say for how long to fit the teacher, here or by teacher.fit.steps"
+        raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
+    started = time.perf_counter() - before
     recipe = resolve(settings)
-    with distributed(recipe.backend) as backend:
+    with accounted(started), distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
-        return [fit_teacher(*fit_folder(fit, data.fingerprint), data, backend) for fit in recipe.teacher.fits.values()]
+        fits = fit_folders(recipe.teacher, data.fingerprint).values()
+        return [fit_teacher(*fit, data, backend) for fit in fits]
 
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
@@ -49,8 +55,8 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
     if section.shard or section.pipeline:
         backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
     weights: dict[str, str | Path] = {}
-    for where, fit in plan.fits.items():
-        weights[where] = fit_teacher(*fit_folder(fit, data.fingerprint), data, backend)
+    for where, (fit, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = fit_teacher(fit, target, data, backend)
     if section.shard and backend.rank != 0:
         weights = dict.fromkeys(plan.members, META)
     return load_teachers(plan, data, weights)
@@ -67,13 +73,15 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             if backend.rank == 0:
                 log.info("teacher: reusing '%s'", target)
             return target
+        data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
         if backend.rank == 0:
-            from kd.export.folder import write_folder  # only where a teacher was fitted
+            from kd.export.folder import write_folder  # these two only where a teacher was fitted
+            from kd.setup.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type
-            content, weights = export_files(student.network, data.classes, data.section.eval_crop, problem_type)
+            content, weights = export_files(student, data.classes, data.section.eval_crop, problem_type)
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target

@@ -13,6 +13,7 @@ from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import Result, distill
 from kd.jobs.folder import open_run
+from kd.jobs.observe import accounted
 from kd.jobs.teach import obtain_teachers
 from kd.progress.summary import curves, summary
 from kd.references import redact
@@ -22,16 +23,19 @@ from kd.setup.recipe import BASELINE, resolve
 from kd.setup.teacher import Teachers
 
 
-def train(settings: Config) -> Result:
+def train(settings: Config, before: float = 0.0) -> Result:
     """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
+
+    The time of the run begins `before` seconds ago, when its command began.
 
     Raises:
         KdError: anything that the user can repair, in one line.
     """
-    started, recipe = time.monotonic(), resolve(settings)
+    started = time.perf_counter() - before
+    recipe = resolve(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     record, scores = recipe.record, recipe.student.task.scores
-    with distributed(recipe.backend) as backend:
+    with accounted(started), distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend)
         with open_run(record, backend.rank) as folder, billed(folder, started):
             teachers = obtain_teachers(recipe.teacher, data, backend)
@@ -61,4 +65,4 @@ def billed(folder: RunDir, started: float) -> Iterator[None]:
     try:
         yield
     finally:
-        folder.record(billable_seconds=round(before + time.monotonic() - started, 3))
+        folder.record(billable_seconds=round(before + time.perf_counter() - started, 3))

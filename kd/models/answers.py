@@ -8,8 +8,8 @@
     metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through;
                        `problem_type`: transformers' word for logits of one label an image, or of several
 
-`.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` begins with
-`name,CLASS,CLASS,...`, one image a line.
+`.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` and `.tsv` begin
+with `name,CLASS,CLASS,...`, one image a line.
 
 Shape legend: N images, V views, C classes, D width of an embedding.
 """
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import csv
 import json
+import posixpath
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from kd.errors import ModelError
 
-ENDINGS = (".safetensors", ".npz", ".csv")
+ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
 MEANINGS = ("logits", "embeddings")
 FAILURES = (OSError, ValueError, KeyError, SafetensorError, UnicodeDecodeError, EOFError, csv.Error)
 
@@ -64,16 +65,29 @@ def read(path: str, where: str) -> Answers:
         ModelError: it cannot be read, or its parts do not fit together.
     """
     file = Path(path).expanduser()
-    if file.suffix not in ENDINGS:
-        raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", "See docs/teachers.md")
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        remedy = "See docs/teachers.md"
+        if ending == ".npy":
+            remedy = "It names no images: write np.savez('FILE.npz', logits=..., names=..., classes=...)"
+        raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", remedy)
     try:
-        found = {".safetensors": _safetensors, ".npz": _npz, ".csv": _csv}[file.suffix](file)
+        found = {".safetensors": _safetensors, ".npz": _npz, ".csv": _csv, ".tsv": _csv}[ending](file)
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         allowed = "logits or embeddings, with names; see docs/teachers.md"
         raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
+    names, val_names = ([posixpath.normpath(name) for name in each] for each in (found.names, found.val_names))
+    found = replace(found, names=names, val_names=val_names)
     _check(found, path, where)
     return found
+
+
+def below(names: Sequence[str], example: str) -> list[str]:
+    """Return absolute names without the folder in front of the one that ends like `example`, as kd lists an image."""
+    absolute = all(name.startswith("/") for name in names)
+    folder = next((name[: -len(example)] for name in names if absolute and name.endswith(f"/{example}")), "")
+    return [name.removeprefix(folder) for name in names]
 
 
 def _check(found: Answers, path: str, where: str) -> None:
@@ -91,10 +105,17 @@ def _check(found: Answers, path: str, where: str) -> None:
         problem = f"it has {found.values.shape[2]} numbers an image and {len(found.classes)} classes"
     elif twice := [name for names in both for name, count in Counter(names).items() if count > 1]:
         problem = f"it has the image '{twice[0]}' twice"
-    elif not all(one.isfinite().all() for one in tables):
-        problem = "it has NaN or infinity"
+    elif len({*found.classes}) < len(found.classes):
+        problem = f"it has the class '{Counter(found.classes).most_common(1)[0][0]}' twice"
+    elif broken := [names[row] for names, one in zip(both, tables, strict=False) for row in _not_finite(one)]:
+        problem = f"it has NaN or infinity for '{broken[0]}', with {len(broken) - 1} more images"
     if problem:
         raise ModelError(where, f"'{path}': {problem}", "One finite answer for each name", "Correct the table")
+
+
+def _not_finite(values: Tensor) -> list[int]:
+    """Return the rows of a table [V, N, C or D] that are not finite."""
+    return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 
 def write(path: str | Path, answers: Answers) -> None:
@@ -156,15 +177,21 @@ def _meaning(found: Mapping[str, Any]) -> str:
 
 def _csv(file: Path) -> Answers:
     with file.open(newline="", encoding="utf-8-sig") as opened:
-        rows = [row for row in csv.reader(opened) if row]
-    header, body = rows[0] if rows else [], rows[1:]
-    if len(header) < 3 or header[0] != "name":
-        raise ValueError("the first line is not `name,CLASS,CLASS,...`")
-    short = next((number for number, row in enumerate(body, 2) if len(row) != len(header)), 0)
-    if short:
-        raise ValueError(f"line {short} has {len(body[short - 2])} fields, the first line has {len(header)}")
-    values = np.array([[float(cell) for cell in row[1:]] for row in body], np.float32).reshape(len(body), -1)
-    return Answers("logits", [row[0] for row in body], torch.from_numpy(values)[None], header[1:])
+        reader = csv.reader(opened, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        header = [name.strip() for name in next(filter(None, reader), [])]
+        if len(header) < 3 or header[0] != "name":
+            raise ValueError("the first line is not `name,CLASS,CLASS,...`")
+        names, values = list[str](), list[np.ndarray]()
+        for row in filter(None, reader):
+            if len(row) != len(header):
+                raise ValueError(f"line {reader.line_num} has {len(row)} fields, the first line has {len(header)}")
+            try:
+                values.append(np.array(row[1:], np.float32))
+            except ValueError as error:
+                raise ValueError(f"line {reader.line_num}: {error}") from error
+            names.append(row[0])
+    table = np.stack(values) if values else np.zeros((0, len(header) - 1), np.float32)
+    return Answers("logits", names, torch.from_numpy(table)[None], header[1:])
 
 
 def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:

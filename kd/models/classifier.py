@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.types import Outputs
 
 Average = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The preprocessing that came with a model: what its own library makes of a whole image."""
+
+    library: str
+    prepare: Callable[[Image.Image], Tensor]
+    """RGB image -> normalized pixels [3, H, W]."""
+    keys: str
+    """Its keys of size and crop with their values, for messages."""
 
 
 class Classifier(nn.Module):
@@ -27,6 +40,8 @@ class Classifier(nn.Module):
     """
 
     runtime, reads_ids = "torch", False
+    home: Home | None = None
+    """None: it came without preprocessing."""
 
     def __init__(
         self,
@@ -61,7 +76,10 @@ class Classifier(nn.Module):
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify uint8 images [B, 3, H, W]."""
-        pixels = self.normalize(image)
+        return self.outputs(self.normalize(image))
+
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Classify normalized images [B, 3, S, S]."""
         if not self.features:
             return Outputs(self.network(pixels)) if self.num_classes else Outputs(pixels.new_zeros(len(pixels), 0))
         network: Any = self.network
@@ -90,7 +108,7 @@ class Classifier(nn.Module):
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
         pixels = resized(image, self.input_size)
         pixels = torch.addcmul(self.shift, pixels, self.scale)  # type: ignore[arg-type]
-        return pixels.to(next(self.network.parameters()).dtype)
+        return pixels.to(next(self.network.parameters(), pixels).dtype)
 
     def identity(self) -> dict[str, Any]:
         """Return all that determines the outputs, as JSON values: weights, architecture, normalization, input size."""
@@ -102,6 +120,20 @@ class Classifier(nn.Module):
         """Width D of the pooled features; 0 where it is not known."""
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
+
+
+class Network(nn.Module):
+    """A module of somebody else, whose answer is one tensor, whatever it returns."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+        self.pick: nn.Module = nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, C] for normalized images [B, 3, S, S]."""
+        answer = main_output(self.inner(pixels), "model")
+        return self.pick(answer if self.change is None else self.change(answer))
 
 
 def resized(image: Tensor, size: int) -> Tensor:
@@ -165,11 +197,26 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
 
 
+class Pick(nn.Module):
+    """Keep the logits of some of a teacher's classes: the data has fewer."""
+
+    def __init__(self, columns: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor(columns))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return [B, K] of logits [B, C]."""
+        return logits[:, self.columns]  # type: ignore[index]
+
+
 class LogitsModel(nn.Module):
-    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
+    """Wrap any module from images to logits [B, C], without normalization, resizing or features.
+
+    Float images are cast to the dtype of its weights, and its logits to float32.
+    """
 
     classes: Sequence[str] = ()
-    runtime, reads_ids, num_features = "torch", False, 0
+    runtime, reads_ids = "torch", False
 
     def __init__(self, network: nn.Module, where: str = "model") -> None:
         super().__init__()
@@ -177,7 +224,9 @@ class LogitsModel(nn.Module):
 
     def forward(self, image: Tensor) -> Outputs:
         """Classify images [B, ...]."""
-        return Outputs(main_output(self.network(image), self.where))
+        weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
+        pixels = image.to(weight.dtype) if image.is_floating_point() else image
+        return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
         """Return a hash of the weights."""
@@ -192,8 +241,6 @@ class Ensemble(nn.Module):
     resizes its input. Features are not averaged, because the models have no common feature space: each model's stand
     in the outputs under their own names (see `Outputs.of`).
     """
-
-    num_features = 0
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
         """Combine K teachers of the same classes.

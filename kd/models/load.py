@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.evaluation import Task
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, Home
 from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
+from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched, require_same_tensors, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     weights = read_tensors(spec)
     pretrained = spec.pretrained and weights is None
     own = _own_classes(spec, source, weights) if spec.classes is None else None
-    if source.startswith("local-dir:") and (pretrained or spec.args.get("pretrained")):
-        _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
+    _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
@@ -112,7 +112,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if weights is not None:
         _load_weights(spec, network, *weights)
     config = data_config(network)
-    return Classifier(
+    made = Classifier(
         network,
         num_classes=len(classes),
         input_size=config["input_size"][-1],
@@ -122,6 +122,17 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
+    made.home = _home(config) if spec.exact_head and pretrained else None
+    return made
+
+
+def _home(config: dict[str, Any]) -> Home:
+    """Return timm's own preprocessing of evaluation."""
+    from timm.data import create_transform
+
+    keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
+    shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
+    return Home("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
 def _source(spec: Spec) -> str:
@@ -143,6 +154,26 @@ def _source(spec: Spec) -> str:
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
+
+
+def require_weights(spec: Spec) -> None:
+    """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    if spec.checkpoint:
+        _weights_file(spec)
+    else:
+        _require_source(spec, _source(spec), spec.pretrained)
+
+
+def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
+    if source.startswith("local-dir:"):
+        if pretrained or spec.args.get("pretrained"):
+            _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
+    elif pretrained or ":" in source:
+        require_fetched(f"{spec.where}.model", source, WEIGHTS if pretrained else ARCHITECTURE)
 
 
 def _require_safetensors(spec: Spec, folder: Path) -> None:
@@ -234,7 +265,7 @@ def _creation_error(spec: Spec, error: Exception) -> ModelError:
         f"{spec.where}.model",
         f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
         allowed,
-        f"Correct {spec.where}.model or {spec.where}.args; pretrained weights of a bare name need the network",
+        f"Correct {spec.where}.model or {spec.where}.args",
     )
 
 
@@ -242,19 +273,27 @@ def read_tensors(spec: Spec) -> Any:
     """Read the checkpoint: tensors by name and the class names written beside them, where there are any."""
     if not spec.checkpoint:
         return None
-    path = Path(spec.checkpoint)
-    file = path / "model.safetensors" if path.is_dir() else path
-    where = f"{spec.where}.checkpoint"
-    if not file.is_file():
-        remedy = (
-            "Check the path, or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "Check the path"
-        )
-        raise ModelError(where, f"no file '{file}'", "A .safetensors file or a folder with model.safetensors", remedy)
+    file, where = _weights_file(spec), f"{spec.where}.checkpoint"
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
     return tensors, folder_classes(file.parent, where)
+
+
+def _weights_file(spec: Spec) -> Path:
+    """Return the file of the checkpoint.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = Path(spec.checkpoint)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "")
+        allowed = "A .safetensors file or a folder with model.safetensors"
+        raise ModelError(f"{spec.where}.checkpoint", f"no file '{file}'", allowed, remedy)
+    return file
 
 
 def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
@@ -304,13 +343,16 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
             where,
             f"has {count} classes, the data has {len(classes)}",
             "Both must be equal: a new head would be random",
-            "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
+            if where.startswith("student")
+            else "Use a teacher fitted on this data, or `kd-teach` to fit one",
         )
 
 
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
+    tensors = unwrapped(tensors, own)
     if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     tensors = _at_this_size(tensors, own, network)
@@ -324,13 +366,7 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         fresh = {name: own[name] for name in _head_names(network) if name in own}
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    shapes = [f"{n} {tuple(t.shape)} != {tuple(own[n].shape)}" for n, t in tensors.items() if n in own]
-    shapes = [text for text in shapes if text.split(" ", 1)[1].split(" != ")[0] != text.split(" != ")[1]]
-    if missing or unexpected or shapes:
-        problems = {"missing": missing, "unexpected": unexpected, "other shape": shapes}
-        told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
-        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    require_same_tensors(where, spec.model, own, tensors)
     network.load_state_dict(tensors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kd.contracts import TeacherModel
+from kd.errors import ModelError
 from kd.types import Batch, Outputs
 
+FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
+"""What a network raises for images of a size that it cannot take."""
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
@@ -112,6 +116,46 @@ class NoTeacher(Uncached):
     def __call__(self, batch: Batch) -> Outputs:
         """Return empty outputs."""
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
+
+
+@torch.no_grad()
+def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
+    """Ask a loaded teacher about the same noise twice; it is left in eval mode.
+
+    Args:
+        model: a `kd.contracts.TeacherModel` that looks at pixels.
+        where: config path of its section.
+        name: what a user calls it.
+        size: of the data's images, pixels.
+
+    Raises:
+        ModelError: it fails on images of this size, or its second answer is another one.
+    """
+    noise = torch.randint(256, (2, 3, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    try:
+        first, second = (model.eval()(noise) for _ in range(2))
+    except FAILURES as error:
+        raise fails(where, name, getattr(model, "input_size", size), error) from error
+    pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
+    for one, other in (pair for pair in pairs if pair[0].numel()):
+        spread, gap = (
+            one.float().std().item(),
+            (one - other).abs().max().item() if one.shape == other.shape else math.inf,
+        )
+        if gap > 1e-3 * spread:
+            wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
+            wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
+            raise ModelError(
+                f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another"
+            )
+
+
+def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
+    """Return the error for a teacher that cannot answer."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    remedy = f"Set {where}.input_size or {where}.args where it has them, or correct its preprocessing"
+    wrong, allowed = f"'{name}' fails on images of {size}x{size} pixels ({reason})", "A model from square RGB images"
+    return ModelError(f"{where}.model", wrong, allowed, remedy)
 
 
 def on_meta(model: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kd.errors import ModelError
+from kd.models.classifier import Classifier
 
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
 """What logits answer, in the words of transformers, and what an image has."""
@@ -56,17 +57,32 @@ def data_config(network: nn.Module) -> dict[str, Any]:
     return config
 
 
+def is_timm(network: nn.Module) -> bool:
+    """Return whether timm built a network, and builds it again by name."""
+    return hasattr(network, "pretrained_cfg")
+
+
 def export_files(
-    network: nn.Module, classes: Sequence[str], crop: float, problem_type: str = ""
+    student: Classifier, classes: Sequence[str], crop: float, problem_type: str = ""
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of a folder that `timm.create_model('local-dir:...')` loads.
+    """Return config.json and the tensors of an export; `timm.create_model('local-dir:...')` loads that of a timm model.
 
     Args:
-        network: the timm model.
+        student: what is exported.
         classes: written as `label_names`, in the order of the logits.
         crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
         problem_type: what the logits answer; "": there are none.
     """
+    network: Any = student.network
+    content = _timm_config(network, classes, crop) if is_timm(network) else _own_config(student, classes, crop)
+    if problem_type:
+        content["problem_type"] = problem_type
+    network = network if is_timm(network) else getattr(network, "inner", network)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
+    return content, tensors
+
+
+def _timm_config(network: nn.Module, classes: Sequence[str], crop: float) -> dict[str, Any]:
     from timm.models._hub import save_config_for_hf
 
     config = data_config(network)
@@ -79,9 +95,20 @@ def export_files(
             data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
         )
         content = json.loads(path.read_text())
-    if problem_type:
-        content["problem_type"] = problem_type
     for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
         content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
-    return content, tensors
+    return content
+
+
+def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
+    """Return the same of a network that timm does not know, in timm's form."""
+    scale, shift = (getattr(student, name).flatten().double() for name in ("scale", "shift"))
+    std, mean = 1 / (255 * scale), -shift / (255 * scale)
+    pixels = {"mean": [round(value, 6) for value in mean.tolist()], "std": [round(value, 6) for value in std.tolist()]}
+    size = student.input_size
+    return {
+        "architecture": student.architecture,
+        "num_classes": len(classes),
+        "label_names": list(classes),
+        "pretrained_cfg": {"input_size": [3, size, size], **pixels, "crop_pct": crop},
+    }

@@ -31,6 +31,9 @@ class Facts:
     batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
+    evaluate: int = 0
+    """Steps between two evaluations; 0: not known."""
+    checkpoint: int = 0
 
     @property
     def share(self) -> int:

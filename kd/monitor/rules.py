@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kd.monitor.evidence import MIN_SAMPLES, Evidence, Finding, Row
+from kd.monitor.timeline import summed
 from kd.types import Loading
 
 MIN_STEPS = 20
@@ -44,6 +45,11 @@ SHARED = 0.20
 """Share of the machine's cores. Where other programs use more, they may be why a rank is late."""
 IDLE_CORES = 0.20
 """Share of the machine's cores. Where neighbours use the rest, more threads make a step slower."""
+APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
+"""Shares of the time after the set-up. They are for the run's safety, and half of them are seldom missed."""
+FORWARD = 0.5
+"""Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass of a usual step has at
+most a third. More, and twice as long as the backward pass: something computes without gradients, or in Python."""
 PROFILED = 6
 """Steps of a profile that is advised."""
 SERIOUS = 0.20
@@ -272,6 +278,32 @@ def load_balancing(evidence: Evidence) -> Finding | None:
     return _finding("LoadBalancing", saves, text, threshold, advice)
 
 
+def time_share(evidence: Evidence) -> Finding | None:
+    """Evaluations, checkpoints or the forward pass take more of the run's own table than they should."""
+    rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row.get("clock") != "tracing"]
+    total, made = summed([row.get("device_ms", row["ms"]) for row in rows]), sum(row["steps"] for row in rows)
+    for name, every in (("evaluation", evidence.facts.evaluate), ("checkpoint", evidence.facts.checkpoint)):
+        share = total.get(name, 0.0) / max(sum(total.values()), 1e-9)
+        if share < APART_MOST[name] or made < 2 * every or not every:  # one at the end stays, however seldom the others
+            continue
+        rest, most = share / (1 - share), APART_MOST[name] / 2
+        value = every * math.ceil(rest * (1 - most) / most)
+        key = "run.every.evaluate" if name == "evaluation" else "run.every.checkpoint"
+        advice = Advice(key, value, f"there is then one in {value} steps instead of {every}.")
+        text = f"{name} takes {100 * share:.0f} % of the time"
+        return _finding("TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice)
+    step = evidence.step()
+    whole, forward, backward = sum(step.values()), step.get("forward", 0.0), step.get("backward", 0.0)
+    if not rows or evidence.steps() < MIN_STEPS or forward < max(FORWARD * whole, 2 * backward):
+        return None
+    text = f"the forward pass with its losses takes {100 * forward / whole:.0f} % of a step, the backward pass "
+    text += f"{100 * backward / whole:.0f} %"
+    effect = "the trace shows what computes there: a loss of your own, or a layer that works in Python."
+    advice = Advice("profile.steps", _last_steps(evidence), effect)
+    threshold = f"{100 * FORWARD:.0f} %, and twice the backward pass"
+    return _finding("TimeShare", (forward - backward) / whole, text, threshold, advice)
+
+
 # -------------------------------------------------------------------------------------------------------- the cores
 
 
@@ -297,4 +329,5 @@ RULES: tuple[Rule, ...] = (
     batch_size,
     gpu_memory_increase,
     overall_system_usage,
+    time_share,
 )

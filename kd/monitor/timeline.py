@@ -98,6 +98,7 @@ class Timeline:
         communication: Callable[[], float] = lambda: 0.0,
         device: DeviceClock | None = None,
         on_step: Callable[[int], None] = lambda step: None,
+        since: float | None = None,
     ) -> None:
         """Start the clock.
 
@@ -110,6 +111,7 @@ class Timeline:
                 reduction of gradients.
             device: the events; None: those of CUDA where `clock` is "device".
             on_step: called with a step's number before its first span.
+            since: when the set-up began (`time.perf_counter`); None: now.
         """
         self.clock, self.path, self.start = clock, path, start
         self.totals: dict[str, float] = {}
@@ -129,9 +131,10 @@ class Timeline:
         self.loading: Callable[[], Loading] = Loading
         """Returns how long all batches so far took to load."""
         self._loaded = Loading()
-        self._last = time.perf_counter()
+        self._last = time.perf_counter() if since is None else since
         if self._device is not None:
             self._device.mark("setup", {})
+            self._setup.device["setup"] = 1000 * (time.perf_counter() - self._last)
         self._keep_rows()
 
     def __enter__(self) -> Timeline:

@@ -1,10 +1,12 @@
-"""The images that `kd-predict` classifies: a folder, a list, tar shards, or a prefix of an object store."""
+"""The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a prefix of an object store."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import stat
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from kd.files.retry import retried
 from kd.serve.problems import Problem
 
 WHERE = "kd-predict"
+STDIN = "-"
+LISTED = (*ENDINGS, "heic", "heif", "avif")
+"""Endings of names that are listed. Of the last three each is a row with an error: kd-serve does not decode them."""
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
 all that follow, and ends the command after some tries."""
@@ -68,8 +73,9 @@ def find(source: str, copies: Path) -> Images:
     """List images.
 
     Args:
-        source: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), a text file with a
-            path or URL a line (relative to the file), or a URL (all images below it).
+        source: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
+            paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below
+            it), or "-": an image or a list on the standard input, relative to the working folder.
         copies: where remote shards are copied to.
 
     Raises:
@@ -85,10 +91,10 @@ def find(source: str, copies: Path) -> Images:
         images = Images(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
     elif os.path.isdir(source):
         images = _folder(source)
-    elif os.path.isfile(source):
-        images = _list(source)
+    elif source == STDIN or os.path.exists(source):
+        images = _file(source)
     else:
-        allowed = "A folder, a list (.txt), shards (.tar) or a URL"
+        allowed = "A folder, an image, a list (.txt), shards (.tar), a URL, or - (standard input)"
         raise DataError(WHERE, f"'{source}' does not exist", allowed, "Check the path")
     if not images.names:
         raise DataError(WHERE, f"no images in '{source}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
@@ -96,7 +102,7 @@ def find(source: str, copies: Path) -> Images:
 
 
 def _is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in ENDINGS
+    return name.rpartition(".")[2].lower() in LISTED
 
 
 def _folder(root: str) -> Images:
@@ -118,6 +124,8 @@ def _folder(root: str) -> Images:
 
 
 def _files(folder: str, names: Sequence[str]) -> Images:
+    folder = os.path.abspath(folder)  # another host has another working folder
+
     def path(id: int) -> str:
         return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
 
@@ -142,8 +150,11 @@ def _stamp(path: str) -> str:
 
 
 def _content(path: str) -> bytes:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for somebody who writes to it
+        raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
+    _check_bytes(status.st_size)
     with open(path, "rb", buffering=0) as file:
-        _check_bytes(os.fstat(file.fileno()).st_size)
         return file.readall()
 
 
@@ -167,14 +178,21 @@ def _cannot_list(error: OSError) -> None:
     raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
 
 
-def _list(path: str) -> Images:
+def _file(source: str) -> Images:
+    """List one image, or those of a list."""
+    if source != STDIN and os.path.isfile(source) and _is_image(source):
+        return _files("", [source])
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        allowed = "Text with a path a line"
-        raise DataError(WHERE, f"the list '{path}' cannot be read ({error})", allowed, "Check the file") from error
-    names = [line.strip() for line in text.splitlines() if line.strip()]
-    return _files(os.path.dirname(path), names)
+        data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
+    except OSError as error:
+        wrong = f"'{source}' cannot be read ({error.strerror})"
+        raise DataError(WHERE, wrong, "Text with a path a line, or an image", "Check the file") from error
+    if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
+        name = "stdin" if source == STDIN else source
+        return Images([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")
+    names = [os.fsdecode(line if b"\0" in data else line.strip()) for line in lines]
+    return _files("" if source == STDIN else os.path.dirname(source), [name for name in names if name])
 
 
 def _shards(pattern: str, copies: Path) -> Images:

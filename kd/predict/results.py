@@ -11,7 +11,7 @@ import csv
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ from typing import IO, Any
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
 from kd.files.retry import REMEDY
 from kd.files.storage import atomic_file, disk_error, recover, take_lock
+from kd.predict.classifier import STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
@@ -26,9 +27,8 @@ SHOWN = 10
 """Unreadable images that a message names."""
 ROWS = 65_536
 """Rows of a group of a Parquet file."""
-STAMP = "stamp"
-"""Key of an image's stamp. Only rows of the journal have it."""
-Row = dict[str, Any]
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that spreadsheets run as a formula."""
 
 
 class Journal:
@@ -105,12 +105,13 @@ class Journal:
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
 
-    def finish(self, target: Path, top: int) -> None:
+    def finish(self, target: Path, top: int, scored: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
         Args:
             target: a file that does not exist, or has these rows, because an earlier start was killed here.
             top: labels of each image; 0: as many as exceed their thresholds.
+            scored: labels that have a column of their own with their score, in a CSV.
 
         Raises:
             RunError: the disk is full or not writable, or `target` is another file.
@@ -118,10 +119,11 @@ class Journal:
         """
         self.flush()
         self._file.seek(0)
-        rows = ({key: value for key, value in row.items() if key != STAMP} for row, _ in _rows(self._file))
+        rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
+        rows = ({key: value for key, value in row.items() if key != STAMP} for row in rows)
         next(rows)
         with atomic_file(target, WHERE) as draft:
-            FORMATS[target.suffix](draft, rows, top)
+            FORMATS[target.suffix](draft, rows, top, scored)
             if target.exists() and not filecmp.cmp(draft, target, shallow=False):
                 raise _exists(target)
         self.path.unlink()
@@ -188,29 +190,40 @@ def _line(row: Row) -> bytes:
 # ---------------------------------------------------------------------------------------------------------- formats
 
 
-def _csv(draft: Path, rows: Iterator[Row], top: int) -> None:
+def _printed(name: str) -> str:
+    """Return a name as UTF-8 can write it: bytes that are none are written as a backslash, x and two digits."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
     """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error.
 
-    Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them.
+    Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them. Behind them is a column for each of
+    `scored`. A name that a spreadsheet would run as a formula becomes ./NAME, which is the same file.
     """
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
     names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
-    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["image", *names, "error"])
+    with draft.open("w", newline="", encoding="utf-8") as file:
+        columns = ["image", *names, "error", *(f"score:{label}" for label in scored)]
+        csv.writer(file, lineterminator="\n").writerow(columns)
         for row in rows:
             values = [answer[key] for answer in row.get("top", [])[:top] for key in ("label", "score")]
             if "labels" in row:
                 values = ["|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score")]
-            writer.writerow([row["image"], *(values or [""] * len(names)), row.get("error", "")])
+            scores = {answer["label"]: answer["score"] for answer in row.get("top", [])}
+            cells = [f"./{row['image']}" if row["image"].startswith(FORMULA) else row["image"]]
+            cells += [*(values or [""] * len(names)), row.get("error", ""), *(scores.get(one, "") for one in scored)]
+            # The module does not quote "\r" by itself, which readers take for the end of a row.
+            quoting = csv.QUOTE_ALL if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
+            csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
 
-def _jsonl(draft: Path, rows: Iterator[Row], top: int) -> None:
+def _jsonl(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
     with draft.open("wb") as file:
         file.writelines(map(_line, rows))
 
 
-def _parquet(draft: Path, rows: Iterator[Row], top: int) -> None:
+def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
     pyarrow, parquet = _pyarrow()
     text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
     answers = pyarrow.list_(pyarrow.struct(list(answer.items())))
@@ -219,7 +232,7 @@ def _parquet(draft: Path, rows: Iterator[Row], top: int) -> None:
     with parquet.ParquetWriter(draft, schema) as writer:
         group: list[Row] = []
         for row in rows:
-            group.append({**row, "image": row["image"].encode("utf-8", "surrogateescape").decode("utf-8", "replace")})
+            group.append(row)
             if len(group) == ROWS:
                 writer.write_table(pyarrow.Table.from_pylist(group, schema))
                 group.clear()

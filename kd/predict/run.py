@@ -1,4 +1,4 @@
-"""Classify many images: each is read, decoded, cropped and classified on one of as many threads as there are cores."""
+"""Classify many images, on as many threads as there are cores or on the hosts of a Ray cluster, into one file."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import shutil
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-
-from kd.errors import RunError
+from kd.errors import MissingExtra, RunError
+from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.results import STAMP, WHERE, Row, check_format, opened
-from kd.serve.answers import embeddings, predictions
-from kd.serve.images import prepare
-from kd.serve.limits import Limits, usable_cores
-from kd.serve.model import Model, describe, load
-from kd.serve.problems import Problem
+from kd.predict.classifier import Classifier, Row, in_order
+from kd.predict.results import WHERE, check_format, opened
+from kd.serve.limits import Limits
+from kd.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
@@ -48,6 +46,8 @@ class Settings:
     cores: int = 0
     """0: as many as the affinity and the cgroup allow."""
     max_pixels: int = 100_000_000
+    ray: bool = False
+    """Use all hosts of the cluster that RAY_ADDRESS names, and not the cores of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Summary:
     """Name and error of the first few."""
     num_unreadable: int
     seconds: float
+    hosts: int
+    """Machines that have classified some."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
@@ -69,7 +71,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     Raises:
         ModelError: the folder is not a whole export.
         DataError: there are no images, or the storage is away.
-        RunError: the disk is full, or the result exists or belongs to something else.
+        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
         MissingExtra: a package is not installed.
     """
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
@@ -78,7 +80,6 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
-    cores = settings.cores or usable_cores()
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
@@ -90,9 +91,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
     }
-    model = load(described, threads=1, slots=cores)
-    model.warm_up(1)
-    classifier = _Classifier(images, model, Limits(max_pixels=settings.max_pixels), top)
+    rows, hosts = _classify(settings, described, images, top)
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -100,7 +99,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         if journal.changed:
             note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
             print(note, file=sys.stderr, flush=True)
-        for row in classifier.all_rows(resumed, cores):
+        for row in chain.from_iterable(rows(resumed)):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
                 printed = now
@@ -110,60 +109,42 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
                 line = f"{journal.done} of {len(images.names)} images, {speed:.1f} images/s, {seconds_left:.0f} s left"
                 print(line, file=out, flush=True)
         seconds = time.monotonic() - started
-        journal.finish(settings.to, 0 if described.output.thresholds else top)
+        several = bool(described.output.thresholds)
+        scored = described.labels if several and top == len(described.labels) else ()
+        journal.finish(settings.to, 0 if several else top, scored)
     shutil.rmtree(copies, ignore_errors=True)
-    return Summary(len(images.names), resumed, tuple(journal.unreadable), journal.num_unreadable, seconds)
+    unreadable = tuple(journal.unreadable)
+    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds, len(hosts) or 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Classifier:
-    """A model and the images that it classifies."""
+def _classify(
+    settings: Settings, described: Description, images: listing.Images, top: int
+) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help."""
+    limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
+    if settings.ray:
+        try:
+            from kd.predict.hosts import Job, by_hosts
+        except ImportError as error:
+            raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
+        return partial(by_hosts, Job.of(described, images, limits, top), hosts), hosts
+    cores = settings.cores or usable_cores()
+    model = load(described, threads=1, slots=cores)
+    model.warm_up(1)
+    return partial(_by_threads, Classifier(images, model, limits, top), cores=cores), hosts
 
-    images: listing.Images
-    model: Model
-    limits: Limits
-    top: int
 
-    def all_rows(self, start: int, cores: int) -> Iterator[Row]:
-        """Yield the rows of all images from `start` on, in order."""
-        remote = self.images.remote
-        ahead = AHEAD * cores + (READERS // CHUNK if remote else 0)
-        with ThreadPoolExecutor(cores) as workers, ThreadPoolExecutor(READERS) as readers:
-            window: deque[Future[list[Row]]] = deque()
-            try:
-                for first in range(start, len(self.images.names), CHUNK):
-                    ids = range(first, min(first + CHUNK, len(self.images.names)))
-                    contents = [readers.submit(self.images.content, id) for id in ids] if remote else []
-                    window.append(workers.submit(self.rows, ids, contents))
-                    if len(window) > ahead:
-                        yield from window.popleft().result()
-                while window:
-                    yield from window.popleft().result()
-            finally:
-                for pool in (workers, readers):
-                    pool.shutdown(wait=False, cancel_futures=True)
+def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
+    """Yield the rows of all images from `start` on, in order, a chunk at a time."""
+    images, workers, readers = classifier.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
 
-    def rows(self, ids: range, contents: Sequence[Future[bytes]]) -> list[Row]:
-        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
-        made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
-        outputs = []
-        for i, (id, row) in enumerate(zip(ids, made, strict=True)):
-            try:
-                data = contents[i].result() if contents else self.images.content(id)
-                pixels = prepare(data, self.model.size, self.model.crop, self.limits).pixels
-            except listing.GONE as error:
-                row["error"] = error.strerror or type(error).__name__
-            except Problem as problem:
-                row["error"] = problem.detail
-            else:
-                outputs.append(self.model.engine(pixels[None]))
-        if outputs:
-            values, output = np.concatenate(outputs), self.model.output
-            if output.embeds:
-                answers = embeddings(values)
-            else:
-                answers = predictions(values, self.model.labels, self.top, output.thresholds)
-            usable = [row for row in made if "error" not in row]
-            for row, answer in zip(usable, answers, strict=True):
-                row |= answer
-        return made
+    def submit(ids: range) -> Future[list[Row]]:
+        contents = [readers.submit(images.content, id) for id in ids] if images.remote else []
+        return workers.submit(classifier.rows, ids, contents)
+
+    ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
+    try:
+        yield from in_order(range(start, len(images.names)), CHUNK, submit, lambda: ahead)
+    finally:  # nobody waits for a storage that does not answer
+        for pool in (workers, readers):
+            pool.shutdown(wait=False, cancel_futures=True)

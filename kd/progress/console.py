@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Progress of a run: a bar on a terminal, a display in a notebook, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +17,9 @@ from kd.scores import Scores
 from kd.text import percent
 from kd.types import State
 
+if TYPE_CHECKING:
+    from kd.progress.notebook import Page
+
 
 class Console:
     """Show the progress of a run. See `kd.contracts.Logger`."""
@@ -23,19 +27,13 @@ class Console:
     def __init__(
         self, title: str, quiet: bool = False, trackers: Trackers | None = None, scores: Scores | None = None
     ) -> None:
-        """Prepare the output.
-
-        Args:
-            title: name of the run, at the start of each line.
-            quiet: show nothing (ranks other than 0).
-            trackers: get every row of metrics; closed at the end.
-            scores: the columns of validation rows; may be set later. None: every key of a row is shown.
-        """
+        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown."""
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
         # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
         terminal = False if "JPY_PARENT_PID" in os.environ else None
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
         self._bar: Progress | None = None
+        self._page: Page | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._started = time.monotonic()
@@ -43,7 +41,11 @@ class Console:
         self._first_progress: float | None = None
 
     def __enter__(self) -> Console:
-        if not self.quiet and self._console.is_terminal:
+        if not self.quiet and self._console.is_jupyter:
+            from kd.progress.notebook import Page
+
+            self._page = Page(self.title)
+        elif not self.quiet and self._console.is_terminal:
             columns = [
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=16),
@@ -59,12 +61,16 @@ class Console:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self._page is not None:
+            self._page.close("" if exception[0] else "done")
         if self.trackers is not None:
             self.trackers.close()
 
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
-        if text and not self.quiet:
+        if text and self._page is not None:
+            self._page.line(redact(text))
+        elif text and not self.quiet:
             (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
@@ -75,6 +81,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
         self._progress = progress
+        if self._page is not None:
+            self._page.move(progress, f"step {state.step}{self._brief} {self._left()}")
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Show a row of metrics and pass it to the trackers."""
@@ -88,7 +96,11 @@ class Console:
             self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
         else:
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
-        if self._bar is None:
+        if self._page is not None:
+            if kind != "train":
+                shown = values if self.scores is None else self.scores.cells(values)
+                self._page.row({"step": str(state.step), **{key: str(value) for key, value in shown.items()}})
+        elif self._bar is None:
             print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")

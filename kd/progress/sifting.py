@@ -126,22 +126,11 @@ def describe_images(
         [
             table(listed),
             "",
-            f"Mean loss of the images visited in every epoch: {_quartiles(loss_N[share_N == 1])}; "
-            f"of those left out at times: {_quartiles(loss_N[share_N < 1])}.",
             "Never left out, highest loss (often label errors): " + ", ".join(name(id) for id in always[:8]) + ".",
             "Left out most: " + ", ".join(name(id) for id in seldom[:8]) + ".",
             "",
         ]
     )
-
-
-def _quartiles(loss_N: Tensor) -> str:
-    """Return median and quartiles as text."""
-    finite = loss_N[~loss_N.isnan()].double()
-    if not len(finite):
-        return "none"
-    low, middle, high = finite.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return f"median {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(finite)} images)"
 
 
 def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:

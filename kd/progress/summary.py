@@ -30,6 +30,8 @@ class Trained(Protocol):
     @property
     def sifting(self) -> str: ...  # Markdown
     @property
+    def at_home(self) -> Sequence[str]: ...  # how teachers answer with their own preprocessing
+    @property
     def steps(self) -> int: ...
     @property
     def skipped(self) -> int: ...  # steps whose gradient was not finite
@@ -61,6 +63,7 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
     lines += [comparison, ""] if comparison else []
     for of, one in (("", result), ("Labels only: ", baseline)):
         lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
+    lines += [f"{line[0].upper()}{line[1:]}.\n" for line in result.at_home]
     lines += [result.sifting] if result.sifting else []
     lines += [
         f"Best of the evaluations on the validation split by {scores.deciding(row).title}; seed {seed}; "

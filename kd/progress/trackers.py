@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from kd.errors import ConfigError, MissingExtra, did_you_mean
 
@@ -14,7 +19,7 @@ log = logging.getLogger("kd")
 
 
 class Trackers:
-    """Experiment trackers, which get every row of metrics."""
+    """Experiment trackers, which get every row of metrics, and pictures in the end."""
 
     def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`.
@@ -24,6 +29,7 @@ class Trackers:
             MissingExtra: the tracker's package is not installed.
         """
         self._started: dict[str, Any] = {}
+        """By name; one that failed is left out."""
         for name in names:
             start = partial(_start, _find(name), project, folder, config)
             tracker = self._attempt(name, start)
@@ -35,6 +41,11 @@ class Trackers:
         row = {f"{kind}/{name}": value for name, value in values.items()}
         for name, tracker in list(self._started.items()):
             self._attempt(name, lambda tracker=tracker: tracker.log(row, step=step))
+
+    def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """Pass pictures on, uint8 [H, W, 3] by title, to trackers that show pictures."""
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, partial(_pictures, name, tracker, step, images))
 
     def close(self) -> None:
         """Let every tracker write what it holds."""
@@ -83,3 +94,15 @@ def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> A
     plain = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in config.items()}
     tracker.store_init_configuration(plain)
     return tracker
+
+
+def _pictures(name: str, tracker: Any, step: int, images: Mapping[str, np.ndarray]) -> None:
+    if name == "mlflow":  # accelerate gives it files alone
+        with TemporaryDirectory() as folder:
+            for i, (title, pixels) in enumerate(images.items()):
+                plain = re.sub(r"[^\w.,()% -]+", "_", title)
+                Image.fromarray(pixels).save(Path(folder, f"{i:02d} {plain[:100]}.png"))
+            tracker.log_artifacts(folder, "mistakes")
+    elif hasattr(tracker, "log_images"):
+        layout = {"dataformats": "NHWC"} if name == "tensorboard" else {}
+        tracker.log_images({f"mistakes/{title}": pixels[None] for title, pixels in images.items()}, step, **layout)

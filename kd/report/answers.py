@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from kd.report.record import Answers, RunRecord
@@ -12,6 +13,8 @@ from kd.text import percent
 
 MOST_CLASSES = 24
 """Classes of a confusion matrix; of more, the most frequent confusions are listed."""
+MOST_CONFUSIONS, MOST_LETTERS = 20, 24
+"""Of that list; of a class name that is drawn."""
 
 
 def answers(runs: Sequence[RunRecord]) -> str:
@@ -35,8 +38,12 @@ def _dumbbells(one: Answers) -> str:
     teacher = one.accuracy(one.teacher) if one.teacher else student
     classes = [i for i, value in enumerate(student) if not math.isnan(value)]
     order = sorted(classes, key=lambda i: (student[i] - teacher[i], student[i]))
-    rows = []
-    for i in order if len(order) <= MOST_CLASSES else [*order[: MOST_CLASSES - 6], *order[-6:]]:
+    rows, names, hint = [], short_names(one.classes), ""
+    if len(order) > MOST_CLASSES:
+        worst = MOST_CLASSES - 6
+        hint = f"{MOST_CLASSES} of {len(order)} classes are drawn: the {worst} worst ones and the 6 best ones."
+        order = [*order[:worst], *order[-6:]]
+    for i in order:
         low, high = sorted((student[i], teacher[i]))
         dots = _dot("student", student[i], "background:var(--c1)")
         if one.teacher:
@@ -44,13 +51,27 @@ def _dumbbells(one: Answers) -> str:
         gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
         rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>{dots}'
         rows.append(
-            f'<div class="dumb"><span class="name">{esc(one.classes[i])}</span><span class="rail">{rail}</span>'
-            f'<span class="gap">{gap}</span></div>'
+            f'<div class="dumb"><span class="name" title="{esc(one.classes[i])}">{esc(names[i])}</span>'
+            f'<span class="rail">{rail}</span><span class="gap">{gap}</span></div>'
         )
     ends = '<span class="ends"><span>0 %</span><span>100 %</span></span>'
     rows.append(f'<div class="dumb"><span></span>{ends}<span></span></div>')
     entries = [("student", "--c1"), ("teacher", "--teacher")] if one.teacher else [("student", "--c1")]
-    return "".join(rows) + legend(entries)
+    return (f'<p class="hint">{hint}</p>' if hint else "") + "".join(rows) + legend(entries)
+
+
+def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
+    """Return names in at most so many letters: each by what no other one has, the end of its path as a rule."""
+    ends = [[name.split("/", cut)[-1] for cut in range(name.count("/"), -1, -1)] for name in names]
+    counts = Counter(end for one in ends for end in one)
+    own = [next((end for end in one if counts[end] == 1), one[-1]) for one in ends]
+    head, tail = most * 2 // 5, most - most * 2 // 5 - 1
+    cut = [end if len(end) <= most else f"{end[:head]}…{end[-tail:]}" for end in own]
+    counts = Counter(cut)
+    return [
+        short if counts[short] == 1 else f"…{end[1 - most :]}" if len(end) > most else end
+        for short, end in zip(cut, own, strict=True)
+    ]
 
 
 def _dot(who: str, share: float, style: str) -> str:
@@ -58,22 +79,24 @@ def _dot(who: str, share: float, style: str) -> str:
 
 
 def _confusion(one: Answers) -> str:
-    counts = one.confusion()
+    counts, names = one.confusion(), short_names(one.classes)
     if len(one.classes) > MOST_CLASSES:
         pairs = [
             (counts[i][j], i, j) for i in range(len(counts)) for j in range(len(counts)) if i != j and counts[i][j]
         ]
         rows = [
-            {"label": one.classes[i], "student's answer": one.classes[j], "images": count}
-            for count, i, j in sorted(pairs, reverse=True)[:20]
+            {"label": names[i], "student's answer": names[j], "images": count}
+            for count, i, j in sorted(pairs, reverse=True)[:MOST_CONFUSIONS]
         ]
-        return table(rows, ("label", "student's answer"))
-    heads = "".join(f'<th class="top">{esc(name)}</th>' for name in one.classes)
-    lines = []
+        hint = f'<p class="hint">The {len(rows)} most frequent of {len(pairs)} confusions.</p>' if rows else ""
+        return hint + table(rows, ("label", "student's answer"))
+    heads, lines = "", []
     for i, row in enumerate(counts):
+        full, name = esc(one.classes[i]), esc(names[i])
+        heads += f'<th class="top" title="{full}">{name}</th>'
         total = sum(row) or 1
         cells = "".join(_cell(count, total, i == j) for j, count in enumerate(row))
-        lines.append(f'<tr><th scope="row">{esc(one.classes[i])}</th>{cells}</tr>')
+        lines.append(f'<tr><th scope="row" title="{full}">{name}</th>{cells}</tr>')
     hint = '<p class="hint" style="margin:10px 0 0">Row: label. Column: the student\'s answer. Number of images.</p>'
     return f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(lines)}</table>{hint}'
 
@@ -89,7 +112,7 @@ def _cell(count: int, total: int, right: bool) -> str:
 def _photographs(one: Answers) -> str:
     if not one.pictures:
         return ""
-    figures = []
+    figures, names = [], dict(zip(one.classes, short_names(one.classes), strict=True))
     for picture in one.pictures:
         captions = []
         for who, answer, share in (
@@ -97,10 +120,10 @@ def _photographs(one: Answers) -> str:
             ("student", picture.student, picture.student_share),
         ):
             kind = "right" if answer == picture.truth else "wrong"
-            captions.append(f'{who}: <span class="{kind}">{esc(answer)}</span> {100 * share:.0f} %')
+            captions.append(f'{who}: <span class="{kind}">{esc(names[answer])}</span> {100 * share:.0f} %')
         figures.append(
             f'<figure><img alt="{esc(picture.name)}" title="{esc(picture.name)}" src="{picture.data}">'
-            f"<figcaption><b>{esc(picture.truth)}</b><br>{'<br>'.join(captions)}</figcaption></figure>"
+            f"<figcaption><b>{esc(names[picture.truth])}</b><br>{'<br>'.join(captions)}</figcaption></figure>"
         )
     title = "Photographs on which teacher and student differ, the surest teacher first"
     return card(title, f'<div class="photos">{"".join(figures)}</div>')

@@ -8,21 +8,17 @@ from pathlib import Path
 from kd import instances
 from kd.report import sections
 from kd.report.answers import answers
-from kd.report.record import RunRecord, differences, label_of, price_rows
+from kd.report.record import RunRecord, differences, label_of, mean_cells, price_rows, repeats, teachers_of
 from kd.report.sections import card, color, esc, section, table
-from kd.report.svg import legend
+from kd.report.svg import legend, number
+from kd.report.text import unfinished_text
 from kd.text import clock, money, percent
 
 HERE = Path(__file__).parent
 
 
 def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
-    """Return the page.
-
-    Args:
-        runs: at least one; with several, each chart shows all of them.
-        live_seconds: how often the page asks for itself again; 0: never.
-    """
+    """Return the page of at least one run; it asks for itself again every `live_seconds`, 0: never."""
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
     body = [
         _head(runs, title, live_seconds),
@@ -56,8 +52,10 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     environment = run.manifest.get("environment", {})
     machine = environment.get("machine", {})
     lead = label_of(run) if len(runs) == 1 else f"{len(runs)} runs side by side"
+    images, classes = run.manifest.get("images", 0), len(run.manifest.get("classes", ()))
     chips = [
-        f"{run.keys.get('data.kind', '')}, {len(run.manifest.get('classes', ()))} classes",
+        str(run.manifest.get("date", "")),
+        f"{run.keys.get('data.kind', '')}, {f'{classes} classes, ' if classes else ''}{images:,} training images",
         f"step {run.steps:,}",
         f"{run.manifest.get('backend', 'cpu')} x {run.manifest.get('world_size', 1)}",
         f"{machine.get('processor', '')}, {machine.get('cores', '?')} cores" if machine else "",
@@ -67,16 +65,18 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
     flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
-    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div></header>'
+    lines = (unfinished_text(run) for run in runs)
+    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line and not live)
+    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div>{ends}</header>'
 
 
 def _tiles(run: RunRecord) -> str:
-    tiles = _score_tiles(run)
+    tiles = [*_score_tiles(run), *_size_tiles(run)]
     if run.train:
         tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
-        waits = [float(row["data_wait"]) for row in run.train if "data_wait" in row]
-        if waits:
-            tiles.append((percent(sum(waits) / len(waits)), "of a step waits for data", ""))
+    for one in run.manifest.get("teacher_home", {}).values():
+        if "equal" in one:
+            tiles.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))
     if run.skipped:
         tiles.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
     if run.cost:
@@ -88,15 +88,33 @@ def _tiles(run: RunRecord) -> str:
     return f'<div class="tiles">{content}</div>' if content else ""
 
 
+def _size_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return value, name and small print of the student's size, and of its speed where it was exported."""
+    tiles, sizes = [], run.manifest.get("parameters", {})
+    if sizes:
+        teacher = sizes.get("teacher", 0)
+        small = (
+            f"teacher {number(teacher / 1e6)} M, {number(teacher / sizes['student'])} times as many" if teacher else ""
+        )
+        tiles.append((f"{number(sizes['student'] / 1e6)} M", "parameters", small))
+    for name, graph in run.exported.get("parity", {}).items():
+        if "cpu_ms" in graph:
+            small = f"export/{name}, {run.exported['files'][name]['bytes'] / 2**20:.3g} MiB, when it was exported"
+            tiles.append((f"{graph['cpu_ms']:.3g} ms", "an image on the CPU", small))
+    return tiles
+
+
 def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return value, name and small print: one tile for each own score, one for the student against its teacher."""
     best, tiles = run.best, []
+    chosen = f"best of {len(run.val)} evaluations on this split"
     others = run.scores.of_teachers(best)
     if run.baseline is not None:
         others["labels only"] = dict(run.baseline.best)
     for one in run.scores.own:
         if one.key in best:
             beside = [f"{name} {one.text(values[one.key])}" for name, values in others.items() if one.key in values]
+            beside += [chosen] if one == run.decides and len(run.val) > 1 else []
             tiles.append((one.text(best[one.key]), f"validation {one.title}", ", ".join(beside)))
     pair = run.scores.pair_in(best)
     if pair:
@@ -107,6 +125,7 @@ def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _compared(runs: Sequence[RunRecord]) -> str:
     entries: list[tuple[str, RunRecord]] = []
+    teachers = teachers_of(runs) if len(runs) > 1 else {}
     for run in runs:
         entries.append((run.name, run))
         if run.baseline is not None:
@@ -125,6 +144,13 @@ def _compared(runs: Sequence[RunRecord]) -> str:
         }
         for name, run in entries
     ]
+    first = runs[0].scores
+    rows += [dict.fromkeys(rows[0], "-") | {"run": name} | first.cells(values) for name, values in teachers.items()]
+    for group in repeats(runs):
+        for name, same in (("", group), (", labels only", [run.baseline for run in group if run.baseline])):
+            if len(same) == len(group):
+                title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
+                rows.append(dict.fromkeys(rows[0], "-") | {"run": title} | mean_cells(same))
     if len(runs) == 1:
         return section("Side by side", "", card("Distilled, and the same student on labels alone", table(rows)))
     names = [run.name for run in runs]

@@ -25,12 +25,8 @@ from kd.text import money, percent, table
 def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | None = None, trust: bool = False) -> str:
     """Return the table of a configuration on 1 device up to all devices of some machines, with its assumptions.
 
-    Args:
-        recipe: what is trained.
-        machine: its name and, optionally, how many: ["p4d.24xlarge", "x4"].
-        mfu: share of a device's peak rate that training reaches, where no run on such devices is given.
-        run: a run folder made on one or more such devices, whose step is taken instead.
-        trust: import modules that this run names.
+    `machine` is a name and, optionally, how many: ["p4d.24xlarge", "x4"]. `mfu` is the share of a device's peak rate
+    that training reaches, unless `run`, a run folder made on such devices, has the step.
 
     Raises:
         ConfigError: no such machine, several processes, or a batch that does not divide.

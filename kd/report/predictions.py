@@ -20,18 +20,14 @@ from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
-from kd.seeds import evenly_spaced
+from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
-from kd.setup.finished import best_student
-from kd.setup.fit import fit_folder, is_fitted
+from kd.setup.finished import Trust, best_student
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_teachers
-from kd.setup.trust import Trust
-from kd.types import Batch
 
 FILE = "answers.json"
-BATCH = 50
-"""Images of a forward."""
 MOST_PICTURES, SIDE = 24, 160
 """Pictures on which the models differ; their side, pixels."""
 
@@ -55,6 +51,7 @@ def answers(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
+            vouched.check_student(student)
             stored = {
                 **_predict(folder, student, _teacher(teacher, data), data, images),
                 "belongs": belongs,
@@ -96,30 +93,10 @@ def _predict(
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
     student, _ = best_student(folder, plan, data.section, data.classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = {"student": student.to(device).eval()}
+    models: dict[str, Any] = {"student": student.to(device).eval()}
     if teacher is not None:
-        models["teacher"] = LiveTeacher(teacher, device).validation()  # type: ignore[assignment]
-    dataset = data.views()[1]
-    sampled = evenly_spaced(len(data.val), images or len(data.val))
-    content: dict[str, Any] = {"of": len(data.val), "ids": [], "label": []}
-    content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
-    for start in range(0, len(sampled), BATCH):
-        samples = [(id, dataset.load(id, 0)) for id in sampled[start : start + BATCH]]
-        samples = [(id, sample) for id, sample in samples if sample.readable and sample.label >= 0]
-        if not samples:
-            continue
-        pixels = torch.stack([sample.pixels for _, sample in samples]).to(device)
-        labels = torch.tensor([sample.label for _, sample in samples])
-        ids = torch.tensor([id for id, _ in samples], device=device)
-        content["ids"] += [id for id, _ in samples]
-        content["label"] += labels.tolist()
-        for name, model in models.items():
-            with torch.no_grad():
-                batch: Any = pixels if name == "student" else Batch.of(pixels, labels.to(device), ids)
-                best = model(batch).logits.float().softmax(-1).max(-1)
-            content[name] += best.indices.tolist()
-            content[f"{name}_share"] += [round(share, 4) for share in best.values.tolist()]
-    return content
+        models["teacher"] = LiveTeacher(teacher, device).validation()
+    return ask(models, data, images, device)
 
 
 def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
@@ -129,8 +106,8 @@ def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
         RunError: it was fitted elsewhere and is not here.
     """
     weights: dict[str, str | Path] = {}
-    for where, fit in plan.fits.items():
-        weights[where] = target = fit_folder(fit, data.fingerprint)[1]
+    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = target
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
     return load_teachers(plan, data, weights).model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ SPANS = (
     "other",
 )
 """The parts of a step's time, in the order in which they are drawn."""
+T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class RunRecord:
     memory: Sequence[Sequence[float]] = ()
     """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
+    exported: Mapping[str, Any] = field(default_factory=dict)
+    """manifest.json of `export/`, where `kd-export` wrote it there."""
     sheet: bytes = b""
     """The contact sheet of a sifted run, JPEG."""
     baseline: RunRecord | None = None
@@ -118,6 +123,16 @@ class RunRecord:
     def steps(self) -> int:
         """Optimizer steps done."""
         return int(self.train[-1]["step"]) if self.train else 0
+
+    @property
+    def unfinished(self) -> str:
+        """Where a run stands that has not come to its end and its last evaluation; "": it has."""
+        steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
+        epoch = int(self.train[-1]["epoch"]) if self.train else 0
+        ended = self.steps >= steps if steps else epoch >= epochs
+        if ended and (not self.steps or (self.val and self.val[-1]["step"] >= self.steps)):
+            return ""
+        return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"
 
     @property
     def skipped(self) -> int:
@@ -181,8 +196,8 @@ def label_of(run: RunRecord) -> str:
 
 
 def short_model(name: str) -> str:
-    """Return a model's name without folders."""
-    return name.rstrip("/").rpartition("/")[2] or name
+    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
+    return name.rstrip("/").removesuffix("/export").rpartition("/")[2] or name
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
@@ -190,6 +205,40 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
     rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
+
+
+def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return groups of two runs or more that differ in the seed alone."""
+    groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
+    for run in runs:
+        keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
+        groups.setdefault(tuple((key, str(run.keys[key])) for key in sorted(keys)), []).append(run)
+    return [group for group in groups.values() if len({run.keys.get("run.seed") for run in group}) > 1]
+
+
+def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the mean of each score of several runs with the 95 % interval of that mean (Student's t), by title."""
+    cells, quantile = {}, T_975[min(len(runs), len(T_975)) - 1]
+    for column in runs[0].scores.columns:
+        values = [float(run.best[column.key]) for run in runs if column.key in run.best]
+        if len(values) == len(runs):
+            half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+            mean = column.text(statistics.mean(values)).removesuffix(f" {column.unit}")
+            cells[column.title] = f"{mean} ± {column.text(half)}"
+    return cells
+
+
+def teachers_of(runs: Sequence[RunRecord]) -> dict[str, Mapping[str, float]]:
+    """Return the scores of each teacher of runs once, by name; one that several runs share has those of the first."""
+    found: dict[str, tuple[str, Mapping[str, float]]] = {}
+    for run in runs:
+        for name, values in run.scores.of_teachers(run.best).items():
+            found.setdefault(f"{run.manifest.get('teacher') or run.name} {name}", (f"{name} of {run.name}", values))
+    names = [name.rpartition(" of ")[0] for name, _ in found.values()]
+    return {
+        short if names.count(short) == 1 else name: values
+        for short, (name, values) in zip(names, found.values(), strict=True)
+    }
 
 
 def time_parts(run: RunRecord) -> dict[str, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kd import config, parts
+from kd import config
 from kd.errors import RunError
 from kd.files.storage import read_rows, write_text
 from kd.references import redact
@@ -18,9 +18,8 @@ from kd.report.page import render
 from kd.report.predictions import answers
 from kd.report.record import RunRecord, price_rows
 from kd.scores import Scores
-from kd.setup.finished import opened_run
+from kd.setup.finished import Trust, opened_run
 from kd.setup.recipe import BASELINE, resolve
-from kd.setup.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,8 @@ def report(
 ) -> Report:
     """Write the page of one or several runs.
 
-    Args:
-        paths: run folders.
-        target: of the page; None: report.html in the first run folder.
-        images: validation images that the models answer, evenly spaced; 0: all.
-        overrides: keys of the runs' configurations to change: where the data lies now, what the machine costs.
-        trust: run code that they name, and read images wherever they say.
+    It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
+    of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
 
     Raises:
         RunError: a folder is no run folder or needs trust, or the page cannot be written.
@@ -121,29 +116,18 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         train=folder.metrics("train"),
         val=val,
         epochs=folder.metrics("epoch"),
-        scores=Scores.read(manifest["scores"]) if "scores" in manifest else scores_of(val[0] if val else {}),
+        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
+        exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
         notes=(note,) if note else (),
     )
-
-
-def scores_of(row: Mapping[str, Any]) -> Scores:
-    """Return the built-in task that fits a validation row best, for runs of older builds, which recorded no columns."""
-
-    def fit(scores: Scores) -> tuple[bool, bool, int]:
-        pair = [column.key in row for column in scores.pair]
-        return scores.own[0].key in row, all(pair), sum(pair)
-
-    names = ("single_label", *parts.names("tasks"))  # the first of equals, for a run without rows
-    tasks = [parts.build("tasks", name, parts.default_options("tasks", name), "task") for name in names]
-    return max((task.scores for task in tasks), key=fit)
 
 
 def content(file: Path, otherwise: Any) -> Any:

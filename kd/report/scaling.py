@@ -1,18 +1,8 @@
 """How long a step takes on N devices, and what a run then costs: arithmetic alone.
 
-The model of a data-parallel step, all times in milliseconds, B images a step, N devices in H machines of D:
-
-    compute       = micro-batches x max(launch, fixed + image x B / N / micro-batches)
-    inside        = 2 (D - 1) / D x gradient / link           ring all-reduce between the devices of a machine
-    between       = 2 (H - 1) / H x gradient / network        one between machines; its D devices share the network
-    communication = inside + between + latency x buckets x 2 (D - 1 + H - 1)
-    exposed       = tail + max(0, communication - tail - backward)
-    step          = max(compute + exposed, load x B / N / cores)        on an accelerator
-    efficiency    = step of one device / (N x step)
-
-DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the last bucket overlap with the backward
-pass of the last micro-batch; the last one, `tail`, has nothing left to overlap with. Not modelled: stragglers, a
-network that other jobs share, and small kernels that leave a part of a device idle.
+docs/report.md has the model as formulas. DDP reduces a bucket of 25 MiB as soon as its gradients are there. All but the
+last bucket overlap with the backward pass of the last micro-batch; the last one, `tail`, has nothing left to overlap.
+Not modelled: stragglers, a network that other jobs share, and small kernels that leave a part of a device idle.
 """
 
 from __future__ import annotations
@@ -54,15 +44,6 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """How devices are linked; infinite rates and no latency for a single device."""
-
-    link_gb_s: float
-    network_gb_s: float
-    latency_ms: float = LATENCY_MS
-
-
-@dataclass(frozen=True, slots=True)
 class Line:
     """One number of devices."""
 
@@ -82,11 +63,6 @@ class Line:
     """0: no price is known."""
 
 
-def links(instance: Instance) -> Links:
-    """Return the links of a kind of machine, one direction, in GB/s."""
-    return Links(instance.link_gb_s, instance.network_gbit_s / 8)
-
-
 def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
     """Return what a step costs on a device of this kind, from its arithmetic and an assumed share of the peak rate."""
     image = cost.gflop / (instance.tflops * mfu)  # GFLOP / (TFLOP/s) = ms
@@ -94,12 +70,12 @@ def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
     return replace(cost, fixed=0.0, image=image, backward=backward, launch=LAUNCH_MS * cost.kernels)
 
 
-def all_reduce_ms(mib: float, devices: int, machines: int, rates: Links) -> float:
+def all_reduce_ms(mib: float, devices: int, machines: int, instance: Instance) -> float:
     """Return the milliseconds of reducing so many MiB of gradients over machines with so many devices each."""
     buckets = -(-mib // BUCKET_MIB)
     hops = 2 * (devices - 1 + machines - 1)
-    time = rates.latency_ms * buckets * hops
-    for count, rate in ((devices, rates.link_gb_s), (machines, rates.network_gb_s)):
+    time = LATENCY_MS * buckets * hops
+    for count, rate in ((devices, instance.link_gb_s), (machines, instance.network_gbit_s / 8)):
         if count > 1:
             time += 2 * (count - 1) / count * mib * 2**20 / (rate * 1e6)  # bytes / (GB/s) in ms
     return time
@@ -130,7 +106,7 @@ def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: i
     share = job.batch_size / count
     micro = min(job.micro_batch or share, share)
     compute = share / micro * max(cost.launch, cost.fixed + cost.image * micro)
-    communication = all_reduce_ms(cost.gradient_mib, devices, machines, links(instance)) if count > 1 else 0.0
+    communication = all_reduce_ms(cost.gradient_mib, devices, machines, instance) if count > 1 else 0.0
     exposed = exposed_ms(communication, cost.gradient_mib, cost.backward * micro)
     load = cost.load * share / max(1.0, instance.vcpus / 2 / devices)
     step = max(compute + exposed, load) if instance.tflops else compute + exposed + load

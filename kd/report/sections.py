@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.progress.sifting import saving_text
-from kd.report.record import SPANS, RunRecord, points, time_parts
-from kd.report.svg import Series, bars, esc, evenly, heat, legend, lines, number, stack
+from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
+from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
 from kd.text import clock, percent
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")
 """Parts of the time that are no part of a step."""
-COLUMNS, WINDOWS = 240, 80
-"""Columns of a heat map at most; bars of the chart of log windows."""
+SAMPLES, WINDOWS = 240, 80
+"""Samples of a machine that are drawn at most; bars of the chart of log windows."""
 
 
 def color(number: int) -> str:
@@ -73,32 +73,36 @@ def findings(runs: Sequence[RunRecord]) -> str:
                 f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
                 f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
             )
-    nothing = '<div class="finding none"><b>Nothing found.</b> No rule saw a bottleneck in the recorded windows.</div>'
-    return section("Findings", "", *(entries or [nothing]))
+    nothing = "<b>Nothing found.</b> No rule saw a bottleneck in the recorded windows."
+    if any(run.unfinished and not run.findings for run in runs):
+        nothing = "<b>Not judged.</b> The rules look at a run when it ends."
+    return section("Findings", "", *(entries or [f'<div class="finding none">{nothing}</div>']))
 
 
 def curves(runs: Sequence[RunRecord]) -> str:
-    """Draw the loss and the scores over the steps."""
-    loss = [_line(run.name, color(i), run.train, "loss") for i, run in enumerate(runs)]
+    """Draw the loss, the scores and the learning rate over the steps."""
+    loss, rate = ([_line(run.name, color(i), run.train, key) for i, run in enumerate(runs)] for key in ("loss", "lr"))
     columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
     cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
+    cards.append(_chart("Learning rate", rate, ""))
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
 
 
 def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
     """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
-    series, teachers = [], set()
+    series, runs_with_it = [], [run for run in runs if column in run.scores.columns]
     for i, run in enumerate(runs):
-        if column not in run.scores.columns:
+        if run not in runs_with_it:
             continue
         series.append(_line(run.name, color(i), run.val, column.key))
         if run.baseline is not None:
             series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
-        of_teachers = run.scores.of_teachers(run.val[-1]).values() if run.val else ()
-        teachers |= {round(float(values[column.key]), 3) for values in of_teachers if column.key in values}
     last = max((x for one in series for x in one.x), default=0.0)
-    for value in sorted(teachers)[:2] if last else ():
-        series.append(Series("teacher", "--c4", [0, last], [value, value], dashed=True))
+    teachers = [
+        (name, values[column.key]) for name, values in teachers_of(runs_with_it).items() if column.key in values
+    ]
+    for name, value in teachers[:2] if last else ():
+        series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
     return _chart(f"Validation {column.title}", series, column.unit)
 
 
@@ -169,26 +173,24 @@ def machine(runs: Sequence[RunRecord]) -> str:
             if len(rows) > 1:
                 host = name.rpartition("_")[0]
                 title = f"{run.name}, {host}" if len(runs) > 1 else host
-                cards.append(_host(title, [rows[i] for i in evenly(len(rows), COLUMNS)]))
-    hint = "Samples of the machine, one a second. The stronger the colour, the busier the core."
-    return section("The machine", hint, *cards)
+                cards.append(_host(title, [rows[i] for i in evenly(len(rows), SAMPLES)]))
+    return section("The machine", "Samples of the machine, one a second.", *cards)
 
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
-    cores = list(zip(*[row["cpu"] for row in rows], strict=True))
-    shares = [[value / 100 for value in core] for core in cores]
-    mean = sum(map(sum, shares)) / (len(shares) * len(times))
-    text = f'<p class="hint">Mean load of {len(cores)} cores: {percent(mean)}.</p>'
-    names = [f"core {i}" for i in range(len(cores))]
-    load = card(f"{title}: load of each core", heat(shares, times, 1060, names, CLOCK), text)
+    cores = [[value / 100 for value in row["cpu"]] for row in rows]
+    mean = [sum(loads) / len(loads) for loads in cores]
+    load = {"busiest": [*map(max, cores)], "mean": mean, "idlest": [*map(min, cores)]}
+    text = f"{title}: load of {len(cores[0])} cores, {percent(sum(mean) / len(mean))} in the mean"
     small = [
+        _samples(text, times, load, "%"),
         _samples("Memory, MiB", times, _columns(rows, {"machine": "memory_mib", "this run": "process_mib"}), "MiB"),
         _samples("Disk and network, MiB/s", times, _columns(rows, MOVED), "MiB/s"),
         _samples("GPU load", times, _of_gpus(rows, "utilization", 100), "%"),
         _samples("GPU power, W", times, _of_gpus(rows, "power_w", 1), "W"),
     ]
-    return load + f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
+    return f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
 
 
 CLOCK = "seconds since the first sample"

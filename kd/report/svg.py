@@ -1,20 +1,15 @@
-"""Charts as SVG text: lines, stacked bars, bars, a heat map. Colours are CSS variables, so that a page sets them.
+"""Charts as SVG text: lines, stacked bars, bars. Colours are CSS variables, so that a page sets them.
 
 Each chart carries its numbers in `data-chart`; the page's script shows them where the pointer is.
 """
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import json
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from PIL import Image
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
 """Room around the plot, pixels."""
@@ -92,8 +87,10 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     low, high = (0.0 if zero else min(values)), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     xs = [x for one in series for x in one.x]
-    low_y = 0.0 if zero else low - margin
-    frame = Frame(width, height, min(xs), max(xs), low_y, high + margin)
+    low_y, high_y = 0.0 if zero else low - margin, high + margin
+    if unit == "%":  # a share is between 0 and 1, and so is its axis
+        low_y, high_y = max(low_y, min(low, 0.0)), min(high_y, max(high, 1.0))
+    frame = Frame(width, height, min(xs), max(xs), low_y, high_y)
     parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
     for one in series:
         points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
@@ -130,33 +127,6 @@ def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     parts.append(_text(width - RIGHT, height - 2, x_name, "end", "axis"))
     by_index = [Series(one.name, one.color, range(len(xs)), one.y) for one in series]
     return _svg(frame, parts, _numbers(by_index, frame, unit, x_name, [f"{x:g}" for x in xs]))
-
-
-def heat(rows: Sequence[Sequence[float]], times: Sequence[float], width: int, names: Sequence[str], x_name: str) -> str:
-    """Draw shares, 0 to 1, one row a name and one column a time, as an image that the page's accent colours."""
-    columns = len(times)
-    cell = max(4, min(18, 260 // max(1, len(rows))))
-    height = cell * len(rows) + TOP + BOTTOM
-    frame = Frame(width, height, min(times), max(times), 0.0, float(len(rows)))
-    picture = Image.new("LA", (columns, len(rows)))
-    picture.putdata([(255, round(255 * min(1.0, max(0.0, share)))) for row in rows for share in row])
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    size = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{cell * len(rows)}"'
-    mask = f"m{zlib.crc32(data.encode()):x}"
-    parts = [
-        f'<mask id="{mask}"><image {size} preserveAspectRatio="none" style="image-rendering:pixelated" '
-        f'href="data:image/png;base64,{data}"/></mask>',
-        f'<rect {size} class="cold"/><rect {size} class="hot" mask="url(#{mask})"/>',
-    ]
-    step = max(1, -(-14 // cell), len(names) // 16)
-    parts += [
-        _text(LEFT - 6, TOP + cell * i + cell / 2 + 4, name, "end") for i, name in enumerate(names) if i % step == 0
-    ]
-    parts += _x_axis(frame, x_name)
-    series = [Series(name, "--accent", times, row) for name, row in zip(names, rows, strict=True)]
-    return _svg(frame, parts, _numbers(series, frame, "%", x_name) if len(rows) <= 16 else "")
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> str:

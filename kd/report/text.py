@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kd.progress.summary import curves, skipped_text
-from kd.report.record import RunRecord, differences, price_rows, time_parts
-from kd.text import clock, percent, table
+from kd.report.record import RunRecord, differences, mean_cells, price_rows, repeats
+from kd.text import clock, table
 
 
 def summary(runs: Sequence[RunRecord]) -> str:
-    """Return runs as Markdown: curves, time, findings, costs, what differs."""
+    """Return runs as Markdown: curves, findings, means over seeds, costs, what differs."""
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
-        lines += [*_results(run), curves(run.train, run.val, run.scores), *where_time_went(run), *_findings(run)]
+        lines += [*_results(run), curves(run.train, run.val, run.scores), *_findings(run)]
+    for group in repeats(runs):
+        cells = ", ".join(f"{title} {text}" for title, text in mean_cells(group).items())
+        lines += [f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}), 95 % interval: {cells}.", ""]
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
@@ -25,29 +28,25 @@ def summary(runs: Sequence[RunRecord]) -> str:
 
 
 def _results(run: RunRecord) -> list[str]:
+    stands = [f"**{line}**", ""] if (line := unfinished_text(run)) else []
     if not run.best:
-        return ["Not evaluated yet.", ""]
+        return [*stands, "Not evaluated yet.", ""]
     parts = [run.scores.text(run.best)]
     if run.baseline is not None and run.baseline.best:
         score = run.baseline.decides
         parts.append(f"labels only {score.text(run.baseline.best[score.key])}")
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
     skipped = skipped_text(run.skipped, run.steps)
-    return [", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
+    return [*stands, ", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
 
 
-def where_time_went(run: RunRecord) -> list[str]:
-    """Return the table of a run's wall-clock time by what the loop did, largest first."""
-    parts = time_parts(run)
-    total = sum(parts.values())
-    if not total:
-        return []
-    rows = [
-        {"where the time went": name, "time": clock(ms / 1000), "share": percent(ms / total)}
-        for name, ms in sorted(parts.items(), key=lambda pair: -pair[1])
-        if ms / total >= 0.0005
-    ]
-    return [table(rows), ""]
+def unfinished_text(run: RunRecord) -> str:
+    """Say that a run, or its baseline, has not come to its end; "": it has."""
+    for one, who in ((run, run.name), (run.baseline, f"{run.name} (labels only)")):
+        if one is not None and one.unfinished:
+            ended = f"{who} has not finished: {one.unfinished}."
+            return f"{ended} It was stopped, or it still runs; the command that started it resumes it."
+    return ""
 
 
 def _findings(run: RunRecord) -> list[str]:

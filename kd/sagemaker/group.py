@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from kd.errors import KdError
@@ -62,7 +63,8 @@ class Node:
         if self.head:
             port = self.address.rpartition(":")[2]
             role = ["--head", "--port", port, "--include-dashboard", "false", "--temp-dir", self.folder]
-            role += ["--ray-client-server-port", str(free_ports(1)[0])]  # the default may be in use
+            if find_spec("grpc") is not None:  # Ray then also serves clients, by default on a port that may be in use
+                role += ["--ray-client-server-port", str(free_ports(1)[0])]
         else:
             role = ["--address", self.address]
         return [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *common, "--disable-usage-stats"]

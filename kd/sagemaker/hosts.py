@@ -84,12 +84,14 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
     """Return the hyperparameters of a job as `key=value`, without those that SageMaker adds.
 
+    They are sorted: a list comes before a key inside it.
+
     Raises:
         BackendError: the file is missing or no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return [f"{key}={value}" for key, value in content.items() if not key.startswith("sagemaker_")]
+        return [f"{key}={value}" for key, value in sorted(content.items()) if not key.startswith("sagemaker_")]
     except (OSError, ValueError, AttributeError) as error:
         wrong = f"'{file}' cannot be read ({error})"
         raise BackendError("train", wrong, "A SageMaker job", "Give CONFIG key=value instead") from error

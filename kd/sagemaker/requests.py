@@ -6,22 +6,33 @@ service model has it. `validate` checks a request against that model.
 
 from __future__ import annotations
 
+import os
+import posixpath
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kd.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
+
+if TYPE_CHECKING:
+    from kd.types import FileKey
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"
 """The instance groups."""
-MUST_EXIST = ("data.root", "data.train", "data.val", "teacher.checkpoint", "student.checkpoint")
-"""Keys that name files. They must be on S3, since a job does not see this machine's files."""
-XLA_INSTANCES, NEURON_INSTANCES = ("ml.trn1",), ("ml.trn2", "ml.trn3")
+RUNS_ON = {
+    "cuda": ("ml.p", "ml.g"),
+    "smddp": ("ml.p4d.", "ml.p4de."),
+    "xla": ("ml.trn",),
+    "neuron": ("ml.trn",),
+}
+"""How the instance types begin that a backend needs."""
+AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))
+"""What `backend.kind: auto` becomes on an instance, where it is not the CPU."""
 NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
 METRICS = {
     "train:loss": rf"\| loss {NUMBER}",
@@ -46,6 +57,8 @@ class Job:
     """A new one for each job."""
     keys: Mapping[str, str]
     """The configuration as {"section.key": value}; see `kd.config.flat`."""
+    files: Sequence[FileKey] = ()
+    """Those that name files. They must be on S3, since a job does not see this machine's files."""
     image: str
     role: str
     output: str
@@ -61,7 +74,7 @@ class Job:
     volume: int = 100
     """GiB of disk of each instance."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over the request: VpcConfig, Tags, ..."""
+    """Laid over the request: VpcConfig, Tags, ... Its sections and lists are joined to those of the request."""
 
 
 def training_request(job: Job) -> dict[str, Any]:
@@ -71,14 +84,18 @@ def training_request(job: Job) -> dict[str, Any]:
     go to `<output>/checkpoints/<run.name>`, so that the next job of this name resumes.
 
     Raises:
-        ConfigErrors: the configuration names files of this machine.
+        ConfigErrors: the configuration names files of this machine, or the instance is none of its backend's.
     """
-    channels, keys = _channels(job.keys)
+    channels, keys, errors = _channels(job)
     keys |= {"run.folder": CHECKPOINTS, "teacher.fit.folder": f"{CHECKPOINTS}/teachers"}
-    if kind := _backend(job, keys):
-        keys["backend.kind"] = kind
+    keys["backend.kind"] = _backend(job, errors)
     if job.data_group:
         keys["data.loader"] = "ray"
+    elif keys.get("data.loader") == "ray":
+        remedy = "Add --data-group TYPE:N, or set data.loader=local"
+        errors.append(ConfigError("data.loader", "is ray, but the job has no data group", "", remedy))
+    if errors:
+        raise ConfigErrors(errors)
     run_seconds = int(job.hours * 3600)
     stop = {"MaxRuntimeInSeconds": run_seconds}
     if job.spot:
@@ -105,7 +122,18 @@ def training_request(job: Job) -> dict[str, Any]:
         request["Environment"] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if channels:
         request["InputDataConfig"] = channels
-    return {**request, **job.extra}
+    return _joined(request, job.extra)
+
+
+def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay a value over another one, section by section; lists are appended."""
+    joined = {**request, **extra}
+    for key in request.keys() & extra.keys():
+        if isinstance(request[key], dict) and isinstance(extra[key], dict):
+            joined[key] = _joined(request[key], extra[key])
+        elif isinstance(request[key], list) and isinstance(extra[key], list):
+            joined[key] = request[key] + extra[key]
+    return joined
 
 
 def _instances(job: Job) -> dict[str, Any]:
@@ -120,22 +148,31 @@ def _instances(job: Job) -> dict[str, Any]:
     }
 
 
-def _backend(job: Job, keys: Mapping[str, str]) -> str:
-    """Return `backend.kind` if it must be set: an option of the job, or an instance that `auto` does not detect."""
-    if job.backend or keys.get("backend.kind", "auto") != "auto":
-        return job.backend
-    if job.instance.startswith(XLA_INSTANCES):
-        return "xla"
-    return "neuron" if job.instance.startswith(NEURON_INSTANCES) else ""
+def _backend(job: Job, errors: list[KdError]) -> str:
+    """Return `backend.kind`; what is left to the machine is decided here, so that this machine can check it."""
+    kind = job.backend or job.keys.get("backend.kind", "auto")
+    if kind == "auto":
+        return next((kind for begin, kind in AUTO if job.instance.startswith(begin)), "cpu")
+    wanted = RUNS_ON.get(kind, ("",))
+    if kind == "smddp" and job.keys.get("backend.fallback", "none") != "none":
+        wanted = ("",)
+    if not job.instance.startswith(wanted):
+        allowed = f"'{kind}' runs on {', '.join(f'{name}*' for name in wanted)}"
+        wrong = f"is '{kind}', which does not run on {job.instance}"
+        errors.append(ConfigError("backend.kind", wrong, allowed, "Choose another --instance or --backend"))
+    return kind
 
 
-def _channels(configured: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Turn `s3://...` values into channels; return those and the keys with the paths in the container."""
-    channels, keys, errors = [], dict(configured), []
-    for key, value in configured.items():
+def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:
+    """Turn `s3://...` values into channels; return those, the keys with the paths in the container, and what is wrong.
+
+    A key inside a list, such as teacher.also.0.checkpoint, is added behind the list.
+    """
+    channels, keys, errors = [], dict(job.keys), list[KdError]()
+    files = {one.key: one for one in job.files}
+    for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
         if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
-            if key in MUST_EXIST and value and "${" not in value:
-                wrong = f"'{value}' is a path of this machine; a training job does not see it"
+            if key in files and "${" not in value and (wrong := _not_brought(value, files[key])):
                 errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))
             continue
         name = re.sub(r"[^A-Za-z0-9-]", "-", key)
@@ -151,9 +188,19 @@ def _channels(configured: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict
             keys[key] += f"/{last}"
         else:
             channels.append(_channel(name, value.rstrip("/") + "/"))
-    if errors:
-        raise ConfigErrors(errors)
-    return channels, keys
+    return channels, keys, errors
+
+
+def _not_brought(value: str, file: FileKey) -> str:
+    """Return why a job would not find a file; "": it would, or the value is a name or a URL."""
+    own = value.startswith(("/", "~"))
+    if file.within and not own:
+        outside = posixpath.normpath(value).split("/")[0] == ".."
+        return f"'{value}' is outside of {file.within}, and no channel brings it" if outside else ""
+    looked_up = "://" in value or (file.or_name and not own and value[0] != "." and not os.path.exists(value))
+    if looked_up and not value.startswith("local-dir:"):
+        return ""
+    return f"'{value}' is a path of this machine; a training job does not see it"
 
 
 def _channel(name: str, uri: str) -> dict[str, Any]:

@@ -21,22 +21,21 @@ MAX_ENTRIES = 32
 def negotiate(accept: str) -> str:
     """Return the media type of the answer: the one with the higher quality value, or JSON if they are equal.
 
-    Raises:
-        Problem: 400 (more than `MAX_ENTRIES`: parsing runs on the event loop), 406 (neither type is accepted).
+    A Problem is 400 (more than `MAX_ENTRIES`: parsing runs on the event loop) or 406 (neither type is accepted).
     """
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
-    quality = {JSON: -1.0, CSV: -1.0}
-    closeness = {JSON: -1, CSV: -1}
+    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}
+    """How closely an entry names each of them, and its quality value."""
     for item in (accept.strip() or "*/*").split(","):
         pattern, *parameters = (part.strip().lower() for part in item.split(";"))
         q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
-        for kind in quality:
+        for kind, (closest, _) in found.items():
             ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
-            if pattern in ranges and ranges.index(pattern) > closeness[kind]:
-                closeness[kind], quality[kind] = ranges.index(pattern), q
-    best = max(quality, key=lambda kind: quality[kind])
-    if quality[best] <= 0:
+            if pattern in ranges and ranges.index(pattern) > closest:
+                found[kind] = (ranges.index(pattern), q)
+    best = max(found, key=lambda kind: found[kind][1])
+    if found[best][1] <= 0:
         raise Problem(406, f"The answer can be {JSON} or {CSV}.")
     return best
 

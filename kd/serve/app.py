@@ -1,4 +1,4 @@
-"""The routes: SageMaker's contract, Prometheus, KServe's protocol version 2, and the page."""
+"""The routes: SageMaker's contract, Prometheus, and the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kd.serve import answers, bodies, v2
+from kd.serve import answers, bodies
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 from kd.serve.request_body import request_body
@@ -29,8 +29,10 @@ from kd.serve.service import Service
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
-HEALTH = ("/ping", "/v2/health/live", "/v2/health/ready")
+HEALTH = "/ping"
 MAX_QUERY = 256
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"
+"""What a client may name its request: it is logged and sent back."""
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
@@ -65,7 +67,6 @@ def build(service: Service, ui: bool = True) -> Starlette:
         Route("/ping", ping, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
-        *v2.Protocol(service).routes(lambda handler: observed(service, "v2", handler)),
     ]
     if ui and not model.output.embeds:  # the page shows labels
         routes.append(Route("/", _page(service), methods=["GET"]))
@@ -77,7 +78,7 @@ def health_only(application: Starlette) -> ASGIApp:
     """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in HEALTH:
+        if scope["path"] == HEALTH:
             await application(scope, receive, send)
             return
         problem = busy("Too many connections are open.")
@@ -100,7 +101,9 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
     """Wrap a handler: count and log its requests with sizes, times and status. The content is never logged."""
 
     async def handle(request: Request) -> Response:
-        start, identity = time.perf_counter(), uuid.uuid4().hex[:16]
+        start, identity = time.perf_counter(), request.headers.get("x-request-id", "")
+        if not re.fullmatch(REQUEST_ID, identity):
+            identity = uuid.uuid4().hex[:16]
         request.state.summary = ""
         try:
             response = await handler(request)
@@ -114,8 +117,9 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
         seconds = time.perf_counter() - start
         service.metrics.request(route, response.status_code, seconds)
         if response.status_code != CLIENT_GONE:
-            summary = request.state.summary
-            log.info("%s %s %d %.1fms %s", identity, route, response.status_code, 1000 * seconds, summary)
+            summary, status, ms = request.state.summary, response.status_code, round(1000 * seconds, 1)
+            fields = {"request": identity, "route": route, "status": status, "ms": ms}
+            log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
         response.headers["x-request-id"] = identity
         if service.draining:
             response.headers["connection"] = "close"
@@ -128,7 +132,8 @@ async def _problem(request: Request, error: Exception) -> Response:
     if isinstance(error, Problem):
         return error.response()
     if isinstance(error, HTTPException):
-        detail = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
+        nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
+        detail = {404: nothing, 405: "This method is not allowed here."}
         text = detail.get(error.status_code, str(error.detail))
         return Problem(error.status_code, text, error.headers or {}).response()
     return _bug_response(error, "-")
@@ -146,13 +151,8 @@ def _bug_response(error: Exception, identity: str) -> Response:
 
 def _page(service: Service) -> Handler:
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    description = service.description
-    values = {
-        "NAME": description.name,
-        "VERSION": description.version,
-        "CLASSES": str(len(description.labels)),
-        "LIMIT": f"{service.limits.max_body / 2**20:g}",
-    }
+    model, limit = service.description, f"{service.limits.max_body / 2**20:g}"
+    values = {"NAME": model.name, "VERSION": model.version, "CLASSES": str(len(model.labels)), "LIMIT": limit}
     for key, value in values.items():
         text = text.replace(f"[[{key}]]", html.escape(value))
 
@@ -160,15 +160,12 @@ def _page(service: Service) -> Handler:
         contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in contents)
 
-    headers = {
-        "content-security-policy": (
-            f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        ),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+    headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
     async def page(request: Request) -> Response:
         return HTMLResponse(text, headers=headers)

@@ -6,7 +6,6 @@ import base64
 import binascii
 import json
 import re
-from typing import Any
 
 from kd.serve.problems import Problem
 
@@ -15,16 +14,13 @@ JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
 MAX_PART_HEADER = 8192
 SPARE_VALUES = 1000
-"""Values that a JSON body may hold in addition to its images."""
+"""Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
+takes 25 bytes of memory for each byte of text."""
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
 def media_type(header: str) -> str:
-    """Return the media type of a content-type header, normalized.
-
-    Raises:
-        Problem: 415 (missing or unsupported).
-    """
+    """Return the media type of a content-type header, normalized; a Problem 415 if it is missing or not supported."""
     kind = header.partition(";")[0].strip().lower()
     kind = {"image/jpg": "image/jpeg", "image/x-image": "application/x-image"}.get(kind, kind)
     if kind not in ALLOWED:
@@ -36,8 +32,7 @@ def media_type(header: str) -> str:
 def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
     """Return the image files in a body. `kind` is the result of `media_type`; `header` may have a multipart boundary.
 
-    Raises:
-        Problem: 400 (the body does not match its type), 413 (too many images or values).
+    A Problem is 400 (the body does not match its type) or 413 (too many images or values).
     """
     files = [body]
     if kind == JSON:
@@ -51,24 +46,13 @@ def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
     return files
 
 
-def parse_json(body: bytes, max_values: int) -> Any:
-    """Parse a JSON document of at most `max_values` values.
-
-    They are counted before parsing, because a list of empty lists takes 25 bytes of memory for each byte of text.
-
-    Raises:
-        Problem: 400 (not JSON), 413 (too many values).
-    """
-    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
+def _from_json(body: bytes, max_images: int) -> list[bytes]:
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_images + SPARE_VALUES:
         raise Problem(413, "The JSON body holds more values than a request needs.")
     try:
-        return json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"The body is not JSON ({type(error).__name__}).") from error
-
-
-def _from_json(body: bytes, max_images: int) -> list[bytes]:
-    content = parse_json(body, max_images + SPARE_VALUES)
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     texts = content["images"] if "images" in content else [content["image"]]

@@ -5,42 +5,36 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timezone
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kd.errors import DataError, KdError, did_you_mean
+from kd.files.pixels import ENDINGS
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
 MAX_PAUSE = 30.0
 ALL_LABELS = 999_999
 NAME_THE_FOLDER = "Name the folder whose folders are the classes: images/val"
+EVALUATE_THE_RUN = "Evaluate the run: kd-evaluate RUN"
 
 
 class Endpoint:
-    """One connection to an endpoint. Not thread-safe."""
+    """One connection to an endpoint, by its address with or without /invocations. Not thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Prepare a connection to an address with or without /invocations. The first request opens it.
-
-        Raises:
-            KdError: not an HTTP address.
-        """
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise KdError("--endpoint", f"'{url}' is not an address", "http://host:port", "Correct it")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.url, self.path = url, parts.path if parts.path.strip("/") else "/invocations"
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
+        self.close = self._connection.close
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
         """Send an image file, again after a 503, and return the status and the JSON answer.
@@ -55,11 +49,12 @@ class Endpoint:
                 response = self._connection.getresponse()
                 body = response.read()
             except (OSError, http.client.HTTPException) as error:
-                self._connection.close()
+                self.close()
                 remedy = "Start one: kd-serve runs/NAME/export"
                 raise KdError("--endpoint", f"'{self.url}' does not answer ({error})", "", remedy) from error
             if response.status == 503:  # before JSON is parsed: a proxy may send HTML
-                time.sleep(pause(response.headers.get("retry-after", "")))
+                seconds = response.headers.get("retry-after", "").strip()  # or a date, which no server of kd's sends
+                time.sleep(min(MAX_PAUSE, float(seconds)) if seconds.isdecimal() else 1.0)
                 continue
             try:
                 return response.status, json.loads(body)
@@ -67,27 +62,6 @@ class Endpoint:
                 wrong = f"what answers at '{self.url}' is not kd-serve"
                 raise KdError("--endpoint", wrong, "", "Correct it") from error
         raise KdError("--endpoint", f"'{self.url}' is busy or not ready", "", "Try again when it has less to do")
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-
-def pause(retry_after: str) -> float:
-    """Return the time to wait before the next try, in seconds, from 0 to `MAX_PAUSE`.
-
-    Args:
-        retry_after: the header's value: seconds or a date (RFC 9110, section 10.2.3). Anything else means 1 second.
-    """
-    text = retry_after.strip()
-    if re.fullmatch("[0-9]+", text):
-        return min(MAX_PAUSE, float(text[:9]))
-    try:
-        date = parsedate_to_datetime(text)
-    except ValueError:
-        return 1.0
-    date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
-    return min(MAX_PAUSE, max(0.0, date.timestamp() - time.time()))
 
 
 def evaluate(url: str, folder: Path) -> dict[str, float]:
@@ -109,8 +83,7 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:
         counts = sum(pool.map(lambda i: _score(url, files[i::CLIENTS]), range(CLIENTS)), Counter())
-    seconds = time.perf_counter() - start
-    answered = counts["answered"]
+    seconds, answered = time.perf_counter() - start, counts["answered"]
     return {
         "images": answered,
         "accuracy": counts["correct"] / max(1, answered),
@@ -123,20 +96,19 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
 def _listing(folder: Path) -> Iterator[tuple[Path, str]]:
     for parent, _, names in os.walk(folder, followlinks=True):
         label = Path(parent).relative_to(folder).as_posix()
-        if label != ".":
-            yield from ((Path(parent, name), label) for name in names if name.lower().endswith(ENDINGS))
+        images = [name for name in names if name.rpartition(".")[2].lower() in ENDINGS and label != "."]
+        yield from ((Path(parent, name), label) for name in images)
 
 
 def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None:
     """Get all labels of the model with the first image that the endpoint accepts, and compare the folders' names."""
     prediction = _first_prediction(url, folder, files)
-    remedy = "Evaluate the run: kd-evaluate RUN"
-    if "embedding" in prediction:
-        wrong = f"'{url}' serves an embedding model, which has no labels to be right about"
-        raise KdError("--endpoint", wrong, "An endpoint of a classifier", remedy)
-    if "labels" in prediction:
-        wrong = f"'{url}' answers with several labels an image, but a folder names one"
-        raise KdError("--endpoint", wrong, "An endpoint of one label an image", remedy)
+    wrong = {
+        "embedding": "serves an embedding model, which has no labels to be right about",
+        "labels": "answers with several labels an image, but a folder names one",
+    }
+    for key in wrong.keys() & prediction.keys():
+        raise KdError("--endpoint", f"'{url}' {wrong[key]}", "A classifier of one label an image", EVALUATE_THE_RUN)
     labels = {entry["label"] for entry in prediction["top"]}
     unknown = sorted({label for _, label in files} - labels)
     if unknown:
@@ -162,11 +134,7 @@ def _score(url: str, files: list[tuple[Path, str]]) -> Counter[str]:
     with closing(Endpoint(url)) as endpoint:
         for path, label in files:
             status, answer = endpoint.classify(path.read_bytes())
-            if status != 200:
-                counts["refused"] += 1
-                continue
-            labels = [entry["label"] for entry in answer["predictions"][0]["top"]]
-            counts["answered"] += 1
-            counts["correct"] += labels[0] == label
-            counts["in top 5"] += label in labels
+            labels = [entry["label"] for entry in answer["predictions"][0]["top"]] if status == 200 else []
+            counts += Counter({"answered" if labels else "refused": 1, "in top 5": label in labels})
+            counts["correct"] += labels[:1] == [label]
     return counts

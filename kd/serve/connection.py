@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,9 +22,10 @@ from kd.serve.limits import Limits
 from kd.serve.problems import MEDIA_TYPE, Problem
 from kd.serve.service import Service
 
+log = logging.getLogger("kd.serve")
 READ_SIZE = 65_536
 DISCARD_SECONDS = 1.0
-HEALTH_CHECKS, HEALTH_BYTES = (b"GET /ping ", b"GET /v2/health/"), 2048
+HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
@@ -50,11 +53,7 @@ class Parser(h11.Connection):
         return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
-        """Return h11's next event.
-
-        Raises:
-            h11.RemoteProtocolError: invalid HTTP, too many header or trailer lines, or too many small chunks.
-        """
+        """Return h11's next event; RemoteProtocolError also for too many header lines, trailers or small chunks."""
         if self.their_state is h11.IDLE:
             headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
             if headers.count(b"\n") > self._limits.max_header_lines:
@@ -152,7 +151,7 @@ class Connection(H11Protocol):
         self._received += data
         if waiting:
             return
-        if data.startswith(HEALTH_CHECKS) and len(data) < HEALTH_BYTES:
+        if data.startswith(HEALTH_CHECK) and len(data) < HEALTH_BYTES:
             self._parse_received()
         else:
             self.transport.pause_reading()
@@ -204,12 +203,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
-        headers = [
-            (b"content-type", MEDIA_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        response = h11.Response(status_code=problem.status, headers=headers)
+        headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=problem.status, headers=list(headers.items()))
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -245,11 +240,24 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self._drain_seconds = 0.0
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """On SIGTERM drain: a load balancer sends requests until it has seen that health checks fail. On SIGINT end."""
+        if sig == signal.SIGINT:
+            self._drain_seconds = 0.0
+        elif self.service.ready and not self.should_exit:
+            self._drain_seconds = self.service.limits.drain_seconds
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Take no new connections, let those that were accepted send their request, answer all, then stop."""
+        """Fail health checks; drain; take no new connections; answer all that were accepted; stop."""
         self.service.draining = True
-        logging.getLogger("kd.serve").info("ending: %d requests are being answered", self.service.in_flight)
+        log.info("ending: health checks fail, the port closes in %g s", self._drain_seconds)
+        begin = time.monotonic()
+        while time.monotonic() < begin + self._drain_seconds:
+            await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)
+        log.info("ending: %d requests are being answered", self.service.in_flight)
         connections: Any = self.server_state.connections
         queued = [connection for listener in sockets or [] for connection in _accept_queue(listener)]
         for server in self.servers:
@@ -257,9 +265,8 @@ class DrainingServer(uvicorn.Server):
         for connection in queued:
             await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
         for _ in range(SETTLE_CHECKS):
-            await asyncio.sleep(
-                SETTLE_SECONDS / SETTLE_CHECKS
-            )  # first: asyncio may not have announced a connection yet
+            # First: asyncio may not have announced a connection yet.
+            await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)
             if all(connection.cycle is not None for connection in connections):
                 break
         await super().shutdown(sockets)

@@ -32,19 +32,14 @@ class Picture:
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
     """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
 
-    Raises:
-        Problem: 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format), 422 (too small, too
-            long, or too many JPEG scans).
+    A Problem is 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format) or 422 (too small, too
+    long, or too many JPEG scans).
     """
     return decode(open_all([data], limits)[0], size, crop)
 
 
 def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
-    """Read and check the headers of image files. No pixel is decoded yet.
-
-    Raises:
-        Problem: as `prepare`. 413 also if all images together have too many pixels.
-    """
+    """Read and check the headers of image files; no pixel is decoded yet. 413 also if all have too many together."""
     opened, pixels = [], 0
     for data in files:
         if not data:
@@ -60,11 +55,7 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
 
 
 def decode(image: Image.Image, size: int, crop: float) -> Picture:
-    """Decode an opened image, crop it in the same way as evaluation, and close it.
-
-    Raises:
-        Problem: 400 (the data is damaged or cut short).
-    """
+    """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
     try:
         with image:
             image.load()

@@ -1,11 +1,8 @@
-"""Limits on what a client may send, and the number of CPU cores that the endpoint may use."""
+"""Limits on what a client may send."""
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 MIB = 2**20
 
@@ -44,47 +41,12 @@ class Limits:
     """From the end of the body to the answer."""
     write_seconds: float = 10.0
     """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
-    drain_seconds: float = 25.0
-    """From SIGTERM to the end of the process. SageMaker and Kubernetes kill after 30."""
+    drain_seconds: float = 0.0
+    """From SIGTERM to when the port closes. Health checks fail meanwhile, and everything else is answered."""
+    end_seconds: float = 25.0
+    """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
 
     @property
     def max_pixels_in_request(self) -> int:
         """Width x height, summed over all images of a request."""
         return 2 * self.max_pixels
-
-
-def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of CPU cores that this process may use: its affinity, limited by the cgroup's quota.
-
-    Args:
-        root: the folder that holds /proc and /sys.
-    """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    version_2 = [folder / "cpu.max" for folder in _groups(root, "", root / "sys/fs/cgroup")]
-    version_1 = [folder / "cpu.cfs_quota_us" for folder in _groups(root, "cpu", root / "sys/fs/cgroup/cpu")]
-    quotas = [quota for quota in map(_quota, [*version_2, *version_1]) if quota]
-    return max(1, min(cores, *map(int, quotas))) if quotas else cores
-
-
-def _groups(root: Path, controller: str, top: Path) -> list[Path]:
-    """Return this process' cgroup folder and its parents. Each of them may set a quota."""
-    group = "/"
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                group = path
-    folder = top / group.lstrip("/")
-    return [folder, *(parent for parent in folder.parents if parent == top or top in parent.parents)]
-
-
-def _quota(file: Path) -> float | None:
-    """Return the CPU quota in cores, or None without a quota. Version 1 has the period in a file of its own."""
-    try:
-        quota, *period = file.read_text().split()
-        if quota in ("max", "-1"):
-            return None
-        return int(quota) / int(period[0] if period else file.with_name("cpu.cfs_period_us").read_text())
-    except (OSError, ValueError, ZeroDivisionError):
-        return None

@@ -45,17 +45,14 @@ class Metrics:
         """Return all metrics as text."""
         info = f'{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1'
         with self._lock:
-            requests = [
-                f'{{route="{route}",status="{status}"}} {count}'
-                for (route, status), count in sorted(self._requests.items())
-            ]
+            counts = [f'{{route="{r}",status="{s}"}} {count}' for (r, s), count in sorted(self._requests.items())]
             lines = [
                 *_metric("kd_model_info", "gauge", "The model that answers.", info),
                 *_metric("kd_ready", "gauge", "1 while a load balancer should send requests.", f" {int(ready)}"),
                 *_metric("kd_in_flight", "gauge", "Requests being answered or waiting for it.", f" {in_flight}"),
                 *_metric("kd_buffered_bytes", "gauge", "Bytes of bodies in memory.", f" {buffered}"),
                 *_metric("kd_images_total", "counter", "Images answered.", f" {self._images}"),
-                *_metric("kd_requests_total", "counter", "Requests by route and status.", *requests),
+                *_metric("kd_requests_total", "counter", "Requests by route and status.", *counts),
                 *_metric("kd_seconds", "histogram", "Where the time of a request goes."),
             ]
             for stage, buckets in sorted(self._buckets.items()):

@@ -113,12 +113,7 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
-    """Load the graph.
-
-    Args:
-        description: the result of `describe`.
-        threads: CPU threads of one call.
-        slots: the largest number of calls at the same time.
+    """Load the graph, for at most `slots` calls at the same time, each with so many threads.
 
     Raises:
         ModelError: the file was changed after the export, or the runtime cannot load it.

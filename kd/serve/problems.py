@@ -25,9 +25,8 @@ class Problem(Exception):
     def body(self) -> bytes:
         """The JSON document."""
         title = "Client Closed Request" if self.status == CLIENT_GONE else HTTPStatus(self.status).phrase
-        return json.dumps(
-            {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
-        ).encode()
+        content = {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
+        return json.dumps(content).encode()
 
     def response(self) -> Response:
         """Return the HTTP response."""

@@ -20,11 +20,8 @@ async def request_body(request: Request, service: Service) -> AsyncIterator[byte
     """Yield the body of a request. It is counted in `service.buffered` until the `async with` block ends.
 
     The body of a rejected request is also read to its end, and discarded. A client that is still writing when the
-    connection closes gets a broken pipe and never reads the answer.
-
-    Raises:
-        Problem: 400 (invalid content-length), 408 (too slow), 413 (too large), 499 (the client disconnected), 503
-            (too many requests, or too many bytes of bodies in memory).
+    connection closes gets a broken pipe and never reads the answer. A Problem is 400 (invalid content-length), 408 (too
+    slow), 413 (too large), 499 (the client disconnected) or 503 (too many requests, or bytes of bodies in memory).
     """
     body = bytearray()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import os
 import signal
@@ -12,10 +13,12 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 from kd.errors import KdError, MissingExtra
-from kd.serve.limits import Limits, usable_cores
+from kd.host import cores
+from kd.serve.limits import Limits
 
 log = logging.getLogger("kd.serve")
 
@@ -34,6 +37,8 @@ class Settings:
     """Requests that are computed at the same time, each with cores / slots threads. 0: as many as cores."""
     ui: bool = True
     quiet: bool = False
+    log_format: str = "text"
+    """"text" or "json": a JSON object a line."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -59,12 +64,12 @@ def serve(settings: Settings) -> None:
     from kd.serve.model import describe
     from kd.serve.service import Service
 
-    _logging(settings.quiet)
+    _logging(settings.quiet, settings.log_format)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about a client's EXIF or palette
     description = describe(settings.folder, settings.file)
-    cores = settings.cores or usable_cores()
-    slots = settings.slots or cores
-    service = Service(description, settings.limits, slots, max(1, cores // slots))
+    usable = settings.cores or cores()
+    slots = settings.slots or usable
+    service = Service(description, settings.limits, slots, max(1, usable // slots))
     listener = _listen(settings.host, settings.port)
     application = app.build(service, settings.ui)
     shared = Shared(settings.limits, app.health_only(application))
@@ -78,7 +83,7 @@ def serve(settings: Settings) -> None:
         access_log=False,
         server_header=False,
         timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
-        timeout_graceful_shutdown=int(settings.limits.drain_seconds),
+        timeout_graceful_shutdown=int(settings.limits.end_seconds),
     )
     server = DrainingServer(config, service)
     errors: list[Exception] = []
@@ -132,9 +137,20 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _logging(quiet: bool) -> None:
+class _JsonLines(logging.Formatter):
+    """A JSON object for each record, with what a message gave as `extra={"fields": ...}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        found = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps({**found, **getattr(record, "fields", {}), **error})
+
+
+def _logging(quiet: bool, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(_JsonLines() if log_format == "json" else text)
     for name, level in (("kd.serve", logging.WARNING if quiet else logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -39,12 +39,7 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model and warm up every thread. Blocks.
-
-        Raises:
-            ModelError: the graph is not what was exported.
-            MissingExtra: its runtime is not installed.
-        """
+        """Load the model and warm up every thread; see `kd.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
@@ -72,11 +67,8 @@ class Service:
         """Run a job, all CPU work of a request, on the next free thread.
 
         A request that times out still counts as in flight until its thread has finished the job. `disconnected()` is
-        an awaitable that completes when the client has disconnected.
-
-        Raises:
-            Problem: whatever the job raises. 503: too many requests, or the deadline has passed. 499: the client has
-                disconnected.
+        an awaitable that completes when the client has disconnected. A Problem is what the job raises, 503 (too many
+        requests, or the deadline has passed) or 499 (the client has disconnected).
         """
         if error := self.admission_error():
             raise error
@@ -121,11 +113,7 @@ class Service:
         self.in_flight -= 1
 
     def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, str]:
-        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
-
-        Raises:
-            Problem: 400, 413, 415 or 422.
-        """
+        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks."""
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
         opened = open_all(files, self.limits)

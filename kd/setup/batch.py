@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ SMALLEST, VISIBLE_MIB = 4, 16.0
 """Images of the first measurement; growth of a process that is more than noise."""
 FULL = "a rank is out of memory."
 """In the words by which accelerate knows such an error."""
-PROVISIONAL = 64
-"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +39,6 @@ class Found:
     """Images of a micro-batch on one rank."""
     summary: str
     """How it was found, for a person."""
-
-
-def provisional_batch(num_images: int, backend: Backend) -> int:
-    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded.
-
-    Raises:
-        ConfigError: on this backend every size would be compiled.
-    """
-    if backend.fixed_mode:
-        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
-        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
-    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
 
 
 def choose_batch(session: Session, distillation: Distillation, teacher: Teacher, optimizer: OptimizerSection) -> Found:
@@ -79,21 +64,15 @@ def choose_batch(session: Session, distillation: Distillation, teacher: Teacher,
 def largest(trial: Callable[[int], object], most: int, backend: Backend) -> Found:
     """Return the largest power of two, at most `most`, for which `trial` fits into memory on all ranks.
 
-    Args:
-        trial: makes one step on so many images and forgets it; no collective in it.
-        most: the rank's share of the images there are.
-        backend: knows the free memory, and reduces.
-
-    Raises:
-        ConfigError: not even one image fits.
+    `trial` makes one step on so many images and forgets it; it holds no collective.
     """
     from accelerate.utils import find_executable_batch_size  # heavy, and only here
 
     size = 2 ** int(math.log2(most))
-    kept = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
+    switched = backend.device.type == "cpu" and keep_freed_memory(False)  # memory that is kept is neither used nor free
     room = SHARE * backend.free_mib()
     each = 0.0 if math.isinf(room) else per_image(trial, size)
-    if kept:
+    if switched:
         keep_freed_memory()
     tried = []
 
@@ -162,5 +141,7 @@ def _peak_mib() -> float:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
     except (OSError, StopIteration):
+        import resource  # not on Windows
+
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, others KiB

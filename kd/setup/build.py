@@ -26,9 +26,8 @@ from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
-from kd.setup.batch import choose_batch, provisional_batch
 from kd.setup.gate import choose_sifter
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, provisional_batch, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
@@ -177,9 +176,9 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size
-    asked = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
+    answers = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
     with region("choose teacher"):
-        report = choose_teacher(session, teacher.section, model, asked, chosen.teacher)
+        report = choose_teacher(session, teacher.section, model, answers, chosen.teacher)
     with region("open cache"):
         answering = step_teacher(teacher, report, model, session)
     with region("choose student"):
@@ -189,6 +188,8 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         logger.info(f"{name}: {found.summary}" if found and found.summary else "")
     search = ""
     if searching:
+        from kd.setup.batch import choose_batch  # only where it is searched for
+
         with region("choose batch size"):
             size = choose_batch(session, distillation, report.live, loop.optimizer)
         chosen, search = replace(chosen, batch_size=size.size * backend.world_size), size.summary

@@ -44,15 +44,7 @@ log = logging.getLogger("kd")
 def cache_identity(
     plan: TeacherPlan, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
 ) -> dict[str, Any]:
-    """Return all that the stored outputs depend on, by name; JSON values.
-
-    Args:
-        plan: of the teacher.
-        model: the teacher's own identity: weights, architecture, what its pixels go through.
-        mode: in which it is executed.
-        data: the training split, and what its images go through.
-        codec: what a record holds.
-    """
+    """Return all that the stored outputs depend on, by name; JSON values."""
     made_from: dict[str, Any] = {
         **model,
         "precision": mode.numerics,
@@ -81,17 +73,13 @@ def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tupl
 
 
 def price(cache: Cache, codec: Codec, num_images: int) -> str:
-    """Say how large a whole cache becomes.
-
-    Raises:
-        ConfigError: larger than `teacher.cache.max_gb`.
-    """
+    """Say how large a whole cache becomes."""
     views, size = cache.views, record_bytes(codec.record.itemsize)
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
     shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"
-    whole = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
-    text = f"{whole} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
+    size_text = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
+    text = f"{size_text} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
     if total > cache.max_gb:
         remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
         allowed = f"At most {cache.max_gb:g} GB (teacher.cache.max_gb)"
@@ -168,8 +156,8 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
 
     Images of weight 0, without a record, or changed since it was made do not count. Empty where none is left.
     """
-    parts, whole, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
-    rows = torch.from_numpy(whole) & (batch.weight > 0).cpu()
+    parts, complete, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
+    rows = torch.from_numpy(complete) & (batch.weight > 0).cpu()
     if not rows.any():
         return {}
     outputs = live(batch).map(lambda tensor: tensor.float().cpu()[rows])
@@ -177,17 +165,7 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
 
 
 def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Require that what is stored is the teacher's, up to rounding.
-
-    Args:
-        store: of the records.
-        view: of the images.
-        found: for each array the largest difference and the largest value.
-        tolerance: largest difference, as a share of the largest value.
-
-    Raises:
-        ModelError: it is not, or it is not a number.
-    """
+    """Require that what is stored is the teacher's, up to rounding."""
     for name, (difference, largest) in found.items():
         if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
             what = "logit" if name == "logits" else f"value of '{name}'"
@@ -211,7 +189,7 @@ def _records(store: Store) -> list[int]:
 
 def _batch(ids: list[int], train: Dataset) -> Batch | None:
     """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
-    samples, kept = [], []
+    samples, read = [], []
     for id in ids:
         try:
             sample = train.load(id, 0)
@@ -219,9 +197,9 @@ def _batch(ids: list[int], train: Dataset) -> Batch | None:
             continue
         if sample.readable:
             samples.append(sample)
-            kept.append(id)
+            read.append(id)
     if not samples:
         return None
-    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(kept),), -1)
-    batch = Batch.of(pixels, unknown, torch.tensor(kept))  # a teacher reads no labels
+    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(read),), -1)
+    batch = Batch.of(pixels, unknown, torch.tensor(read))  # a teacher reads no labels
     return replace(batch, crc=tuple(sample.crc for sample in samples))

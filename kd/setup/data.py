@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 from kd import parts
 from kd.config.schema import Augment, DataSection
-from kd.contracts import Backend, Source
+from kd.contracts import Backend, Noted, Source
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError
 from kd.models.load import Images
+
+log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ class Data:
         """Class names that the teacher must have. None: the images are unlabelled and the teacher's names are used."""
         return self.classes if self.labelled else self.teacher_classes or None
 
+    @property
+    def notes(self) -> list[str]:
+        """What the listings left out, a line each."""
+        return [*dict.fromkeys(note for one in (self.train, self.val) if isinstance(one, Noted) for note in one.notes)]
+
     def with_classes(self, classes: Sequence[str]) -> Data:
         """Return the same with a teacher's classes, where its images have no labels."""
         return self if self.labelled else replace(self, teacher_classes=tuple(classes))
@@ -111,11 +119,7 @@ class Data:
 
 
 def open_sources(plan: DataPlan) -> Data:
-    """List both splits; nothing is decoded or rendered yet.
-
-    Raises:
-        DataError: missing or empty folders, fewer than two classes.
-    """
+    """List both splits; nothing is decoded or rendered yet."""
     section = plan.section
     more = {} if section.labels == "all" else {"labels": section.labels}
 
@@ -139,16 +143,15 @@ def open_sources(plan: DataPlan) -> Data:
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     """List both splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
 
-    Args:
-        plan: which images.
-        backend: set up; all ranks must call this.
-        fill: whether the store keeps pixels; False for a job that reads each image once.
+    All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
 
     Raises:
         KdError: the data is not usable, or the store does not fit.
     """
     data = open_sources(plan)
     if backend.rank == 0:
+        for note in data.notes:
+            log.info("data: %s", note)
         data.train.prepare()
         data.val.prepare()
     backend.barrier()
@@ -160,11 +163,7 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
 
 
 def train_transform(size: int, augment: Augment) -> Train:
-    """Build what happens to a training image.
-
-    Raises:
-        ConfigError: timm does not know the policy.
-    """
+    """Build what happens to a training image."""
     if augment.policy:
         try:
             build_policy(augment.policy, size)

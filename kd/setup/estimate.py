@@ -69,13 +69,8 @@ def measure(
 ) -> Measured:
     """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
 
-    Args:
-        teacher: teachers of timm get random weights, the others their own.
-        student: its plan.
-        data: both splits; images that do not exist are not made.
-        split: of the batch.
-        backend: set up, one process.
-        fitting: also time a training step of the teacher.
+    Teachers of timm get random weights, the others their own; images that do not exist are not made. `fitting`: also
+    time a training step of the teacher. One process.
     """
     named = data.required_classes is not None  # else only its weights say how many classes it has
     random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}

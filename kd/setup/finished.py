@@ -1,9 +1,15 @@
-"""A finished or interrupted run, read: its configuration, its best student."""
+"""A finished or interrupted run, read: its configuration, its best student, and whether its folder can be trusted.
+
+Somebody else may have written a run folder. Reading one runs no code that it names and shows no other images than its
+own, unless a person vouches for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from kd import config
+from kd import config, parts
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
@@ -22,21 +28,18 @@ from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
-from kd.setup.recipe import StudentPlan
+from kd.setup.data import Data, DataPlan
+from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.student import build_student
-from kd.setup.trust import named_module, untrusted
+
+REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
+
+MAP_DATASET = "kd.data.map_dataset"
+"""`data.kind` of a run of `kd.distill`."""
 
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
-    """Open a finished or interrupted run folder for reading.
-
-    Args:
-        path: the run folder.
-        trust: import the modules that its configuration names; without it, kd's own parts are.
-
-    Raises:
-        RunError: it is not a run folder, or names a module and is not trusted.
-    """
+    """Open a finished or interrupted run folder for reading."""
     folder = RunDir(path)
     stored = folder.stored_config()
     if stored is None:
@@ -45,12 +48,23 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     return folder, parse(folder.config_file, stored, trust)
 
 
-def parse(file: Path | str, text: str, trust: bool) -> Config:
-    """Load a stored configuration.
+def require_files(path: Path, data: DataSection) -> None:
+    """Refuse a run of `kd.distill` where its models and images must be built again from files.
 
     Raises:
-        RunError: it was changed by hand, or by another version of kd; or it names a module and is not trusted.
+        RunError: it is one.
     """
+    if data.kind == MAP_DATASET:
+        raise RunError(
+            "run",
+            f"'{path}' was written by kd.distill: its models and images are Python objects",
+            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
+            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
+        )
+
+
+def parse(file: Path | str, text: str, trust: bool) -> Config:
+    """Load a stored configuration."""
     key = module = ""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -97,3 +111,86 @@ def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     """Load the student's weights of a checkpoint, averaged ones first."""
     prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
     student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a person vouches for who reads a run folder."""
+
+    code: bool
+    """`--trust`: what its configuration names may run."""
+    images: bool
+    """`--trust`, or the command line says where the images lie: they may be others than those of the run."""
+
+    @classmethod
+    def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
+        """Return what `--trust` and the overrides `key=value` of a command say."""
+        where = {"data", "data.kind", "data.labels", *(f"data.{field.name}" for field in fields(data.options))}
+        return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
+
+    def check_teacher(self, plan: TeacherPlan) -> None:
+        """Refuse to build a teacher that is code.
+
+        Raises:
+            RunError: naming the key.
+        """
+        for where, one in plan.members.items():
+            facts = parts.facts("teachers", one.kind, one.options, f"{where}.kind")
+            if facts.runs_code and not self.code:
+                raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
+
+    def check_student(self, plan: StudentPlan) -> None:
+        """Refuse to build a student that is code."""
+        section = plan.section
+        facts = parts.facts("teachers", section.kind, section.options, "student.kind")
+        if facts.runs_code and not self.code:
+            raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
+
+    def check_folder(self, plan: DataPlan) -> None:
+        """Refuse a folder of images with links out of it.
+
+        Raises:
+            RunError: naming the first.
+        """
+        section = plan.section
+        root = parts.facts("datasets", section.kind, section.options, "data.kind").root
+        if root and not self.code and (link := _link_out(os.path.expanduser(root))):
+            raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
+
+    def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
+        """Refuse other images than those that the run recorded."""
+        if not self.images and data.fingerprint != manifest.get("data"):
+            wrong = "the images are not those that the run recorded (their content hash differs)"
+            raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
+
+
+def untrusted(where: str, wrong: str) -> RunError:
+    """Return the error for what takes `--trust`."""
+    return RunError(where, wrong, "Without --trust: kd's own parts, and the images in the run's own folder", REMEDY)
+
+
+def named_module(values: Any, where: str = "") -> tuple[str, str]:
+    """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
+    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and _is_foreign(kind):
+        return f"{where}.kind", kind
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
+    return next((one for one in found if one[1]), ("", ""))
+
+
+def _is_foreign(kind: str) -> bool:
+    return "." in kind and not kind.startswith("kd.")
+
+
+def _link_out(root: str) -> str:
+    home = os.path.realpath(root)
+    todo = [home]
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:  # who lists the images says what is wrong
+            for entry in entries:
+                if entry.is_symlink():
+                    if os.path.commonpath([home, os.path.realpath(entry.path)]) != home:
+                        return entry.path
+                elif entry.is_dir():
+                    todo.append(entry.path)
+    return ""

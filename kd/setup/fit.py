@@ -7,8 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kd.config import Config
-from kd.setup.recipe import Recipe, resolve
+from kd.setup.recipe import Recipe, TeacherPlan, resolve
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 # Where the data lies is one of them: its content is compared by its fingerprint.
@@ -37,16 +36,20 @@ FREE = (
 )
 
 
-def fit_folder(fit: Config, fingerprint: str) -> tuple[Recipe, Path]:
-    """Return the recipe of a fit with its run folder, and the export folder that it leaves."""
-    # How often it is evaluated decides which weights are the best ones, and those are kept.
-    keys = resolve(fit).record.keys
-    counts = {key: value for key, value in keys.items() if not key.startswith(FREE) or key == "run.every.evaluate"}
-    content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
-    key = hashlib.sha256(content.encode()).hexdigest()[:12]
-    name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
-    recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
-    return recipe, recipe.record.path / "export"
+def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
+    """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
+    found = {}
+    for where, fit in plan.fits.items():
+        # How often it is evaluated decides which weights are the best ones, and those are kept.
+        free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # the kind is always timm
+        counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
+        content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+        key = hashlib.sha256(content.encode()).hexdigest()[:12]
+        name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
+        recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
+        recipe = replace(recipe, student=replace(recipe.student, where=where))
+        found[where] = recipe, recipe.record.path / "export"
+    return found
 
 
 def is_fitted(target: Path) -> bool:

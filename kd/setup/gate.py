@@ -61,13 +61,7 @@ def choose_sifter(
 ) -> Gate:
     """Build the sifter of the training images, or one that visits everything where it would lose time.
 
-    Args:
-        session: the backend and the sizes.
-        loop: the sifter's section, and how long the run is.
-        distillation: the student and its losses on the device, not wrapped yet.
-        teacher: answers in the trials.
-        loader: of the training images.
-        recorded: the decision of an earlier start of this run, or "".
+    `recorded` is the decision of an earlier start of this run, or "".
     """
     section, data, split = loop.sifter, session.data, session.split
     views = data.plan.views
@@ -89,13 +83,7 @@ def choose_sifter(
 
 
 def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
-    """Return whether a sifter saves time, and what to tell the user.
-
-    Args:
-        kind: the sifter.
-        sifted: milliseconds of an image in a sifted epoch.
-        costs: measured; equal on all ranks.
-    """
+    """Return whether a sifter saves time, and what to print; `sifted` is the cost of a sifted epoch, ms an image."""
     share = 1 - sifted / costs.per_image()
     measured = (
         f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "

@@ -18,6 +18,8 @@ from kd.host import cores, shared_memory_mib
 
 MOST_WORKERS = 16
 """Worker processes beside an accelerator at most."""
+PROVISIONAL = 64
+"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,7 @@ class BatchSplit:
 
 
 def split_batch(section: DataSection, world_size: int, num_images: int, batch_size: int = 0) -> BatchSplit:
-    """Divide the global batch over ranks and micro-batches.
-
-    Args:
-        section: its sizes.
-        world_size: ranks.
-        num_images: of the training split.
-        batch_size: the global batch, where `data.batch_size` is auto.
-
-    Raises:
-        ConfigError: it does not divide, there are fewer images than a batch, or nobody has searched for its size.
-    """
+    """Divide the global batch over ranks and micro-batches."""
     batch_size = batch_size or fixed_batch(section)
     share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
@@ -70,15 +62,19 @@ def split_batch(section: DataSection, world_size: int, num_images: int, batch_si
 
 
 def fixed_batch(section: DataSection) -> int:
-    """Return the global batch size.
-
-    Raises:
-        ConfigError: it is `auto`, and nobody has searched.
-    """
+    """Return the global batch size."""
     if isinstance(section.batch_size, str):
         remedy = "Set a number here"
         raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
     return section.batch_size
+
+
+def provisional_batch(num_images: int, backend: Backend) -> int:
+    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
+    if backend.fixed_mode:
+        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
+        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
+    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
 
 
 def default_workers(backend: Backend) -> int:

@@ -17,7 +17,6 @@ from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
-from kd.models.compiled import clear_libraries
 from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
@@ -47,11 +46,7 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
+        """Read what `str` wrote."""
         precision, kernel, *rest = text.split("+")
         known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
         if not known or rest not in ([], ["compiled"]):
@@ -221,6 +216,8 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
         except Exception as error:
             if not mode.compiled:
                 raise
+            from kd.models.compiled import clear_libraries  # only where a compiler is used
+
             log.warning(f"{where}: {in_short(error)}. What was compiled before is removed; it is compiled once more.")
             clear_libraries()
             work().sum().item()

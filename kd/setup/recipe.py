@@ -92,6 +92,8 @@ class StudentPlan:
     precision: str
     """`backend.precision`: of its forward and backward."""
     seed: int
+    where: str = "student"
+    """Config path of its section, for messages; in a fit that of the teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +143,7 @@ class Recipe:
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
-    """Resolve a configuration.
-
-    Args:
-        config: of the run.
-        path: the run folder, where it is not `run.folder`/`run.name`.
-    """
+    """Resolve a configuration; `path` is the run folder, where it is not `run.folder`/`run.name`."""
     run, read, task = config.run, reads(config.losses), build_task(config.task)
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
@@ -208,8 +205,8 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
     return Config(
         run=RunSection(
             folder=fit.folder,
-            seed=config.run.seed,
-            epochs=fit.epochs,
+            seed=fit.seed,
+            epochs=max(1, fit.epochs),  # steps alone may say how long it is
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,
@@ -223,6 +220,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             args=section.args,
             init="pretrained" if section.pretrained else "scratch",
             attention=section.attention,
+            options=default_options("teachers", "timm"),
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
@@ -311,11 +309,7 @@ class Choices:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Choices:
-        """Read what `record` returned; entries of older versions that nothing depends on are dropped.
-
-        Raises:
-            RunError: one is nothing that `record` returns.
-        """
+        """Read what `record` returned; entries of older versions that nothing depends on are dropped."""
         try:
             modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
             return cls(

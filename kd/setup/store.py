@@ -34,12 +34,7 @@ def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
     """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
 
-    Args:
-        section: `store` says where pixels are kept.
-        splits: training and validation images.
-        run_folder: below which a store on disk lies.
-        backend: its ranks agree on whether there is room.
-        fill: keep pixels. False: the same pixels, decoded each time.
+    `fill=False` keeps nothing: the same pixels, decoded each time.
 
     Raises:
         RunError: the store does not fit into the memory, or onto the disk.
@@ -54,9 +49,9 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
-    kept = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
+    opened = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
     if backend.rank == 0 and not ram:
-        for split, stored in zip(("training", "validation"), kept, strict=True):
+        for split, stored in zip(("training", "validation"), opened, strict=True):
             sample = evenly_spaced(len(stored), SAMPLE)
             if changed := stored.refresh(sample):
                 log.warning(
@@ -64,7 +59,7 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
                     "decoded: all are decoded again"
                 )
     backend.barrier()
-    return kept
+    return opened
 
 
 def _require_room(
@@ -85,23 +80,23 @@ def _require_room(
             numbers[2] = shutil.disk_usage(_existing(folder)).free
     found = torch.tensor(numbers, dtype=torch.float32, device=backend.device) / 2**20
     backend.broadcast_([found])
-    whole, there, left = found.tolist()
-    needed = whole * ranks if ram else max(0.0, whole - there)
+    total, there, left = found.tolist()
+    needed = total * ranks if ram else max(0.0, total - there)
     if needed > left:
         copies = f" on each of {ranks} ranks, {_size(needed)} in all" if ram and ranks > 1 else ""
-        kept_there = f", {_size(there)} of it there already" if there and not ram else ""
+        already = f", {_size(there)} of it there already" if there and not ram else ""
         where = "of memory are left here" if ram else f"are free at '{folder}'"
         remedy = "Set data.store=disk" if ram else "Free space, choose another run.folder"
         raise RunError(
             "data.store",
-            f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(whole)}{copies}{kept_there}; "
+            f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
             f"{_size(left)} {where}",
             "One of none, ram and disk",
             f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
         )
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
-        log.info("store: about %s of decoded images %s, %s of it there already", _size(whole), where, _size(there))
+        log.info("store: about %s of decoded images %s, %s of it there already", _size(total), where, _size(there))
 
 
 def _mean_bytes(source: Source, rule: Shrunk) -> float:

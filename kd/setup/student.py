@@ -13,8 +13,7 @@ from kd.config.schema import LossSection
 from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
-from kd.models.compiled import compile_forward
-from kd.models.load import Spec, load
+from kd.models.load import Spec
 from kd.seeds import seed_from
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -33,16 +32,22 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) ->
         image_size: of the data, pixels.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
+    made = {"spec": student_spec(plan, classes), "image_size": image_size, "features": plan.features}
+    return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
+
+
+def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
+    """Return which model a student is, with which weights."""
     section = plan.section
-    spec = Spec(
-        where="student",
+    return Spec(
+        where=plan.where,
         model=section.model,
         args=section.args,
         classes=classes if plan.task.logits else (),
         checkpoint=section.checkpoint,
         pretrained=section.init == "pretrained",
+        task=None if section.kind == "timm" else plan.task,
     )
-    return load(spec, image_size, plan.features)
 
 
 def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:
@@ -155,4 +160,6 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
     backend.autocast_dtype = torch.bfloat16 if mode.precision == "bf16" else None
     set_attention(module, mode.kernel == "fused")
     if mode.compiled and module.student._compiled_call_impl is None:
+        from kd.models.compiled import compile_forward  # only where a compiler is used
+
         compile_forward(module.student)

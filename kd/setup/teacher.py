@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, TeacherModel
+from kd.contracts import Backend, Noted, TeacherModel
 from kd.errors import CorruptImage, ModelError
 from kd.models.classifier import Ensemble, set_attention
-from kd.models.compiled import compile_forward
 from kd.models.load import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -48,14 +48,16 @@ class Teachers:
     members: Sequence[TeacherModel] = ()
     """Each alone."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What they say of themselves, a line each."""
+        return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
+
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
-    """Load the teachers of a run, all of several; their classes must be the data's.
+    """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
 
-    Args:
-        plan: which, and what is asked of them.
-        data: where its images have no labels, the first teacher names the classes.
-        weights: of each teacher by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
+    `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
 
     Raises:
         ModelError: unknown model, unreadable weights, other classes than the data's.
@@ -95,15 +97,13 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         )
     if weights == REAL:
         _check_execution(section, model, where)
+        if not model.reads_ids:
+            require_repeatable(model, where, section.model, size)
     return model
 
 
 def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
-    """Refuse ways to run a model that is not torch's: it runs as it is.
-
-    Raises:
-        ModelError: naming the key.
-    """
+    """Refuse ways to run a model that is not torch's: it runs as it is."""
     if model.runtime == "torch":
         return
     refused = {
@@ -141,12 +141,8 @@ def choose_teacher(
 ) -> TeacherReport:
     """Build the live teacher as configured, with the fastest frozen forward where that is left open.
 
-    Args:
-        session: the backend, the sizes, and validation images to compare logits on.
-        section: of the configuration.
-        model: the loaded teacher, or None.
-        images: how many this rank will ask of it; with none, no compiler and no runtime is tried.
-        recorded: the mode of an earlier start of this run.
+    `images` is what this rank will ask of it: with none, no compiler and no runtime is tried. `recorded` is the mode of
+    an earlier start of this run.
 
     Raises:
         KdError: what is asked for by name, or was chosen when the run began, cannot be run here.
@@ -230,6 +226,8 @@ class TeacherFactory:
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
     if not mode.exported:
+        from kd.models.compiled import compile_forward  # only where a compiler is used
+
         return compile_forward(frozen)
     from kd.models.runtimes import Exported  # only where a graph runs instead of torch
 
@@ -256,17 +254,29 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
 
 
 def validation_images(data: Data) -> torch.Tensor:
-    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them.
+    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them."""
+    return validation_views(data, validation_pictures(data)[0])
+
+
+def validation_views(data: Data, pictures: Sequence[Image.Image]) -> torch.Tensor:
+    """Return pictures as evaluation shows them, uint8 [N, 3, S, S]."""
+    crop = data.evaluate()
+    return torch.from_numpy(np.stack([np.asarray(crop(one, Random(0))).transpose(2, 0, 1) for one in pictures]))
+
+
+def validation_pictures(data: Data) -> tuple[list[Image.Image], list[int]]:
+    """Return images from all over the validation split, as they lie, and their ids.
 
     Raises:
         CorruptImage: none of those looked at can be decoded.
     """
-    crop, found, broken = data.evaluate(), [], None
+    found, ids, broken = [], [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
-            found.append(np.asarray(crop(data.val.decode(id).image, Random(0))).transpose(2, 0, 1))
+            found.append(data.val.decode(id).image)
+            ids.append(id)
         except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error
     if not found and broken is not None:
         raise broken
-    return torch.from_numpy(np.stack(found))
+    return found, ids

@@ -34,15 +34,7 @@ class Trial:
     def __init__(
         self, distillation: Distillation, teacher: Teacher, backend: Backend, image_size: int, images: int
     ) -> None:
-        """Prepare steps; nothing is computed yet.
-
-        Args:
-            distillation: the student and its losses, not wrapped yet.
-            teacher: its outputs for the noise are computed once.
-            backend: where it runs.
-            image_size: side of an image, pixels.
-            images: of a step.
-        """
+        """Prepare steps; nothing is computed yet."""
         self.distillation, self.teacher, self.backend = distillation, teacher, backend
         self.image_size, self.images = image_size, images
         self._training = distillation.training
@@ -127,13 +119,8 @@ def fastest(
     budget is spent. All ranks follow rank 0: a candidate may hold collectives (a sharded teacher's does), which all
     ranks must enter equally often.
 
-    Args:
-        candidates: by name; the first is the plain one.
-        backend: for the broadcasts.
-        rounds: measured rounds.
-        budget_seconds: for the whole measurement.
-        margin: share of the first candidate's time by which another must be faster to win, in all rounds but one.
-        warm: run each once beforehand; what compiles in its first call would otherwise drop out.
+    The first candidate is the plain one; another wins where it is faster by the share `margin` in all rounds but one.
+    `warm` runs each once beforehand: what compiles in its first call would otherwise drop out.
     """
     names = list(candidates)
     if len(names) == 1:
@@ -160,12 +147,7 @@ def fastest(
 
 
 def clear_winner(rounds: Mapping[Name, Sequence[float]], margin: float) -> Name:
-    """Return which is faster than the first by a share `margin` in all rounds but one, by most; else the first.
-
-    Args:
-        rounds: seconds of each candidate in each round, up to where it dropped out.
-        margin: 0: the smallest median wins.
-    """
+    """Return which is faster than the first by a share `margin` in all rounds but one, by most; else the first."""
     plain = next(iter(rounds))
     if not margin:
         return min(rounds, key=lambda name: statistics.median(rounds[name]))

@@ -26,11 +26,9 @@ class Planned:
         return self.keep * costs.per_image()
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
-        """Pass the batches on."""
         yield from batches
 
     def first(self, start: int) -> int:
-        """Return `start`: each step of the plan is one optimizer step."""
         return start
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
@@ -71,7 +69,7 @@ def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> 
     return Plan(ids=ids[order], weights=weights[order])
 
 
-def num_kept(context: SiftContext, keep: float) -> int:
+def num_selected(context: SiftContext, keep: float) -> int:
     """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)
@@ -81,13 +79,3 @@ def num_kept(context: SiftContext, keep: float) -> int:
 def is_full_epoch(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
     """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
     return epoch < warmup or progress >= 1 - anneal
-
-
-def rank_in_class(label_K: Tensor) -> Tensor:
-    """Return for each image how many images before it have its label, int64 [K]."""
-    by_class = torch.argsort(label_K, stable=True)
-    sizes = torch.bincount(label_K)
-    starts = sizes.cumsum(0) - sizes
-    rank_K = torch.empty_like(by_class)
-    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
-    return rank_K

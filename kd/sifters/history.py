@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from kd.errors import ConfigError
-from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, rank_in_class, shuffled
-from kd.types import Plan, SiftContext, SifterFacts
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
+from kd.types import Plan, SiftContext
 
 NEVER = -1
-CONFIRMATIONS = 3
-"""Observations needed before a loss counts as high for good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,21 +25,13 @@ class Options:
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits; exact up to one global batch."""
     floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
-    """Lowest probability of keeping an easy image; so its weight, 1/probability, is at most 1/floor."""
+    """Lowest probability of keeping an easy image."""
     warmup: int = field(default=1, metadata={"low": 1})
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
     """Last share of the run, in which epochs visit all images."""
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for this many epochs is visited, whatever its loss."""
-    reweight: bool = False
-    """true: easy images weigh 1/probability, so that the expected gradient is that of all images. false: each kept
-    image weighs 1. This is biased towards hard images, and cost less accuracy in our study (docs/sifting.md)."""
-    balance: bool = False
-    """Rank losses within each class, so that no class is sifted more than another."""
-    noise_cap: float = field(default=0.0, metadata={"low": 0.0, "high": 0.5})
-    """Largest share of images treated as label noise: those whose loss is highest and does not fall. They are kept
-    with probability `floor` and weight 1, a deliberate bias. 0: none."""
 
 
 class History(Planned):
@@ -49,8 +39,8 @@ class History(Planned):
 
     Images whose loss is below the mean are easy, or more images where `keep` requires it (InfoBatch's rule,
     arXiv:2303.04947; at equal `keep` its effective sample size is larger than that of a probability that grows with
-    the loss). Easy images are drawn without replacement with one probability p, and weigh 1/p with `reweight`. All
-    others are kept. With `reweight` the expected weighted sum of gradients is the sum over all images.
+    the loss). Easy images are drawn without replacement with one probability p, all others are kept. Each image weighs
+    1, which is biased towards hard images: weights of 1/p cost more accuracy in our study (benchmarks/LOG.md).
 
     The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two
     images. It is assigned to the first one.
@@ -64,7 +54,6 @@ class History(Planned):
         self.loss_N = torch.full((count,), torch.nan)
         self.mean_N = torch.full((count,), torch.nan)
         self.seen_N = torch.full((count,), NEVER)
-        self.observed_N = torch.zeros(count, dtype=torch.int64)
         self.visits_N = torch.zeros(count, dtype=torch.int64)
         self.fresh_N = torch.full((count,), torch.nan)
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -74,7 +63,6 @@ class History(Planned):
         self._pending.append((ids, losses))
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the plan of an epoch, from the losses of the epochs before it."""
         new = epoch != self.epoch
         if new:
             self._gather()
@@ -84,43 +72,32 @@ class History(Planned):
         if is_full_epoch(epoch, progress, options.warmup, options.anneal):
             plan = full_plan(self.context, epoch)
         else:
-            ids, weights = self._sifted(epoch)
-            plan = shuffled(self.context, epoch, ids, weights)
+            ids = self._sifted(epoch)
+            plan = shuffled(self.context, epoch, ids, torch.ones(len(ids)))
         if new:
             self.visits_N[plan.ids] += 1
         return plan
 
-    def _sifted(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the ids [K] and weights [K] of a sifted epoch."""
-        count = num_kept(self.context, self.options.keep)
+    def _sifted(self, epoch: int) -> Tensor:
+        """Return the ids [K] of a sifted epoch."""
+        count = num_selected(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
         overdue = overdue_N.nonzero()[:, 0]
         overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]  # oldest first, if not all fit
         rest_N = torch.ones(self.context.num_images, dtype=torch.bool)
         rest_N[overdue] = False
         room = count - len(overdue)
-        easy, hard, noisy = self._split(rest_N.nonzero()[:, 0], room)
-        num_drawn = room - len(hard) - len(noisy)
+        easy, hard = self._split(rest_N.nonzero()[:, 0], room)
         draws = generator(self.context, "sift", epoch)
-        drawn = easy[torch.randperm(len(easy), generator=draws)[:num_drawn]]
-        weight = len(easy) / num_drawn if num_drawn and self.options.reweight else 1.0
-        ids = torch.cat([overdue, hard, noisy, drawn])
-        weights = torch.cat([torch.ones(len(ids) - len(drawn)), torch.full((len(drawn),), weight)])
-        return ids, weights
+        drawn = easy[torch.randperm(len(easy), generator=draws)[: room - len(hard)]]
+        return torch.cat([overdue, hard, drawn])
 
-    def _split(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `rest` into easy images to draw from, hard images to keep, and the noisy images already drawn."""
-        noisy = self._suspected(rest)
-        if len(noisy):
-            rest = rest[~torch.isin(rest, noisy)]
-            draws = generator(self.context, "doubt", self.epoch)
-            num_noisy = min(round(self.options.floor * len(noisy)), room)
-            noisy = noisy[torch.randperm(len(noisy), generator=draws)[:num_noisy]]
-            room -= len(noisy)
+    def _split(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Split `rest` into easy images to draw from and hard images to keep."""
         num_skipped = len(rest) - room
         if num_skipped <= 0:
-            return rest[:0], rest, noisy
-        score = self._within_class(rest) if self.options.balance else self.loss_N[rest]
+            return rest[:0], rest
+        score = self.loss_N[rest]
         # ties are broken at random; otherwise the order of the dataset would decide
         shuffle = torch.randperm(len(rest), generator=generator(self.context, "ties", self.epoch))
         order = rest[shuffle[torch.argsort(score[shuffle], stable=True)]]
@@ -128,24 +105,7 @@ class History(Planned):
         # at least so many that skipping num_skipped of them leaves each a probability of `floor`
         least = math.ceil(num_skipped / max(1 - self.options.floor, 1e-9))
         num_easy = min(max(below_mean, least), len(rest))
-        return order[:num_easy], order[num_easy:], noisy
-
-    def _within_class(self, ids: Tensor) -> Tensor:
-        """Return each image's percentile of loss within its class, 0 to 1."""
-        label = self.context.labels()[ids]
-        by_loss = torch.argsort(self.loss_N[ids], stable=True)
-        rank = torch.empty_like(ids)
-        rank[by_loss] = rank_in_class(label[by_loss])
-        return (rank + 0.5) / torch.bincount(label)[label]
-
-    def _suspected(self, rest: Tensor) -> Tensor:
-        """Return the suspected label noise: the loss is among the highest and not below the image's own mean."""
-        most = int(self.options.noise_cap * self.context.num_images)
-        if not most:
-            return rest[:0]
-        stays_high = (self.observed_N[rest] >= CONFIRMATIONS) & (self.loss_N[rest] >= self.mean_N[rest])
-        highest = rest[torch.argsort(self.loss_N[rest], descending=True, stable=True)][:most]
-        return highest[torch.isin(highest, rest[stays_high])]
+        return order[:num_easy], order[num_easy:]
 
     def _gather(self) -> None:
         """Average the observed losses over the ranks, so that the table is equal on all of them."""
@@ -168,7 +128,6 @@ class History(Planned):
         first = self.mean_N[fresh].isnan()
         self.mean_N[fresh] = torch.where(first, new, 0.5 * self.mean_N[fresh] + 0.5 * new)
         self.loss_N[fresh], self.seen_N[fresh] = new, self.epoch
-        self.observed_N[fresh] += 1
         self.fresh_N.fill_(torch.nan)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -183,20 +142,11 @@ class History(Planned):
             getattr(self, f"{name}_N").copy_(state[name])
 
 
-_TABLE = ("loss", "mean", "seen", "observed", "visits", "fresh")
-
-
-def facts(options: Options) -> SifterFacts:
-    """Return what others must know of it."""
-    return SifterFacts(by_class=options.balance)
+_TABLE = ("loss", "mean", "seen", "visits", "fresh")
 
 
 def build(options: Options, context: SiftContext) -> History:
-    """Build the history sifter.
-
-    Raises:
-        ConfigError: `keep` is below `floor`.
-    """
+    """Build the history sifter."""
     if options.keep < options.floor:
         raise ConfigError(
             "sifter.keep",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_kept, rank_in_class, shuffled
+from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 from kd.types import Plan, SiftContext, SifterFacts
 
 
@@ -38,11 +39,21 @@ class Random(Planned):
         """Return the share `keep` of all images, or all of them in the first and last epochs."""
         if is_full_epoch(epoch, progress, self.options.warmup, self.options.anneal):
             return full_plan(self.context, epoch)
-        count = num_kept(self.context, self.options.keep)
+        count = num_selected(self.context, self.options.keep)
         ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
         if self.options.balance:
-            ids = ids[torch.argsort(rank_in_class(self.context.labels()[ids]), stable=True)]
+            ids = ids[torch.argsort(_rank_in_class(self.context.labels()[ids]), stable=True)]
         return shuffled(self.context, epoch, ids[:count], torch.ones(count))
+
+
+def _rank_in_class(label_K: Tensor) -> Tensor:
+    """Return for each image how many images before it have its label, int64 [K]."""
+    by_class = torch.argsort(label_K, stable=True)
+    sizes = torch.bincount(label_K)
+    starts = sizes.cumsum(0) - sizes
+    rank_K = torch.empty_like(by_class)
+    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
+    return rank_K
 
 
 def facts(options: Options) -> SifterFacts:

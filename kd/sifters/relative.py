@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ NO_EPOCH = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """SageMaker's parameters, under its names, and the score."""
+    """SageMaker's parameters, under its names."""
 
     beta_value: float = field(default=1.0, metadata={"above": 0.0})
     """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept."""
@@ -33,9 +32,6 @@ class Options:
     """Number of first optimizer steps that use all images, without scoring."""
     repeat_delay_per_epoch: bool = False
     """Apply the delay at the start of each epoch instead of once."""
-    score: Literal["loss", "entropy"] = "loss"
-    """loss: the distillation loss; the step reuses the teacher's outputs. entropy: of the student's prediction, so that
-    the teacher runs on kept images only (arXiv:2012.09413)."""
 
 
 class Relative:
@@ -43,8 +39,9 @@ class Relative:
 
     The number kept of each chunk is fixed: 1 / (1 + beta) of all candidates so far, drawn in proportion to their
     probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known before
-    it begins. Percentiles are taken over the losses of all ranks. Images that fill no micro-batch at the end of an
-    epoch are dropped. Kept images weigh 1: like SageMaker's rule, this is biased towards hard images.
+    it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses of all
+    ranks. Images that fill no micro-batch at the end of an epoch are dropped. Kept images weigh 1: like SageMaker's
+    rule, this is biased towards hard images.
 
     A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
     """
@@ -100,7 +97,7 @@ class Relative:
         pools: list[list[Batch]] = [[] for _ in range(local)]
         steps = sum(self.counts) // micro
         while start < steps and (group := list(itertools.islice(incoming, local))):
-            for i, part in enumerate(self._kept(number, group, score)):
+            for i, part in enumerate(self._select(number, group, score)):
                 if used:  # trained on before the checkpoint
                     part = part.take(torch.arange(used, len(part.ids)))
                 if len(part.ids):
@@ -116,12 +113,12 @@ class Relative:
                 self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
                 start += 1
 
-    def _kept(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
+    def _select(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
         """Return the kept images of this rank's chunks of a candidate step."""
         count = self.counts[number]
         if count == self.context.micro_batch:
             return group
-        losses_B, scored = score(group, self.options.score)
+        losses_B, scored = score(group)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
         rows_of_chunk = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
@@ -146,8 +143,8 @@ class Relative:
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of scoring every candidate and training on the kept ones."""
-        kept = 1 / (1 + self.options.beta_value)
-        return costs.per_image(teacher=kept if self.options.score == "entropy" else 1.0, forward=1.0, step=kept)
+        share = 1 / (1 + self.options.beta_value)
+        return costs.per_image(forward=1.0, step=share)
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         """Do nothing: this sifter compares scores, not training losses."""
@@ -169,7 +166,7 @@ class Relative:
 
 def facts(options: Options) -> SifterFacts:
     """Return what others must know of it."""
-    return SifterFacts(by_entropy=options.score == "entropy", delay=options.sift_delay)
+    return SifterFacts(delay=options.sift_delay)
 
 
 def build(options: Options, context: SiftContext) -> Relative:

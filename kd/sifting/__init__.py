@@ -18,10 +18,9 @@ from kd.sifting.config import (
     SiftingBaseConfig,
     UnsupportedDataFormatException,
 )
-from kd.sifting.lightning import TrainingMetricsRecorder
+from kd.sifting.frameworks import TrainingMetricsRecorder, enable_sifting
 from kd.sifting.loader import SiftingDataloader
 from kd.sifting.loss import Loss
-from kd.sifting.trainer import enable_sifting
 
 __all__ = [
     "ListBatch",

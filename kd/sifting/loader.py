@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kd.sifters._window import LossWindow, generator_at, quota
-from kd.sifting import source, world
+from kd.sifting import source
 from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
 from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform
@@ -105,7 +106,7 @@ class SiftingDataloader:
         while True:
             start = now()
             batch = next(batches, None)
-            if not equal_lengths and not world.gather([batch is not None], device).all():
+            if not equal_lengths and not _gather([batch is not None], device).all():
                 if batch is not None:  # another rank has no batch left: this one goes into the next epoch
                     self.pending.put_back(batch)
                 break
@@ -171,7 +172,7 @@ class SiftingDataloader:
             losses = losses_of(self.loss_method, self.model, batch, original)
         self.meter.score(size)
         with self.meter.timed("should_sift"):
-            generator = generator_at(self.seed, world.rank_and_size()[0], self.draws)
+            generator = generator_at(self.seed, _rank_and_size()[0], self.draws)
             number = quota(self.seen, size, beta) if self.pick == "fixed" else None
             index = self.window.sift(losses, beta, generator, number)
         self.meter.record_losses(losses, index)
@@ -184,13 +185,13 @@ class SiftingDataloader:
 
     def _lengths_agree(self, device: torch.device) -> bool:
         """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
-        if world.rank_and_size()[1] == 1:
+        if _rank_and_size()[1] == 1:
             return True
         sizes = source.sizes_of(self.orig_dataloader)
         predictable = self.pick == "fixed" and None not in sizes
         counters = [getattr(self, name) for name in COUNTERS]
         # A collective: every rank calls it, whatever its own values are.
-        table = world.gather([predictable, *(size or 0 for size in sizes), *counters, len(self.pending)], device)
+        table = _gather([predictable, *(size or 0 for size in sizes), *counters, len(self.pending)], device)
         return predictable and bool((table == table[0]).all())
 
     def __len__(self) -> int:
@@ -262,8 +263,8 @@ class SiftingDataloader:
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
             self.pending.add(self._transformed(state["pending"]))
-        seen, kept = state["seen_and_kept"]
-        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=kept)
+        seen, selected = state["seen_and_kept"]
+        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=selected)
         self._resuming = self.position > 0
 
 
@@ -283,3 +284,20 @@ def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> N
     require("SiftingDataloader.batch_transforms", transforms, valid, transform)
     require("SiftingDataloader.batch_format_index", index, is_index, "0 or 1")
     require("SiftingDataloader.pick", pick, pick in ("fixed", "bernoulli"), "'fixed' or 'bernoulli'")
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) outside torch.distributed."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _gather(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return the values of all ranks, int64 [ranks, len(values)], by SUM alone. All ranks must call it."""
+    rank, size = _rank_and_size()
+    on = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    table = torch.zeros(size, len(values), dtype=torch.int64, device=on)
+    table[rank] = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(table)
+    return table.cpu()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kd.sifting.batch import SiftingBatch
 from kd.sifting.config import LossImplementationNotProvidedException
-from kd.sifting.tree import to_device
+from kd.sifting.formats import to_device
 
 
 class Loss:

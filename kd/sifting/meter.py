@@ -29,10 +29,10 @@ class Meter:
         self.saving: float | None = None
         """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
 
-    def count(self, seen: int, kept: int) -> None:
+    def count(self, seen: int, selected: int) -> None:
         """Count samples of the original loader, and the selected ones."""
         self.metrics["num_orig_samples_seen"] += seen
-        self.metrics["num_orig_samples_kept"] += kept
+        self.metrics["num_orig_samples_kept"] += selected
 
     @contextmanager
     def timed(self, name: str, wait_for: torch.device | None = None) -> Iterator[None]:

@@ -36,10 +36,6 @@ class LogitsEvaluator:
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Evaluate over all ranks.
 
-        Args:
-            student: maps uint8 images [B, 3, H, W] to Outputs.
-            stop: asked before each batch, on all ranks alike; True gives the evaluation up.
-
         Returns:
             The row; empty if the evaluation was given up.
 
@@ -65,13 +61,11 @@ class LogitsEvaluator:
         return self._finish(rows)
 
     def of(self, teacher: Teacher) -> LogitsEvaluator:
-        """Return the same for another teacher."""
         other = copy.copy(self)
         other.teacher, other._teacher_logits = teacher, []
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return nothing: an answer is not simply right or wrong."""
         return {}
 
     def _ask_teacher(self, number: int, batch: Batch) -> Tensor | None:
@@ -93,11 +87,7 @@ class LogitsEvaluator:
         raise NotImplementedError
 
     def _require(self, images: int, labelled: int) -> None:
-        """Require that so many images, of which so many have a label, can be scored.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Require that so many images, of which so many have a label, can be scored."""
         if images == 0:
             wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
             raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")

@@ -24,7 +24,7 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07
 """Of the search, as in DINO (arXiv:2104.14294)."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
-KEPT_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 """Of the teacher's outputs for validation images that are kept for the next evaluations."""
 LABELS = "labels"
 SCORES = Scores(
@@ -47,31 +47,22 @@ class Embedding:
     label_loss, scores, keeps_topk = "ce", SCORES, True
 
     def evaluator(self, setting: Evaluation) -> Evaluator:
-        """Return what scores the student."""
         return Evaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return logits of width 0: features are not averaged."""
         return logits_KBC[0]
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Refuse: vectors have no probabilities; the rules of a configuration exclude it."""
-        raise NotImplementedError
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
-        """Return class 0 for each image, int64 [images]."""
         return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return nothing: any numbers may be logits."""
         return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
-        """Return False: there are no classes."""
         return False
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
-        """Return the answer as it is."""
         return answer_BC
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
@@ -81,7 +72,6 @@ class Embedding:
         return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return none: there are no classes."""
         return {}
 
 
@@ -100,19 +90,19 @@ class Vectors:
 
     def add(self, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
         """Add the vectors [B, D] of a batch, by model; they get the length 1. Images of weight 0 are left out."""
-        place_B = torch.searchsorted(self._ids_N, batch.ids)
+        index_B = torch.searchsorted(self._ids_N, batch.ids)
         known = torch.stack([torch.ones_like(batch.weight), batch.label.float()], dim=1)
         unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
         for name, value_BD in {**unit, LABELS: known}.items():
             if name not in self._rows:
                 self._rows[name] = torch.zeros(len(self._ids_N), value_BD.shape[1], device=self.backend.device)
-            self._rows[name].index_add_(0, place_B, batch.weight[:, None] * value_BD)
+            self._rows[name].index_add_(0, index_B, batch.weight[:, None] * value_BD)
 
     def gather(self) -> tuple[dict[str, Tensor], Tensor]:
         """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
-        whole = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
-        seen_N, label_N = whole.pop(LABELS).unbind(1)
-        return whole, torch.where(seen_N > 0, label_N, -1.0).long()
+        vectors = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
+        seen_N, label_N = vectors.pop(LABELS).unbind(1)
+        return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
 class Evaluator:
@@ -166,13 +156,11 @@ class Evaluator:
         return dict(zip(values, shared.tolist(), strict=True))
 
     def of(self, teacher: Teacher) -> Evaluator:
-        """Return the same for another teacher."""
         other = copy.copy(self)
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return nothing: a vector is not right or wrong."""
         return {}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
@@ -222,7 +210,7 @@ class Evaluator:
             return self._outputs[number]
         outputs = self.teacher(batch)
         size = sum(tensor.nbytes for tensor in outputs.features.values())
-        if number == len(self._outputs) and self._bytes + size <= KEPT_BYTES:
+        if number == len(self._outputs) and self._bytes + size <= MOST_BYTES:
             self._outputs.append(outputs)
             self._bytes += size
         self.backend.end_step()

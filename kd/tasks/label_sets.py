@@ -41,7 +41,6 @@ class LabelSets:
     label_loss, scores, keeps_topk = "bce", SCORES, False
 
     def evaluator(self, setting: Evaluation) -> Evaluator:
-        """Return what scores the student."""
         return Evaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
@@ -50,27 +49,19 @@ class LabelSets:
         yes_BC, no_BC = ((F.logsigmoid(sign * logits_KBC) + shares_K11).logsumexp(0) for sign in (1, -1))
         return yes_BC - no_BC
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Return the sum over classes of the entropies of yes and no, nats."""
-        return (F.softplus(logits_BC) - logits_BC.sigmoid() * logits_BC).sum(-1)
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
-        """Return the empty set for each image, int8 [images, C]."""
         return torch.zeros(images, num_classes, dtype=torch.int8)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return what is wrong with probabilities of one label an image."""
         one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
         if not (one and self.are_probabilities(answer_BC)):
             return ""
         return "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
-        """Return whether all numbers are from 0 to 1."""
         return bool((answer_BC >= 0).all() and (answer_BC <= 1).all())
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
-        """Return log(p / (1 - p))."""
         return answer_BC.logit(1e-6)
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
@@ -86,7 +77,6 @@ class LabelSets:
         return GraphScores({"same_top1": same, "mAP": precision}, "mAP", "mAP", summary, images - same)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return for each class its threshold, whether it was chosen, and the images that show it."""
         known = are_known(label)
         if not known.any():
             return {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
@@ -142,8 +132,8 @@ class Evaluator(LogitsEvaluator):
     def _gather(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
         """Return the rows of all ranks, [N, ...], by image, on the CPU; 0 for an image that nobody saw."""
         rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
-        whole = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
-        return self.backend.reduce_sum(whole).cpu()
+        full = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
+        return self.backend.reduce_sum(full).cpu()
 
 
 def are_known(label: Tensor) -> Tensor:

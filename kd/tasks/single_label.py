@@ -41,24 +41,16 @@ class SingleLabel:
     label_loss, scores, keeps_topk = "ce", SCORES, True
 
     def evaluator(self, setting: Evaluation) -> Evaluator:
-        """Return what scores the student."""
         return Evaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return log of the averaged probabilities of K teachers (arXiv:1503.02531)."""
         return (logits_KBC.log_softmax(-1) + shares_K.log()[:, None, None]).logsumexp(0)
 
-    def entropy(self, logits_BC: Tensor) -> Tensor:
-        """Return the entropy of each answer, nats (UNIX, arXiv:2012.09413)."""
-        log_prob_BC = logits_BC.log_softmax(-1)
-        return -(log_prob_BC.exp() * log_prob_BC).sum(-1)
-
     def no_labels(self, images: int, num_classes: int) -> Tensor:
-        """Return class 0 for each image, int64 [images]."""
         return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return nothing: any numbers may be logits."""
         return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
@@ -67,7 +59,6 @@ class SingleLabel:
         return shares and bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
-        """Return log p."""
         return answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
@@ -80,7 +71,6 @@ class SingleLabel:
         return GraphScores(facts, "accuracy", "accuracy", summary, images - same)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return none: the class with the largest logit is the answer."""
         return {}
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.evaluation import Task
+from kd.models.classifier import Pick
 from kd.models.load import Spec, check_classes
 
 
@@ -27,8 +28,11 @@ def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
     """
     if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
         raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
-    if not all(one > 0 for one in std):
-        raise ValueError(f"std is {list(std)}; each must be above 0")
+    if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
+        wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
+        raise ValueError(
+            f"{wrong}; each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
+        )
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:
@@ -53,7 +57,7 @@ def read_names(path: str, where: str) -> list[str]:
         ModelError: it cannot be read, or a name is empty or there twice.
     """
     try:
-        names = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(where, f"'{path}' cannot be read ({error})", "A text file, one class a line", "") from error
     names = [name.strip() for name in names]
@@ -66,28 +70,62 @@ def read_names(path: str, where: str) -> list[str]:
     return names
 
 
-def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[str, ...]:
-    """Return the class names of a teacher's logits; they must be the data's.
+def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[str, ...], nn.Module]:
+    """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all.
 
     Args:
         spec: with the data's classes; None: the data has no labels, and the teacher's names are taken.
         count: of the logits.
         own: names that came with the model; empty: none did.
-        file: the option `classes`; it goes before `own`.
+        file: the option `classes`: new names for all logits, or those of `own` that stand for the data's classes.
 
     Raises:
         ModelError: other classes, another order, or another number.
     """
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
     names = read_names(file, where) if file else list(own)
+    if file and len(names) != count and set(names) <= set(own):
+        return _chosen(where, names, own, spec.classes)
     if names and len(names) != count:
         wrong = f"names {len(names)} classes, but the model answers with {count} numbers an image"
-        raise ModelError(where, wrong, "One name for each number", "Correct the names, or choose another output")
+        unknown = next((name for name in names if name not in own), "") if own else ""
+        wrong += f"; '{unknown}' is none of its own" if unknown else ""
+        raise ModelError(where, wrong, "One name for each number, or some of the model's own", "Correct the names")
     if spec.classes is None:
-        return tuple(names) or tuple(f"class_{label}" for label in range(count))
-    believed = spec.classes if count == len(spec.classes) else ["?"] * count
-    check_classes(where, names or believed, spec.classes)
-    return tuple(spec.classes)
+        return tuple(names) or tuple(f"class_{label}" for label in range(count)), nn.Identity()
+    if file and count > len(spec.classes) and set(spec.classes) <= set(names):
+        return _chosen(where, spec.classes, names, spec.classes)
+    if count != len(spec.classes):
+        raise ModelError(
+            where,
+            f"has {count} classes, the data has {len(spec.classes)}",
+            "Both must be equal, or the teacher's must be more",
+            f"Name the data's classes in a file, one a line in the data's order, as the teacher's names of them: "
+            f"{spec.where}.classes=FILE (without names of its own, all {count}); or use a teacher fitted on this data",
+        )
+    check_classes(where, names or spec.classes, spec.classes)
+    return tuple(spec.classes), nn.Identity()
+
+
+def _chosen(
+    where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None
+) -> tuple[tuple[str, ...], nn.Module]:
+    """Return the data's classes, and what picks the logits that `names` have among `own`."""
+    twice = next((name for name in names if own.count(name) > 1), "")
+    if twice:
+        raise ModelError(where, f"'{twice}' is the name of two of the model's classes", "A name that it has once", "")
+    if classes is not None:
+        believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
+        check_classes(where, [*believed, *names[len(believed) :]], classes)
+    return tuple(names if classes is None else classes), Pick([own.index(name) for name in names])
+
+
+def columns(pick: nn.Module) -> dict[str, list[int]]:
+    """Return which logits are picked, for an identity; empty where all are taken."""
+    return {"columns": pick.columns.tolist()} if isinstance(pick, Pick) else {}  # type: ignore[operator]
 
 
 def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
@@ -112,6 +150,8 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
         shape = "x".join(str(size) for size in answer_BC.shape)
         raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+    if answer_BC.is_meta:  # its shape alone is known
+        return
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None

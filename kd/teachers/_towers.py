@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 from kd.errors import MissingExtra, ModelError
 from kd.models.classifier import Classifier
 from kd.models.load import Spec
+from kd.teachers._processor import Preparation, measure, read_processor
 from kd.types import Outputs
 
-FAILURES = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError)
-"""What transformers raises for a folder or an id that it cannot use."""
+CLASSIFIER = "ForImageClassification"
+"""In the name of a class with a classifier."""
+HEADS = ("classifier", "head", "fc")
+"""How the names of their last layers end."""
 
 
 def library(where: str) -> Any:
@@ -77,7 +82,7 @@ def read_config(spec: Spec, hub: Any) -> Any:
     try:
         with quiet(hub):
             return hub.AutoConfig.from_pretrained(spec.model, **spec.args)
-    except FAILURES as error:
+    except Exception as error:  # transformers raises many types, all caused by the folder
         raise refused(spec, error) from error
 
 
@@ -89,37 +94,17 @@ def vision_config(config: Any) -> Any:
     return vision
 
 
-def preprocessing(spec: Spec, hub: Any, config: Any) -> dict[str, Any]:
-    """Return `input_size`, `mean` and `std` as a Classifier takes them, from the model's own preprocessing.
-
-    Its crop and its filter are left out: kd shows every model the same square, resized bicubically.
+def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[dict[str, Any], Preparation]:
+    """Return `input_size`, `mean` and `std` as a Classifier takes them, and what the model's own processor does.
 
     Raises:
-        ModelError: the preprocessing is missing.
+        ModelError: the preprocessing is missing, or no Classifier can do it.
     """
-    try:
-        with quiet(hub):
-            mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
-            found, _ = mixin.get_image_processor_dict(spec.model)
-    except FAILURES as error:
-        raise ModelError(
-            f"{spec.where}.model",
-            f"'{spec.model}' has no preprocessor_config.json, so that nothing says how pixels are normalized",
-            "",
-            "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)",
-        ) from error
-    factor = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", True) else 1.0
-    normal = found.get("do_normalize", True)
-    mean = found.get("image_mean") or [0.5] * 3 if normal else [0.0] * 3
-    std = found.get("image_std") or [0.5] * 3 if normal else [1.0] * 3
-    size = found.get("crop_size") or found.get("size") or {}
-    side = size if isinstance(size, int) else size.get("height") or size.get("shortest_edge") or 0
-    own = getattr(getattr(config, "vision_config", config), "image_size", None)  # a ViT takes no other
-    return {
-        "input_size": int(own if isinstance(own, int) else side),
-        "mean": [one / (255 * factor) for one in mean],  # a Classifier's are for pixels in 0..1
-        "std": [one / (255 * factor) for one in std],
-    }
+    with quiet(hub):
+        found = measure(spec, read_processor(spec, hub))
+    own = getattr(vision_config(config), "image_size", None)
+    size = found.size or (own if isinstance(own, int) else image_size)
+    return {"input_size": size, "mean": found.mean, "std": found.std}, found
 
 
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
@@ -142,7 +127,7 @@ def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
             model, report = cls.from_pretrained(
                 spec.model, config=config, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )
-    except FAILURES as error:
+    except Exception as error:  # transformers raises many types, all caused by the folder
         raise refused(spec, error) from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     other = sorted(str(one[0] if isinstance(one, tuple) else one) for one in report["mismatched_keys"])
@@ -158,68 +143,89 @@ def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
 class Tower(nn.Module):
     """A model of transformers as a network from normalized pixels [B, 3, S, S] to one tensor."""
 
-    def __init__(self, model: nn.Module, patch: int = 0, projected: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
+    ) -> None:
         """Wrap a model.
 
         Args:
             model: of transformers.
+            order: the channel of the image at each position of its input.
             patch: side of a patch, pixels; 0: it has no patches.
-            projected: pooled features are CLIP's, projected into the space of the texts.
+            pick: picks logits from all.
         """
         super().__init__()
-        self.model, self.patch, self.projected = model, patch, projected
+        self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits [B, C], or the pooled features [B, D] of a model without classes."""
-        if hasattr(self.model, "get_image_features"):
-            return self.pooled(pixels)
-        said = self.model(pixel_values=pixels)
-        return said.logits if hasattr(said, "logits") else self._pooled(said)
-
-    def pooled(self, pixels: Tensor) -> Tensor:
-        """Return the pooled features [B, D], projected where the model projects them."""
-        if hasattr(self.model, "get_image_features"):
-            said = self.model.get_image_features(pixel_values=pixels)  # type: ignore[operator]
-            return said if isinstance(said, Tensor) else said.pooler_output
-        return self._pooled(self.model(pixel_values=pixels))
-
-    def _pooled(self, said: Any) -> Tensor:
-        for name in ("image_embeds", "pooler_output"):
-            value = getattr(said, name, None)
-            if value is not None:
-                return value.flatten(1)
-        last = said.last_hidden_state
-        return last[:, 0] if last.ndim == 3 else last.mean((2, 3))
+        said = self._ask(self.model, pixels)
+        return self._logits(said) if CLASSIFIER in type(self.model).__name__ else self._pooled(said, pixels)
 
     def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
         """Return logits [B, C] (width 0 without classes) with the features that are named."""
-        inner: Any = self.model
-        if type(inner).__name__.endswith("ForImageClassification"):
-            caught: list[Any] = []  # what the classifier takes, and what the backbone returns
-            head = getattr(inner, "classifier", None) or inner.head
-            hooks = [
-                head.register_forward_pre_hook(lambda _, given: caught.append(given[0])),
-                inner.base_model.register_forward_hook(lambda _, given, said: caught.append(said.last_hidden_state)),
-            ]
-            logits_BC = inner(pixel_values=pixels).logits
-            for hook in hooks:
-                hook.remove()
-            last, pooled_BD = caught[0], caught[1].flatten(1)
+        if CLASSIFIER in type(self.model).__name__:
+            logits_BC, pooled_BD, last = self._classified(pixels)
         else:
-            said = getattr(inner, "vision_model", inner)(pixel_values=pixels)
-            pooled_BD = self.pooled(pixels) if self.projected else self._pooled(said)
-            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), said.last_hidden_state
+            seen: list[Any] = []  # CLIP's projected vectors come without the tokens that they are made of
+            inner: Any = getattr(self.model, "vision_model", self.model)
+            hook = inner.register_forward_hook(lambda _, given, said: seen.append(said.last_hidden_state))
+            pooled_BD = self.forward(pixels)
+            hook.remove()
+            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), seen[0]
         features = {"pooled": pooled_BD} if "pooled" in names else {}
         if "tokens" in names:
             features["tokens"] = self._tokens(last, pixels)
         return Outputs(logits_BC, features)
 
-    def _tokens(self, last: Any, pixels: Tensor) -> Tensor:
-        """Return the tokens of the patches [B, N, D], without class and register tokens."""
-        if last.ndim == 4:
-            return last.flatten(2).transpose(1, 2)
+    def _logits(self, said: Any) -> Tensor:
+        return self.pick(said.logits if hasattr(said, "logits") else said.last_hidden_state)  # PP-LCNet's name of them
+
+    def _ask(self, model: Any, pixels: Tensor) -> Any:
+        if self.order != [0, 1, 2]:
+            pixels = pixels[:, self.order]
+        if hasattr(model, "get_image_features"):
+            said = model.get_image_features(pixel_values=pixels)
+            return SimpleNamespace(pooler_output=said) if isinstance(said, Tensor) else said
+        return model(pixel_values=pixels)
+
+    def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return logits, what the classifier takes (the mean of two), and what the backbone returns."""
+        inner: Any = self.model
+        heads = [one for name, one in inner.named_children() if name.endswith(HEADS) and [*one.parameters()]]
+        taken: list[Tensor] = []
+        said: list[Any] = []
+        hooks = [head.register_forward_pre_hook(lambda _, given: taken.append(given[0])) for head in heads]
+        backbone = [one for one in inner.children() if one not in heads]
+        hooks += [one.register_forward_hook(lambda _, given, answer: said.append(answer)) for one in backbone]
+        logits_BC = self._logits(self._ask(inner, pixels))
+        for hook in hooks:
+            hook.remove()
+        last = [one.last_hidden_state for one in said if hasattr(one, "last_hidden_state")]
+        if not taken or not last:
+            wrong = f"'{type(inner).__name__}' has no vector of features before its classifier, which a loss needs"
+            raise ModelError("losses", wrong, "Losses on logits", "Take others, or another teacher")
+        vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in taken]
+        return logits_BC, torch.stack(vectors).mean(0), last[-1]
+
+    def _pooled(self, said: Any, pixels: Tensor) -> Tensor:
+        for name in ("image_embeds", "pooler_output"):
+            value = getattr(said, name, None)
+            if value is not None:
+                return value.flatten(1)
+        last = said.last_hidden_state
+        if last.ndim == 3 and last.shape[1] > self._places(last, pixels):
+            return last[:, 0]
+        return last.mean(1) if last.ndim == 3 else last.mean((2, 3))
+
+    def _places(self, last: Tensor, pixels: Tensor) -> int:
+        """Return how many tokens [B, N, D] belong to places of the image; those of classes and registers come first."""
         patches = (pixels.shape[-2] // self.patch) * (pixels.shape[-1] // self.patch) if self.patch else last.shape[1]
-        return last[:, last.shape[1] - patches :]
+        return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square of places
+
+    def _tokens(self, last: Tensor, pixels: Tensor) -> Tensor:
+        """Return the tokens of the places [B, N, D]."""
+        return last.flatten(2).transpose(1, 2) if last.ndim == 4 else last[:, -self._places(last, pixels) :]
 
 
 class TowerTeacher(Classifier):
@@ -227,20 +233,6 @@ class TowerTeacher(Classifier):
 
     network: Tower
 
-    def __init__(self, network: Tower, features: Collection[str], **described: Any) -> None:
-        """Wrap a tower; `described` are the arguments of a Classifier."""
-        super().__init__(network, features=features, **described)
-
-    def forward(self, image: Tensor) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W]."""
-        if not self.features:
-            return super().forward(image)
-        return self.network.described(self.normalize(image), self.features)
-
-    @property
-    def num_features(self) -> int:
-        """Width of the pooled features."""
-        config: Any = self.network.model.config
-        if self.network.projected:
-            return int(config.projection_dim)
-        return int(getattr(getattr(config, "vision_config", config), "hidden_size", 0) or config.hidden_sizes[-1])
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Answer for normalized images [B, 3, S, S]."""
+        return self.network.described(pixels, self.features) if self.features else super().outputs(pixels)

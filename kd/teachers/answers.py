@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from kd.contracts import Source
 from kd.errors import ModelError
-from kd.models.answers import Answers, read
+from kd.models.answers import Answers, below, read
 from kd.models.load import Images, Spec
-from kd.teachers._shared import named, require_logits, to_logits
-from kd.types import Outputs
+from kd.teachers._shared import columns, named, require_logits, to_logits
+from kd.types import Outputs, file_key
+
+CHECKED = 64
+"""Answers that are checked at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +34,7 @@ class Options:
 
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the column `logits` holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, where it names none or otherwise than the data."""
 
 
@@ -47,15 +50,16 @@ class TableTeacher(nn.Module):
         classes: Sequence[str] = (),
         probabilities: bool = False,
         to_logits: Callable[[Tensor], Tensor] = Tensor.float,
+        pick: nn.Module | None = None,
     ) -> None:
         """Take a table [V, N, C] and the row of each training and each validation image."""
         super().__init__()
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
-        self.classes, self.num_classes = classes, len(classes)
-        self.num_features = 0 if classes else values.shape[2]
+        self.classes, self.num_classes, self.pick = classes, len(classes), pick or nn.Identity()
         self.features = () if classes else ("pooled",)
         self.split = 0
+        self.notes: tuple[str, ...] = ()
 
     def validation(self) -> TableTeacher:
         """Return the same table, asked with the ids of validation images."""
@@ -69,7 +73,8 @@ class TableTeacher(nn.Module):
         for tensor in (self.values, *self.rows):
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        return {"teacher": digest.hexdigest(), "architecture": {"answers": self.probabilities}, "input": []}
+        architecture = {"answers": self.probabilities, **columns(self.pick)}
+        return {"teacher": digest.hexdigest(), "architecture": architecture, "input": []}
 
     def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
         """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
@@ -78,7 +83,7 @@ class TableTeacher(nn.Module):
         found = self.values[number][rows_B].to(image.device, torch.float32)
         if not self.num_classes:
             return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
-        return Outputs(self.to_logits(found))
+        return Outputs(self.pick(self.to_logits(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
         return copy.copy(self)  # nothing here changes, and a table may be large
@@ -103,21 +108,53 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         asked = " and ".join([*["logits"][: int(wants_logits)], *sorted(features)])
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
         raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
-    names, values = list(table.names), table.values
+    images, values = spec.images, table.values
+    names = below([*table.names, *table.val_names], images.train.name(0))
     if table.val_values is not None:
-        names += table.val_names
         values = torch.cat([values, table.val_values[None].expand(len(values), -1, -1)], 1)
     rows = {name: row for row, name in enumerate(names[: len(table.names)])}
     val_rows = {**rows, **{name: row for row, name in enumerate(names) if row >= len(rows)}}
-    images = spec.images
     found = _rows(where, rows, images.train, "training"), _rows(where, val_rows, images.val, "validation")
-    if not wants_logits:
-        return TableTeacher(values, found)
-    require_logits(spec, values[0, found[0][:64]].float(), options.outputs)
-    classes = named(spec, values.shape[2], table.classes, options.classes)
-    spec.require_meaning(table.problem_type)
-    change = to_logits(spec, options.outputs)
-    return TableTeacher(values, found, classes, options.outputs == "probabilities", change)
+    if wants_logits:
+        for rows_N, source in zip(found, (images.train, images.val), strict=True):
+            _require_logits(spec, options.outputs, values[0], rows_N, source)
+        classes, pick = named(spec, values.shape[2], table.classes, options.classes)
+        spec.require_meaning(table.problem_type)
+        change = to_logits(spec, options.outputs)
+        model = TableTeacher(values, found, classes, options.outputs == "probabilities", change, pick)
+    else:
+        model = TableTeacher(values, found)
+    model.notes = _unseen(table, images)
+    return model
+
+
+def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
+    """Require all answers [N, C] to mean what the configuration says.
+
+    Raises:
+        ModelError: naming the first image whose answer does not.
+    """
+    for start in range(0, len(rows_N), CHECKED):
+        first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
+        answer_BC = values[rows_N[first : first + CHECKED]].float()
+        try:
+            require_logits(spec, answer_BC, meaning)
+        except ModelError as error:
+            assert spec.task is not None
+            wanted = meaning == "probabilities"
+            other = [row for row, one in enumerate(answer_BC) if spec.task.are_probabilities(one[None]) != wanted]
+            id = first + next(iter(other), 0)
+            raise ModelError(error.where, f"{error.wrong}: '{source.name(id)}'", error.allowed, error.remedy) from error
+
+
+def _unseen(table: Answers, images: Images) -> tuple[str, ...]:
+    """Say which augmentation the student sees and the answers do not."""
+    shown = images.transform
+    plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
+    changes = [f"{name} {shown[name]}" for name, value in plain.items() if shown[name] != value]
+    if table.made_for or not changes:
+        return ()
+    return (f"its answers are for whole images; the student sees data.augment ({', '.join(changes)}), they do not",)
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:

@@ -23,13 +23,14 @@ from kd.models.runtimes import graph_files, open_session
 from kd.models.timm_folder import folder_config
 from kd.teachers._shared import (
     check_normalization,
+    columns,
     named,
     require_logits,
     require_normalization,
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs
+from kd.types import Outputs, file_key
 
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -48,7 +49,7 @@ class Options:
     """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What it holds."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class Options:
 class GraphTeacher(nn.Module):
     """Answer with a graph. See `kd.contracts.TeacherModel`."""
 
-    runtime, reads_ids, num_features = "onnxruntime", False, 0
+    runtime, reads_ids = "onnxruntime", False
     features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
@@ -75,6 +76,7 @@ class GraphTeacher(nn.Module):
         self.classes: Sequence[str] = ()
         self.num_classes = 0
         self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
+        self.pick: nn.Module = nn.Identity()
         self._sessions: dict[int, Any] = {}
         self.files = graph_files(path, f"{where}.model")
         session = self._session()
@@ -106,7 +108,7 @@ class GraphTeacher(nn.Module):
                 while block := opened.read(1 << 24):
                     digest.update(block)
         numbers = [self.input_size, *self.options.mean, *self.options.std]
-        architecture = {"onnx": self.output, "outputs": self.options.outputs}
+        architecture = {"onnx": self.output, "outputs": self.options.outputs, **columns(self.pick)}
         return {"teacher": digest.hexdigest(), "architecture": architecture, "input": numbers}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -114,7 +116,7 @@ class GraphTeacher(nn.Module):
         answer = self.answer(image)
         if not self.num_classes:
             return Outputs(answer.new_zeros(len(answer), 0), {"pooled": answer.flatten(1)})
-        return Outputs(self.to_logits(answer))
+        return Outputs(self.pick(self.to_logits(answer)))
 
     def answer(self, image: Tensor) -> Tensor:
         """Return the graph's output, float32, on the image's device."""
@@ -180,11 +182,10 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")
     if not spec.logits:
         made.features = tuple(features)
-        made.num_features = first.flatten(1).shape[1]
         return made
     require_logits(spec, first, options.outputs)
     spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
     made.to_logits = to_logits(spec, options.outputs)
-    made.classes = named(spec, first.shape[1], (), options.classes)
+    made.classes, made.pick = named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)
     return made

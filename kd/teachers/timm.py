@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
+from kd.types import TeacherFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """No options beside those of every teacher."""
+
+
+def facts(options: Options) -> TeacherFacts:
+    """Return what others must know of it."""
+    return TeacherFacts(trains=True)
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:

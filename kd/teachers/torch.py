@@ -6,11 +6,12 @@ a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, w
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kd.errors import ModelError
-from kd.models.classifier import Classifier, main_output
+from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
+from kd.models.teacher import FAILURES, fails
+from kd.models.weights import require_same_tensors, unwrapped
 from kd.teachers._shared import (
     check_normalization,
     found_function,
@@ -30,9 +33,9 @@ from kd.teachers._shared import (
     require_one_output,
     to_logits,
 )
-from kd.types import Outputs, TeacherFacts
+from kd.types import Outputs, TeacherFacts, file_key
 
-WRAPPERS = ("state_dict", "model", "model_state_dict")
+WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
 """Keys under which training scripts save the weights."""
 
 
@@ -48,7 +51,7 @@ class Options:
     """Side of the image that the module takes, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the module returns."""
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
@@ -59,38 +62,16 @@ class Options:
 
 def facts(options: Options) -> TeacherFacts:
     """Return what others must know of it."""
-    return TeacherFacts(runs_code=True)
-
-
-class Network(nn.Module):
-    """A module whose answer is one tensor, whatever it returns."""
-
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.inner, self.change = inner, change
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        answer = main_output(self.inner(pixels), "teacher.model")
-        return answer if self.change is None else self.change(answer)
+    return TeacherFacts(runs_code=True, trains=True)
 
 
 class Embedder(Classifier):
     """A module without classes: what it returns are its pooled features."""
 
-    def __init__(self, network: nn.Module, width: int, **described: Any) -> None:
-        super().__init__(network, num_classes=0, **described)
-        self.features, self.width = ("pooled",), width
-
-    def forward(self, image: Tensor) -> Outputs:
-        """Return pooled features [B, D] for uint8 images [B, 3, H, W]."""
-        pooled_BD = self.network(self.normalize(image)).flatten(1)
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Return pooled features [B, D] for normalized images [B, 3, S, S]."""
+        pooled_BD = self.network(pixels).flatten(1)
         return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
-
-    @property
-    def num_features(self) -> int:
-        """Width D."""
-        return self.width
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
@@ -111,49 +92,51 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
     if spec.checkpoint:
         load_weights(spec, inner)
-    size = options.input_size or image_size
-    network = Network(inner.eval(), to_logits(spec, options.outputs) if options.outputs == "probabilities" else None)
+    size, wrap = options.input_size or image_size, Classifier if spec.logits else Embedder
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
-    with torch.no_grad():
-        noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-        first = main_output(inner(noise), f"{spec.where}.model")
+    described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
+    described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
+    network = Network(inner.eval(), to_logits(spec, options.outputs))
     if not spec.logits:
-        width = first.flatten(1).shape[1]
-        return Embedder(network, width, input_size=size, mean=options.mean, std=options.std, architecture=architecture)
+        return wrap(network, num_classes=0, **described)
+    first = _first(spec, inner, size)
     require_logits(spec, first, options.outputs)
-    names = named(spec, first.shape[1], (), options.classes)
-    return Classifier(
-        network,
-        num_classes=len(names),
-        input_size=size,
-        mean=options.mean,
-        std=options.std,
-        architecture=architecture,
-        classes=names,
-    )
+    names, network.pick = named(spec, first.shape[1], (), options.classes)
+    return wrap(network, num_classes=len(names), classes=names, **described)
+
+
+@torch.no_grad()
+def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
+    """Return the module's answer to two images of noise.
+
+    Raises:
+        ModelError: it fails on images of this size.
+    """
+    noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    weight = next(inner.parameters(), noise)
+    try:
+        return main_output(inner(noise.to(weight.dtype)), f"{spec.where}.model").float()
+    except FAILURES as error:
+        raise fails(spec.where, spec.model, size, error) from error
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:
-    """Load a checkpoint, all of it; a .pth is read with `weights_only=True`, so that it runs no code.
+    """Load a checkpoint, all of it; a .pth is read without running code.
 
     Raises:
         ModelError: it cannot be read, or its tensors are not those of the module.
     """
     where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
     safe = path.is_dir() or path.suffix == ".safetensors"
-    tensors = read_tensors(spec)[0] if safe else _unpickled(path, where)
     own = inner.state_dict()
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    other = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-    problems = {"missing": missing, "unexpected": unexpected, "other shape": sorted(other)}
-    told = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in problems.items() if names)
-    if told:
-        raise ModelError(where, f"the weights are not those of '{spec.model}' ({told})", "", "Correct model or args")
+    tensors = unwrapped(read_tensors(spec)[0] if safe else _unpickled(path, where), own)
+    require_same_tensors(where, spec.model, own, tensors)
     inner.load_state_dict(tensors)
 
 
 def _unpickled(path: Path, where: str) -> dict[str, Tensor]:
     try:
+        torch.serialization.add_safe_globals([argparse.Namespace])  # lies beside many weights; it only holds values
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error

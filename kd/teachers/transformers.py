@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kd.errors import ModelError
 from kd.models.load import Spec
 from kd.teachers._shared import named
-from kd.teachers._towers import Tower, TowerTeacher, library, loaded, preprocessing, read_config, vision_config
+from kd.teachers._towers import (
+    CLASSIFIER,
+    Tower,
+    TowerTeacher,
+    library,
+    loaded,
+    preprocessing,
+    read_config,
+    vision_config,
+)
+from kd.types import file_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What may differ from the folder."""
 
-    classes: str = ""
-    """Text file of the class names, one a line, in the order of the logits, where the data names its classes otherwise
-    than the model's `id2label`."""
+    classes: str = file_key("")
+    """Text file, one class a line: other names for all of the model's classes, in the order of the logits, where the
+    data names them otherwise than `id2label`; or those names of `id2label` that stand for the data's classes, in the
+    data's order, where the model has more."""
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TowerTeacher:
@@ -30,31 +42,41 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     """
     hub = library(spec.where)
     config = read_config(spec, hub)
-    shown = preprocessing(spec, hub, config)
+    shown, own = preprocessing(spec, hub, config, image_size)
     vision = vision_config(config)
-    architecture: Any = {"transformers": type(config).__name__, "config": _kept(config)}
-    common: dict[str, Any] = {**shown, "architecture": architecture, "features": features}
+    common: dict[str, Any] = {**shown, "features": features}
+    common["architecture"] = {"transformers": type(config).__name__, "config": _kept(config)}
     patch = getattr(vision, "patch_size", 0)
-    patch = patch if isinstance(patch, int) else 0
-    if not spec.logits:
+    wrap = partial(Tower, order=own.order, patch=patch if isinstance(patch, int) else 0)
+    names, pick = (), None
+    if spec.logits:
+        classes = _own_classes(spec, config)
+        model = loaded(spec, hub, "AutoModelForImageClassification", config)
+        names, pick = named(spec, len(config.id2label), classes, options.classes)
+    else:
         auto = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}.get(config.model_type)
-        config = vision if auto else config
-        projected = config.model_type.startswith("clip")
-        model = loaded(spec, hub, auto or "AutoModel", config)
-        return TowerTeacher(Tower(model, patch, projected), num_classes=0, **common)
-    if not any(name.endswith("ForImageClassification") for name in config.architectures or []):
+        model = loaded(spec, hub, auto or "AutoModel", vision if auto else config)
+    teacher = TowerTeacher(wrap(model, pick=pick), num_classes=len(names), classes=names, **common)
+    teacher.home = own.home
+    return teacher
+
+
+def _own_classes(spec: Spec, config: Any) -> list[str]:
+    """Return the names of the model's classes; empty: they are numbers.
+
+    Raises:
+        ModelError: it has no classes, or its logits answer another question.
+    """
+    if not any(CLASSIFIER in name for name in config.architectures or []):
         raise ModelError(
             f"{spec.where}.model",
             f"'{spec.model}' is a {', '.join(config.architectures or [config.model_type])}, which has no classes",
-            "A model ...ForImageClassification for losses on logits",
+            f"A model ...{CLASSIFIER} for losses on logits",
             "Take losses on features, such as cosine, or for CLIP and SigLIP teacher.kind=zero_shot",
         )
     spec.require_meaning(getattr(config, "problem_type", None) or "")
-    model = loaded(spec, hub, "AutoModelForImageClassification", config)
     own = [config.id2label[label] for label in sorted(config.id2label)]
-    own = [] if all(name == f"LABEL_{label}" for label, name in enumerate(own)) else own
-    names = named(spec, len(config.id2label), own, options.classes)
-    return TowerTeacher(Tower(model, patch), num_classes=len(names), classes=names, **common)
+    return [] if all(name == f"LABEL_{label}" for label, name in enumerate(own)) else own
 
 
 def _kept(config: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.load import Spec
 from kd.teachers._shared import named, read_names
-from kd.teachers._towers import FAILURES, Tower, library, loaded, preprocessing, quiet, read_config, vision_config
+from kd.teachers._towers import Tower, library, loaded, preprocessing, quiet, read_config, vision_config
+from kd.types import file_key
 
 TOWERS = {
     "clip": ("CLIPModel", "CLIPVisionModelWithProjection"),
@@ -35,11 +36,11 @@ TOWERS = {
 class Options:
     """The classes, as texts or as vectors."""
 
-    classes: str = ""
+    classes: str = file_key("")
     """Text file of the class names, one a line. Empty: the data's, or those of `vectors`."""
     prompts: tuple[str, ...] = ("a photo of a {}.",)
     """Texts about a class, `{}` its name; their vectors are averaged."""
-    vectors: str = ""
+    vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
     scale: float = 0.0
     """Factor of the cosine. 0: what the model has learned; needed with `vectors` where the folder has one tower."""
@@ -61,7 +62,7 @@ class Nearest(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, C] for normalized images [B, 3, S, S]."""
-        image_BD = F.normalize(self.tower.pooled(pixels), dim=1)
+        image_BD = F.normalize(self.tower(pixels), dim=1)
         return self.scale * image_BD @ self.vectors.T.to(image_BD.dtype)  # type: ignore[operator]
 
 
@@ -81,12 +82,11 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         remedy = "Set teacher.kind=transformers for its features"
         raise ModelError(f"{spec.where}.kind", "is zero_shot, which answers with logits", "Losses on logits", remedy)
     spec.require_meaning("single_label_classification")  # a class's score means something beside the others' alone
-    shown = preprocessing(spec, hub, config)
+    shown, own = preprocessing(spec, hub, config, image_size)
     both, alone = TOWERS[config.model_type]
     file = read_names(options.classes, f"{spec.where}.classes") if options.classes else None
     if options.vectors:
-        names, vectors_CD = read_vectors(options.vectors, f"{spec.where}.vectors")
-        names = file or names or list(spec.classes or [])
+        names, vectors_CD = chosen_vectors(spec, options.vectors, file or list(spec.classes or []))
         whole = bool(both) and not options.scale  # the learned scale lies beside the towers
         part = (both, config) if whole else (alone, vision_config(config))
         model = loaded(spec, hub, *part)
@@ -103,14 +103,37 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     scale = options.scale or _learned(spec, model)
     kept = image_tower(model)
     with torch.no_grad():
-        width = Tower(kept).pooled(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
+        width = Tower(kept)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
     if vectors_CD.shape[1] != width:
         wrong = f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's have {width}"
         raise ModelError(f"{spec.where}.vectors", wrong, "Vectors from the text tower of the same model", "")
-    classes = named(spec, len(vectors_CD), names, "")
+    classes, _ = named(spec, len(vectors_CD), names, "")
     architecture = {"zero_shot": type(config).__name__, "scale": scale}
-    network = Nearest(Tower(kept), F.normalize(vectors_CD.float(), dim=1), scale)
-    return Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
+    network = Nearest(Tower(kept, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
+    teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
+    teacher.home = own.home
+    return teacher
+
+
+def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str], Tensor]:
+    """Return class names and the vectors of these classes [C, D]: by name, where the file names them.
+
+    Raises:
+        ModelError: it has no vector of a class, or one of zeros.
+    """
+    where = f"{spec.where}.vectors"
+    names, vectors_CD = read_vectors(path, where)
+    missing = [name for name in wanted if name not in names] if names else []
+    twice = [name for name in names if names.count(name) > 1]
+    if missing or twice:
+        wrong = f"'{path}' has {'no vector' if missing else 'two vectors'} of the class '{[*missing, *twice][0]}'"
+        raise ModelError(where, wrong, f"It names {', '.join(names[:5])}", "One vector for each class")
+    if names and wanted:
+        names, vectors_CD = wanted, vectors_CD[[names.index(name) for name in wanted]]
+    if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
+        wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
+        raise ModelError(where, wrong, "A direction for each class", "Write it anew")
+    return names or wanted, vectors_CD
 
 
 @torch.no_grad()
@@ -123,7 +146,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
     try:
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
-    except FAILURES as error:
+    except Exception as error:  # transformers raises many types, all caused by the folder
         raise ModelError(
             f"{spec.where}.model",
             f"'{spec.model}' has no tokenizer that can be loaded ({' '.join(str(error).split())[:150]})",

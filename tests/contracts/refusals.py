@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     operation = {
         "new_group": lambda: dist.new_group([0, 1]),
         "ReduceOp": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
-        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(4), one),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(1), one),
         "barrier": lambda: dist.barrier(device_ids=[0]),
     }[argv[0]]
     code = 4

@@ -58,6 +58,16 @@ def make_imagefolder(root: Path) -> dict[str, Any]:
     return {"root": str(root)}
 
 
+def make_csv(root: Path) -> dict[str, Any]:
+    for split in ("train", "val"):
+        lines = ["path,label"]
+        for id, (name, data) in enumerate(images(split)):
+            (root / f"{split}-{id}.jpg").write_bytes(data)
+            lines.append(f"{split}-{id}.jpg,{name}")
+        (root / f"{split}.csv").write_text("\n".join(lines))
+    return {"root": str(root), "train_list": "train.csv", "val_list": "val.csv"}
+
+
 def make_multilabel(root: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         lines = ["file,labels"]
@@ -102,6 +112,7 @@ def make_food_mini(root: Path) -> dict[str, Any]:
 
 
 RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "csv": make_csv,
     "food_mini": make_food_mini,
     "hf": make_hf,
     "imagefolder": make_imagefolder,

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pieces import merged
 
 import kd
+from kd.cli.command import explained
 from kd.export.export import Options as ExportOptions
 from kd.export.export import export
 from kd.report.report import report
@@ -59,41 +61,9 @@ class Ordered(SingleLabel):
 def build(options):
     return Ordered(options.tolerance)
 '''
-LOSS = '''
-"""The squared difference of the logits."""
-
-from dataclasses import dataclass
-
-from torch import nn
-
-from kd.types import Needs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """The YAML keys of the loss."""
-
-    centred: bool = True
-    """Subtract each image's mean logit first."""
-
-
-class MSE(nn.Module):
-    needs = Needs(teacher=True, logits="softmax")
-
-    def __init__(self, centred):
-        super().__init__()
-        self.centred = centred
-
-    def forward(self, student, teacher, batch):
-        difference_BC = student.logits.float() - teacher.logits.detach().float()
-        if self.centred:
-            difference_BC = difference_BC - difference_BC.mean(1, keepdim=True)
-        return difference_BC.square().mean(1)
-
-
-def build(options, dims):
-    return MSE(options.centred)
-'''
+CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+LOSS = CONTRIBUTING.partition("## Add a loss")[2].partition("```python\n")[2].partition("```")[0]
+"""As CONTRIBUTING.md has it, to be pasted."""
 SIFTER = '''
 """Visit every n-th image of an order that is drawn anew each epoch."""
 
@@ -266,6 +236,54 @@ def test_a_task_has_its_own_keys(outside, settings):
 def test_a_loss_is_one_file(outside, settings):
     run = kd.train(settings(losses=[{"kind": outside("loss", LOSS), "centred": False}]))
     assert run.metrics["kl"] >= 0
+
+
+def test_an_own_part_is_explained(outside, command):
+    kind = outside("loss", LOSS)
+    answer = command("parts", kind)
+    assert answer.code == 0, answer
+    for text in ("Match the student's logits", "centred  (true or false, default true)", "mean logit first."):
+        assert text in answer.out
+    assert explained(kind) in answer.out  # as `kd help lab_loss.part` has it
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("square().mean(1)", "square().mean()", r"^losses: 'lab_loss\.part' returns float32 \[\]\. float32 \[8\]"),
+        ("square().mean(1)", "square()", r"^losses: .* returns float32 \[8, 3\]"),
+        ("square().mean(1)", "double().square().mean(1)", r"^losses: .* returns float64 \[8\]"),
+        ("square().mean(1)", "square().mean(1).detach()", r"^losses: .* has no gradient"),
+        ("return difference_BC.square", "difference_BC.square", r"^losses: .* returns NoneType"),
+        ("dims: Dims)", "sizes: Dims)", r"^losses\[0\]: the function build .*build\(options, dims\)"),
+        ("from torch import Tensor, nn", "from torch import Tensor", r"raises NameError: .*'nn'.*part\.py, line \d+"),
+        ("class MSE(nn.Module):", "class MSE(nn.Module)", r"raises SyntaxError: .*part\.py"),
+        ("from torch import Tensor, nn", "import absent", r"raises ModuleNotFoundError: .*absent.*part\.py, line 5"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_one_line(outside, settings, old: str, new: str, message: str):
+    assert old in LOSS
+    with pytest.raises(kd.KdError, match=message) as caught:
+        kd.train(settings(losses=[{"kind": outside("loss", LOSS.replace(old, new))}]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["loss", "sifter"])
+def test_an_error_of_an_own_part_is_not_a_bug_of_kd(outside, settings, tmp_path, command, part: str):
+    text = LOSS.replace("difference_BC.mean(", "1 / 0 * difference_BC.mean(")
+    if part == "sifter":
+        text = SIFTER.replace("max(1, len", "1 // 0 + max(1, len")
+    kind = outside(part, text)
+    section = {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind, "gate": "off"}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings(**section)))
+    answer = command("train", tmp_path / "own.yaml")
+    assert answer.code == 2, answer
+    assert "bug in kd" not in answer.err
+    line = next(number for number, code in enumerate(text.splitlines(), 1) if "1 / 0" in code or "1 // 0" in code)
+    last = answer.err.splitlines()[-1]
+    assert "your own code" in last
+    assert f"ZeroDivisionError: {'division by zero' if part == 'loss' else 'integer'}" in last
+    assert f"part.py, line {line}, in {'forward' if part == 'loss' else 'plan'})" in last
 
 
 def test_a_loss_that_does_not_say_what_it_reads_is_refused(outside, settings):

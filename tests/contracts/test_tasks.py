@@ -78,16 +78,6 @@ def test_an_average_is_that_of_the_probabilities(name):
 
 
 @on_logits
-def test_entropy_is_the_formula(name):
-    task, logits_BC = build(name), draw(B, C)
-    p_BC = probabilities(task, logits_BC)
-    expected_BC = -p_BC * p_BC.log()
-    if task.logits == "sigmoid":  # of yes and of no
-        expected_BC = expected_BC - (1 - p_BC) * (1 - p_BC).log()
-    torch.testing.assert_close(task.entropy(logits_BC).double(), expected_BC.sum(1), rtol=1e-4, atol=1e-5)
-
-
-@on_logits
 def test_probabilities_are_known_and_become_logits(name):
     task, logits_BC = build(name), draw(B, C)
     answer_BC = probabilities(task, logits_BC).float()

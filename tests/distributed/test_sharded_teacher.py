@@ -8,6 +8,7 @@ import pytest
 import yaml
 from ranks import HERE, start
 from test_resume import same_bits
+from world_runs import Trained
 
 SHARD = "teacher.shard=true"
 
@@ -61,7 +62,7 @@ def test_the_probe_measures_a_sharded_teacher_and_a_run_resumes_unsharded(train)
     ("ranks", "backend", "text"),
     [
         (1, {"kind": "cpu"}, "teacher.shard: is true, but there is one process."),
-        (2, {"kind": "smddp", "device": "cpu"}, "teacher.shard: is true, but smddp"),
+        (2, {"kind": "smddp", "device": "cpu"}, "teacher.shard: is true, but this release of smddp refuses"),
     ],
 )
 def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(config_file, tmp_path, ranks, backend, text):
@@ -71,7 +72,20 @@ def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(config_file,
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(content))
     stand_in = HERE.parent / "contracts" / "smddp_stand_in"
-    world = start("kd.cli.training:train", [file, f"run.folder={tmp_path}", SHARD], ranks, path=(HERE, stand_in))
+    argv, env = [file, f"run.folder={tmp_path}", SHARD], {"SMDDP_REFUSES_ALLGATHER": "1"}
+    world = start("kd.cli.training:train", argv, ranks, env, path=(HERE, stand_in))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]
     assert not (tmp_path / "teachers").exists()
+
+
+def test_a_sharded_teacher_over_smddp_is_the_same_run(config_file, plain, tmp_path):
+    """AWS documents AllGather for P4d and P4de. On the stand-in, which is gloo."""
+    content = yaml.safe_load(config_file.read_text())
+    content["backend"] = {"kind": "smddp", "device": "cpu", "precision": "fp32", "timeout_seconds": 20}
+    file = tmp_path / "smddp.yaml"
+    file.write_text(yaml.safe_dump(content))
+    argv = [file, f"run.folder={tmp_path}", "run.name=over", SHARD]
+    stand_in = HERE.parent / "contracts" / "smddp_stand_in"
+    world = start("kd.cli.training:train", argv, 2, path=(HERE, stand_in)).ended_well()
+    assert same_bits(Trained(world, tmp_path / "over").checkpoint(), plain(2).checkpoint())

@@ -18,9 +18,8 @@ def _with_length(head: bytes, body: bytes) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-def _nested(path: bytes, item: bytes) -> bytes:
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % path
-    return _with_length(head, b"[" + item * (2**20 // len(item)) + b"0]")
+def _nested(item: bytes) -> bytes:
+    return _with_length(HEAD, b"[" + item * (2**20 // len(item)) + b"0]")
 
 
 class Attack(NamedTuple):
@@ -53,8 +52,8 @@ ATTACKS: dict[str, Attack] = {
     ),
     "requests": Attack(256, b"", _with_length(HEAD, b"{}"), True, 20e6),
     "pipelined requests": Attack(500, b"", 1000 * b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n", True),
-    "nested JSON": Attack(16, b"", _nested(b"/invocations", b"[],"), True, 20e6),
-    "nested tensors": Attack(16, b"", _nested(b"/v2/models/tiny/infer", b'{"":0},'), True, 20e6),
+    "nested JSON": Attack(16, b"", _nested(b"[],"), True, 20e6),
+    "nested objects": Attack(16, b"", _nested(b'{"":0},'), True, 20e6),
 }  # fmt: skip
 
 

@@ -64,6 +64,11 @@ class Running:
         """Send SIGTERM, wait, and return the exit code; what it wrote to stderr is in `errors`."""
         if self.process.returncode is None:
             self.process.terminate()
+        return self.wait(seconds)
+
+    def wait(self, seconds: float = 40) -> int:
+        """Wait for its end; `stop` without the signal."""
+        if self.process.returncode is None:
             try:
                 self.process.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:

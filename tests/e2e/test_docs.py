@@ -6,11 +6,13 @@ few steps. Commands of `NOT_RUN` need hardware, a network or docker: only their 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from PIL import Image
 from serving import ROOT, Running
 
 import kd
+from kd.cli.__main__ import main
 from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,9 +42,9 @@ NOT_RUN = {
     "torchrun": "starts several processes; tests/distributed does that",
     "mpirun": "needs MPI",
     "PJRT_DEVICE=CPU": "needs torch_xla; tests/xla has it",
-    "PJRT_DEVICE=TPU": "needs a TPU",
     "neuron_parallel_compile": "needs the Neuron SDK",
     "source": "another environment",
+    "eval": "changes the reader's shell",
     "python3": "makes an environment",
 }
 LAUNCHED = {
@@ -104,9 +107,9 @@ def spans(page: Path) -> list[str]:
 
 
 def help_of(command: Command, name: str) -> str:
-    answer = command(name, "--help")
-    assert answer.code == 0, answer
-    return answer.out
+    answers = [command(name, option) for option in ("--help", *(["--help-keys"] if name in WITH_CONFIG else []))]
+    assert all(answer.code == 0 for answer in answers), answers
+    return "".join(answer.out for answer in answers)
 
 
 # ------------------------------------------------------------------------------------------------------------- checking
@@ -142,7 +145,7 @@ def check_not_run(argv: list[str], command: Command) -> None:
         check_arguments([f"kd-{name}", *more], command)
     elif program == "neuron_parallel_compile":
         check_not_run(rest, command)
-    elif program in ("mpirun", "PJRT_DEVICE=CPU", "PJRT_DEVICE=TPU"):
+    elif program in ("mpirun", "PJRT_DEVICE=CPU"):
         start = next(i for i, arg in enumerate(argv) if arg.startswith("kd-"))
         check_arguments(argv[start:], command)
     elif program == "make":
@@ -186,12 +189,12 @@ class Session:
             return
         if program in NOT_RUN:
             check_not_run(argv, self.command)
+        elif program == "kd":
+            assert main(rest) == 0, argv
         elif program == "curl":
             if shutil.which("curl"):
                 done = subprocess.run([*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30)
                 assert done.returncode == 0, (argv, done)
-        elif program == "kd-launch" and "--local" in argv:  # starts a cluster; tests/remote does that
-            check_arguments(argv, self.command)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
@@ -200,12 +203,17 @@ class Session:
             assert program.removeprefix("kd-") in COMMANDS, f"neither run nor listed in NOT_RUN: {argv}"
             # a configuration of kd by its name: the tiny one of that name
             rest = [f"configs/{arg}.yaml" if Path(f"configs/{arg}.yaml").is_file() else arg for arg in rest]
+            if "--local" in rest:  # starts a cluster; tests/remote does that
+                rest.append("--dry-run")
             answer = self.command(program.removeprefix("kd-"), *rest)
             assert answer.code == 0, (argv, answer)
 
     def settings(self, text: str) -> None:
         """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
+        if written.get("kind") == "Deployment":  # Kubernetes: what it starts
+            (container,) = written["spec"]["template"]["spec"]["containers"]
+            return check_arguments(["kd-serve", *container["args"]], self.command)
         whole = "student" in written
         kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
@@ -276,7 +284,7 @@ def helps(command) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_inline_keys_flags_and_paths_exist(page, helps):
+def test_inline_keys_flags_and_paths_exist(page, helps, command):
     keys = set(re.findall(r"^  ([a-z][\w.\[\]]+)  \(", helps["train"], re.MULTILINE))
     keys = {key.replace("[]", "") for key in keys} | {re.sub(r"\[\].*", "", key) for key in keys}
     sections = {key.split(".")[0] for key in keys}
@@ -287,9 +295,14 @@ def test_inline_keys_flags_and_paths_exist(page, helps):
         if " " in span and span.startswith("kd-"):
             argv = shlex.split(span)
             check_flags(argv[1:], helps[argv[0].removeprefix("kd-")])
+            if len(argv) > 1 and argv[1].startswith("configs/"):
+                check_arguments([argv[0], str(ROOT / argv[1]), *argv[2:]], command)
         if span.startswith("python "):
             argv = shlex.split(span)
-            check_flags(argv[2:], (ROOT / argv[1]).read_text())
+            if argv[1:3] == ["-m", "kd"]:
+                assert argv[3] in COMMANDS, span
+            else:
+                check_flags(argv[2:], (ROOT / argv[1]).read_text())
         if re.fullmatch(r"(kd|docs|tests|tools|configs|examples|benchmarks)/[\w./*-]*", span):
             assert list(ROOT.glob(span.rstrip("/*") + "*")), f"no path {span}"
 
@@ -300,6 +313,53 @@ def test_links_and_result_files_exist(page):
         assert target.startswith("http") or (page.parent / target).exists(), f"no file {target}"
     for name in re.findall(r"`([\w-]+_\*\.csv)`", page.read_text()):
         assert list((ROOT / "benchmarks").glob(name)), f"no file {name}"
+
+
+def rows(name: str, **where: str) -> list[dict[str, str]]:
+    """Return the rows of a result file that have these values."""
+    (file,) = (ROOT / "benchmarks").glob(f"{name}_amd-*.csv")
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    return [row for row in csv.DictReader(lines) if all(row[key] == value for key, value in where.items())]
+
+
+def wilson(share: float, count: int) -> str:
+    """Return a share in percent with Wilson's 95 % interval."""
+    z = 1.959964
+    middle, half = share + z * z / 2 / count, z * (share * (1 - share) / count + z * z / 4 / count**2) ** 0.5
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def against(mine: list[float], other: list[float]) -> str:
+    """Return the mean difference of three seeds with its 95 % interval (Student's t)."""
+    values = [one - two for one, two in zip(mine, other, strict=True)]
+    return f"{statistics.mean(values):+.1f} ± {4.303 * statistics.stdev(values) / 3**0.5:.1f} points"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_files():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert len(text.split()) < 550
+    made = {row["which"]: row for row in rows("make-run")}
+    shares = {"labels only": made["labels_only"]["accuracy"], "distilled": made["distilled"]["accuracy"]}
+    for who, share in {**shares, "teacher": made["distilled"]["teacher_accuracy"]}.items():
+        assert f"{who} {wilson(float(share), 1200)}" in text
+    ran = rows("compare_cifar10", epoch="20")
+    numbers = ("training_seconds", "job_seconds", "accuracy")
+    timm, live, cached = (
+        {key: [float(row[key]) for row in ran if row["arm"] == arm] for key in numbers}
+        for arm in dict.fromkeys(row["arm"] for row in ran)
+    )
+    for key, words in zip(
+        numbers, ("training time {:.2f}, {:.2f} with a cache", "whole job {:.2f}, {:.2f}"), strict=False
+    ):
+        assert words.format(*(sum(one[key]) / sum(timm[key]) for one in (live, cached))) in text
+    kept = [against(one["accuracy"], timm["accuracy"]).removesuffix(" points") for one in (live, cached)]
+    assert f"accuracy {', '.join(kept)} points" in text
+    whole = rows("regimes", regime="both", arm="random, classes balanced", budget="1.0")
+    rule = rows("regimes", regime="both", arm="random, classes balanced throughout, keep 0.25")
+    score = ([float(row["accuracy"]) for row in one] for one in (rule, whole))
+    cost = [sum(float(row["job_cpu_seconds"]) for row in one) for one in (rule, whole)]
+    assert f"CPU time {cost[0] / cost[1]:.2f}, {against(*score)}" in text
 
 
 def test_every_csv_is_listed_with_its_command_and_commit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -21,24 +22,70 @@ def printed(cell) -> str:
     return "".join(texts)
 
 
-@pytest.mark.slow
-def test_every_cell_runs(photos, tmp_path, monkeypatch):
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """Execute a notebook in `tmp_path` and return it."""
     from nbclient import NotebookClient
 
+    for name in ("HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def execute(notebook):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Jupyter's own packages
+            return NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    return execute
+
+
+RUN = """
+import torch, kd
+from torch import nn
+from torch.utils.data import TensorDataset
+
+items = TensorDataset(torch.randn(32, 3, 2, 2), torch.arange(32) % 3)
+models = [nn.Sequential(nn.Flatten(), nn.Linear(12, 3)) for _ in range(2)]
+kd.distill(teacher=models[0], student=models[1], train=items, val=items, epochs=3, batch_size=16)
+"""
+
+
+def test_a_run_is_one_display_with_a_bar_and_a_table(tmp_path, kernel):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN)])
+    outputs = kernel(notebook).cells[0].outputs
+    assert [one.output_type for one in outputs] == ["display_data", "execute_result"], outputs
+    shown, result = (one["data"]["text/html"] for one in outputs)
+    assert shown.count("<progress value='1.000'") == shown.count("<table>") == 1
+    assert shown.count("<tr>") == 4  # a head and three epochs
+    assert "where the time of 6 steps went" in shown
+    assert result.count("<tr>") == 3  # a head, teacher and student
+
+
+@pytest.mark.slow
+def test_every_cell_runs(photos, tmp_path, kernel):
     notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert cells[0].source.startswith("FOLDER = "), "the first code cell has the sizes"
     cells[0].source = SMALL
     (tmp_path / "photos").symlink_to(photos)
-    for name in ("HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Jupyter's own packages
-        NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    kernel(notebook)
     said = [printed(cell) for cell in cells]
     assert "| student, distilled" in said[2]
     assert (tmp_path / "runs" / "fruit" / "export" / "model.safetensors").is_file()
     assert "(36, 13)" in said[5]
-    assert "'teacher_accuracy':" in said[6]
+    assert "<td>student</td>" in cells[6].outputs[-1]["data"]["text/html"]
+    assert (tmp_path / "own" / "model.onnx").is_file()
+    assert "model.onnx" in said[7]
+
+
+def test_it_comes_executed():
+    """Each cell has its number and no error, and shows nothing of the machine."""
+    text = (ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8")
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [
+        one for cell in cells for one in cell.outputs if one.output_type == "error" or one.get("name") == "stderr"
+    ]
+    assert "<progress value='1.000'" in text
+    assert not re.search(r"(/tmp|/home|/root|/work)/", text)

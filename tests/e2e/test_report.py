@@ -11,13 +11,24 @@ import chromium
 import pytest
 
 from kd.report.live import server
+from kd.report.page import render
+from kd.report.record import Answers, Picture, RunRecord
 from kd.report.report import live_page
 from kd.scores import Column, Scores
+from kd.tasks import single_label
 from kd.text import money
 
 CHARTS = """
 Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>
   [card.querySelector("h3").textContent, JSON.parse(card.querySelector("svg[data-chart]").dataset.chart)]))
+"""
+
+CUT = "[...document.querySelectorAll('.name, figcaption, td')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+CUT += ".map(one => one.textContent)"
+OVERLAPPING = """
+[...document.querySelectorAll("figure, .dumb")].map(one => one.getBoundingClientRect()).filter((one, i, all) =>
+  all.slice(i + 1).some(other => one.left < other.right - 1 && other.left < one.right - 1
+    && one.top < other.bottom - 1 && other.top < one.bottom - 1)).map(one => one.top)
 """
 
 
@@ -106,6 +117,32 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     assert page.problems == []
 
 
+def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
+    """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody said that 24 are drawn."""
+    kinds = ("Milk", "Sour-Milk", "Yoghurt", "Juice")
+    names = [f"Packages/{kinds[i % 4]}/Arla-Ecological-Medium-Fat-{kinds[i % 4]}-{i:03d}" for i in range(300)]
+    label = [i for i in range(300) for _ in range(3)]
+    answers = [(i + (i % 7 == 0) * 4) % 300 for i in label]
+    picture = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
+    shown = [Picture(f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture) for i in range(24)]
+    asked = Answers(names, label, answers, label, of=len(label), pictures=shown)
+    run = RunRecord("x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked)
+    file = tmp_path / "many.html"
+    file.write_text(render([run]))
+    page.open(f"file://{file}")
+    for width in (1200, 420):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run(CUT) == []
+        assert page.run(OVERLAPPING) == []
+    labels = page.run("[...document.querySelectorAll('.dumb .name')].map(one => one.textContent)")
+    assert len(set(labels)) == 24
+    text = page.run("document.querySelector('#answers').innerText")
+    assert "24 of 300 classes are drawn" in text
+    assert "The 20 most frequent of 43 confusions" in text
+    assert page.problems == []
+
+
 def test_a_live_page_follows_the_run(run, page):
     with server(lambda: live_page([run], 0.2), 0) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
@@ -171,6 +208,32 @@ def test_the_columns_come_from_the_manifest(run, command, refused):
     assert "does not hold what kd writes" in refused("report", run)
 
 
+def test_a_killed_run_says_so(run, command):
+    """Its page looked like that of a run that had come to its end, and no rule had looked at it."""
+    done = command("report", run, "--images", 3)
+    assert "not finished" not in done.out
+    assert "Not judged" not in (run / "report.html").read_text()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = max(json.loads(line)["step"] for line in lines)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last // 2))
+    (run / "findings.json").unlink()
+    told = command("report", run, "--images", 3)
+    assert told.code == 0, told
+    assert f"has not finished: step {last // 2}, epoch" in told.out
+    assert "of 6. It was stopped" in told.out
+    page = (run / "report.html").read_text()
+    assert "has not finished" in page
+    assert "Not judged" in page
+
+
+def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_path):
+    shutil.copytree(run, tmp_path / "lr=0.1")
+    told = command("report", tmp_path / "lr=0.1", "price.per_hour=36", "--price", "--to", tmp_path / "prices.md")
+    assert told.code == 0, told
+    assert (tmp_path / "prices.md").read_text() == told.out
+    assert "| 36.000 |" in told.out
+
+
 def test_plans_and_checks_answer_with_money(written, command):
     path = written()
     told = command("plan", path, "--on", "p4d.24xlarge", "x2")
@@ -190,6 +253,8 @@ def test_plans_and_checks_answer_with_money(written, command):
     [
         (["report", "nowhere"], "not a run folder"),
         (["report", "RUN", "--price"], "no run has a price"),
+        (["report", "a=b"], "'a=b' is no run folder"),
+        (["report", "RUN", "--live", "--to", "page.html"], "--to: does not go with --live"),
         (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is ml.p9.huge"),
         (["report", "RUN", "optimizer.lrr=1"], "optimizer.lrr: no such key"),
         (["plan", "CONFIG", "--on", "p4d.24xlarg"], "Did you mean 'p4d.24xlarge'?"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import csv
+import http.client
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -115,40 +118,6 @@ def test_csv_and_top(server, photo):
     assert len(server.post(photo, path="/invocations?top=999").json["predictions"][0]["top"]) == 3
 
 
-def test_kserves_protocol(server, exported):
-    export = describe(exported)
-    assert server.get("/v2/health/live").json == {"live": True}
-    assert server.get("/v2/health/ready").json["ready"] is True
-    base = f"/v2/models/{export.name}"
-    for path in (base, f"{base}/versions/{export.version}"):
-        assert server.get(f"{path}/ready").status == 200
-        facts = server.get(path).json
-        assert facts["inputs"] == [{"name": "image", "datatype": "UINT8", "shape": [-1, 3, 16, 16]}]
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), np.uint8)
-    tensor = {"name": "image", "datatype": "UINT8", "shape": list(pixels.shape)}
-    for data in (pixels.tolist(), pixels.ravel().tolist()):
-        body = json.dumps({"id": "a7", "inputs": [{**tensor, "data": data}]}).encode()
-        answer = server.post(body, "application/json", f"{base}/infer").json
-        assert (answer["id"], answer["model_name"], answer["model_version"]) == ("a7", export.name, export.version)
-        (output,) = answer["outputs"]
-        logits = np.array(output["data"]).reshape(output["shape"])
-        assert np.abs(logits - load(export, 1, 1).engine(pixels)).max() < 1e-5
-    assert is_problem(server.get("/v2/models/other"), 404)
-    for wrong in (
-        {**tensor, "data": [0]},
-        {**tensor, "data": [-1] * pixels.size},
-        {**tensor, "data": [0.5] * pixels.size},
-        {**tensor, "data": ["1"] * pixels.size},
-        {**tensor, "data": [10**30] * pixels.size},
-        {**tensor, "shape": [2, 3, 16], "data": pixels.tolist()},
-        {**tensor, "shape": [True, 3, 16, 16], "data": [0] * 768},
-        {**tensor, "datatype": "FP32", "data": pixels.tolist()},
-    ):
-        assert is_problem(
-            server.post(json.dumps({"inputs": [wrong]}).encode(), "application/json", f"{base}/infer"), 400
-        )
-
-
 def test_metrics_count(server, photo):
     def count() -> int:
         text = server.get("/metrics").body.decode()
@@ -191,6 +160,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "timm"
         ("DELETE", "/invocations", {}, None, 405),
         ("GET", "/docs", {}, None, 404),
         ("GET", "/models", {}, None, 404),
+        ("GET", "/v2/health/ready", {}, None, 404),
         ("POST", "/invocations", {}, b"x", 415),
         ("POST", "/invocations", {"content_type": "text/csv"}, b"x", 415),
         ("POST", "/invocations", {"content_type": "image/png"}, b"", 400),
@@ -384,10 +354,10 @@ def test_not_ready_before_the_model_is_loaded(exported, tmp_path):
     (folder / "model.onnx").unlink()
     os.mkfifo(folder / "model.onnx")
     with Running(folder, wait=False) as server:
-        for reply in (server.get("/ping"), server.post(b"x"), server.get("/v2/health/ready")):
+        for reply in (server.get("/ping"), server.post(b"x")):
             assert is_problem(reply, 503)
             assert "retry-after" in reply.headers
-        assert server.get("/v2/health/live").status == 200
+        assert server.get("/metrics").status == 200
         (folder / "model.onnx").write_bytes(content)
         end = time.monotonic() + 20
         while server.get("/ping").status != 200:
@@ -436,6 +406,88 @@ def test_sigterm_under_load_loses_nothing(exported, photo):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert "ending: " in server.errors
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["a connection a request", "kept connections"])
+def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, kept):
+    """Eight clients ask for health before each image, as a load balancer does for them, and leave when it is 503."""
+    failed: list[str] = []
+    left: list[float] = []
+    late: Counter[int] = Counter()
+    with Running(exported, "--drain", "2") as server:
+        ended = threading.Event()
+
+        def client(number: int) -> None:
+            connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+            try:
+                while not left or number % 2:  # every other one stays 0.7 s longer than the first that left
+                    connection.request("GET", "/ping")
+                    health = connection.getresponse()
+                    health.read()
+                    if health.status != 200:
+                        left.append(time.monotonic())
+                        if not number % 2 or time.monotonic() > min(left) + 0.7:
+                            return
+                    connection.request("POST", "/invocations", photo, {"content-type": "image/jpeg"})
+                    answer = connection.getresponse()
+                    answer.read()
+                    late[answer.status] += ended.is_set()
+                    if answer.status != 200:
+                        failed.append(str(answer.status))
+                    if not kept:
+                        connection.close()
+            except (OSError, http.client.HTTPException) as error:
+                failed.append(repr(error))
+            finally:
+                connection.close()
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        ended.set()
+        for thread in threads:
+            thread.join(20)
+        assert server.wait() == 0
+        took = time.monotonic() - begin
+    assert not failed
+    assert late[200] > 8
+    assert min(left) < begin + 1  # health fails at once
+    assert 2 <= took < 15
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+def test_ctrl_c_waits_for_no_load_balancer(exported, signals):
+    with Running(exported, "--drain", "60") as server:
+        for each in signals:
+            server.process.send_signal(each)
+            time.sleep(0.3)
+        assert server.wait(20) == 0
+
+
+def test_a_request_has_the_id_that_the_client_gave_it(server, photo):
+    for identity in ("7f9c-1.a:b", "x" * 64):
+        assert server.post(photo, x_request_id=identity).headers["x-request-id"] == identity
+        assert server.post(b"x", x_request_id=identity).headers["x-request-id"] == identity
+    for identity in ("", "x" * 65, "two words", "caf\u00e9"):
+        assert re.fullmatch("[0-9a-f]{16}", server.post(photo, x_request_id=identity).headers["x-request-id"])
+
+
+def test_a_log_of_json_lines(exported, photo):
+    with Running(exported, "--log-format", "json") as server:
+        server.post(photo, "image/jpeg", x_request_id="one")
+        server.post(b"hunter2" * 10, "image/png", x_request_id="two")
+        server.stop()
+    lines = [json.loads(line) for line in server.errors.splitlines()]
+    assert all(line["level"] == "INFO" and datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    one, two = (line for line in lines if "request" in line)
+    assert (one["request"], one["route"], one["status"]) == ("one", "invocations", 200)
+    assert (two["request"], two["status"]) == ("two", 415)
+    assert one["ms"] > 0
+    assert "RGB JPEG" in one["message"]
+    assert "hunter2" not in server.errors
 
 
 def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo):

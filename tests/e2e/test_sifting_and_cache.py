@@ -73,7 +73,7 @@ def test_another_run_s_cache_is_refused_by_name(written, command, tmp_path, over
     assert f"was made with another {field}" in refused.err
 
 
-@pytest.mark.parametrize("losses", ["hard", "kl"])
+@pytest.mark.parametrize("losses", ["wttm", "kl"])
 def test_logits_that_float16_cannot_hold_end_with_the_key_that_can(
     written, command, refused, teacher, tmp_path, losses
 ):

@@ -133,34 +133,26 @@ def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_th
     predicted = [json.loads(line) for line in target.read_text().splitlines()]
     rows = list(csv.DictReader(io.StringIO(target.with_suffix(".csv").read_text())))
     assert list(rows[0]) == ["image", "labels", "scores", "error"]
+    assert command("predict", folder, tmp_path / "some", "--to", tmp_path / "all.csv", "--top", "0").code == 0
+    scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
+    assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
     model = handler.model_fn(str(folder))
     with Running(folder) as server:
-        for photo, row, line in zip(photos, predicted, rows, strict=True):
+        for photo, crop, row, line, whole in zip(photos, crops, predicted, rows, scored, strict=True):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
             said = {pair["label"]: pair["score"] for pair in found["labels"]}
             assert line["labels"] == "|".join(said)
             assert row["labels"] == found["labels"]
             scores = {pair["label"]: pair["score"] for pair in found["top"]}
+            assert scores == {name: float(whole.pop(f"score:{name}")) for name in CLASSES}
+            assert whole == line
             above = [name for name, limit in zip(CLASSES, limits, strict=True) if scores[name] > limit]
             assert sorted(said) == sorted(above)
-            assert len(scores) == 3  # each class has its own probability
+            (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[0].astype(np.float64)
+            assert scores == pytest.approx(dict(zip(CLASSES, 1 / (1 + np.exp(-logits)), strict=True)), abs=1e-5)
             body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
             (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
             assert [pair["label"] for pair in other["labels"]] == list(said)
-        tensor = {"name": "image", "datatype": "UINT8", "shape": [len(crops), 3, 16, 16]}
-        data = np.stack(crops).transpose(0, 3, 1, 2)
-        body = {"inputs": [{**tensor, "data": data.ravel().tolist()}]}
-        described = server.get("/v2/models/tiny").json
-        logits, there = server.post(json.dumps(body).encode(), "application/json", "/v2/models/tiny/infer").json[
-            "outputs"
-        ]
-        assert described["outputs"][1] == {"name": "present", "datatype": "BOOL", "shape": [-1, 3]}
-        expected = session.run(None, {"image": data})[0]
-        np.testing.assert_allclose(np.array(logits["data"]).reshape(-1, 3), expected, atol=1e-4)
-        assert there["data"] == (1 / (1 + np.exp(-expected.astype(np.float64))) > limits).ravel().tolist()
-        only = json.dumps({**body, "outputs": [{"name": "logits"}]}).encode()
-        answer = server.post(only, "application/json", "/v2/models/tiny/infer").json
-        assert [output["name"] for output in answer["outputs"]] == ["logits"]
         assert server.get("/").status == 200
         with pytest.raises(KdError, match="several labels"):
             client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
@@ -207,7 +199,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
             ["losses=[{kind: cosine}]", "run.baseline=false"],
             ("data.labels", "the task embedding is", "data.labels=none"),
         ),
-        (["sifter.balance=true"], ("sifter.balance", "several labels")),
+        (["sifter={kind: random, balance: true}"], ("sifter.balance", "several labels")),
         (["teacher.cache.topk=2"], ("teacher.cache.topk", "softmax")),
     ],
 )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import runpy
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import kd
 from kd.errors import ConfigError, KdError
@@ -161,11 +165,18 @@ def test_ema_hands_back_the_average():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"losses": [{"kind": "kll"}]}, r"losses\[0\].kind: no part named 'kll' in losses. .*Did you mean 'kl'"),
-        ({"optimizer": {"lrr": 1}}, r"optimizer.lrr: no such key"),
-        ({"epochs": 0}, r"run.epochs: is 0"),
-        ({"batch_size": 71}, r"data.batch_size: is 71, but the training split has 70 images"),
-        ({"losses": [{"kind": "feature"}]}, r"feature"),
+        ({"losses": [{"kind": "kll"}]}, r"^losses\[0\]: no part named 'kll' in losses. .*Did you mean 'kl'"),
+        ({"losses": [{"kind": "kl", "temp": 1}]}, r"^losses\[0\]\['temp'\]: no such key"),
+        ({"losses": "kll"}, r"^losses\[0\]: no part named 'kll'"),
+        ({"optimizer": {"lrr": 1}}, r"^optimizer\['lrr'\]: no such key"),
+        ({"backend": {"kind": "tpu"}}, r"^backend: no part named 'tpu'"),
+        ({"sifter": "histry"}, r"^sifter: no part named 'histry'.*Did you mean 'history'"),
+        ({"epochs": 0}, r"^epochs: is 0"),
+        ({"seed": -1}, r"^seed: is -1"),
+        ({"workers": -1}, r"^workers: is -1"),
+        ({"batch_size": 71}, r"^batch_size: is 71, but the training split has 70 images.*Set batch_size=70"),
+        ({"losses": [{"kind": "cosine"}]}, r"feature"),
+        ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
     ],
 )
 def test_a_mistake_is_one_line(changes: dict, message: str):
@@ -245,6 +256,7 @@ def test_images_alone_are_distilled_like_labelled_ones():
     assert all(torch.equal(a, b) for a, b in zip(known.parameters(), blind.parameters(), strict=True))
     assert {"agreement", "kl", "agreement_ece"} <= found.metrics.keys()
     assert "accuracy" not in found.metrics
+    assert found._repr_html_().startswith("<p>Student against its teacher: agreement")
     loader = DataLoader(Alone(train), batch_size=16)
     again = distill(teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none")
     assert "agreement" in again.metrics
@@ -277,12 +289,17 @@ def test_a_folder_resumes(tmp_path: Path):
 def test_a_folder_holds_one_run(tmp_path: Path):
     train, teacher = data(40, 3), network(16, 1)
     distill(teacher, network(4, 2), train, folder=tmp_path / "run")
-    with pytest.raises(KdError, match=r"^run\.name: .*differs in optimizer\.lr"):
+    with pytest.raises(KdError, match=r"^folder: .*differs in optimizer\['lr'\]"):
         distill(teacher, network(4, 2), train, folder=tmp_path / "run", optimizer={"lr": 0.1})
-    with pytest.raises(KdError, match=r"^run\.name: .*another teacher"):
+    with pytest.raises(KdError, match=r"^folder: .*another teacher"):
         distill(network(16, 9), network(4, 2), train, folder=tmp_path / "run")
-    with pytest.raises(KdError, match=r"^run\.name: .*another student"):
+    with pytest.raises(KdError, match=r"^folder: .*another student"):
         distill(teacher, network(5, 2), train, folder=tmp_path / "run")
+    with pytest.raises(KdError, match=r"^folder: .*another data"):  # of the same length
+        distill(teacher, network(4, 2), data(40, 4), folder=tmp_path / "run")
+    with pytest.raises(KdError, match=r"^folder: .*another data"):
+        distill(teacher, network(4, 2), train, folder=tmp_path / "run", val=data(33, 4))
+    assert distill(teacher, network(4, 2), train, folder=tmp_path / "run").state.step == 6
     with pytest.raises(ConfigError, match=r"^folder: is set, but a DataLoader"):
         distill(teacher, network(4, 2), DataLoader(train, 16), folder=tmp_path / "other")
 
@@ -295,13 +312,67 @@ def linear(width: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(12, width))
 
 
+class Endless(IterableDataset):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        yield torch.zeros(3, 2, 2), 0
+
+
+def cast(items: TensorDataset, dtype: torch.dtype) -> TensorDataset:
+    return TensorDataset(items.tensors[0].to(dtype), items.tensors[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
+    """transformers 5 loads a checkpoint in the dtype in which it was saved."""
+    teacher, train = network(16, 1).to(dtype), data(70, 3)
+    one, other = network(4, 2), network(4, 2)
+    distill(copy.deepcopy(teacher).float(), one, train)
+    found = distill(teacher, other, train)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert teacher[1].weight.dtype == dtype
+    both = distill([teacher, network(16, 1)], network(4, 2), train)
+    assert both.metrics["teacher_accuracy"] == pytest.approx(found.metrics["teacher_accuracy"], abs=0.1)
+
+
+def test_a_model_of_transformers_in_bfloat16_is_a_teacher():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(**size, image_size=2, patch_size=1, num_labels=3)
+    teacher = transformers.ViTForImageClassification(config).to(torch.bfloat16)
+    assert "agreement" in distill(teacher, network(4, 2), data(40, 3), epochs=1).metrics
+
+
+def test_images_in_float64_are_those_images():
+    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    distill(network(16, 1), one, train)
+    distill(network(16, 1), other, cast(train, torch.float64))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("losses", ["kl", {"kind": "kl"}, ["kl"], ({"kind": "kl"},)])
+def test_a_loss_may_be_named_alone(losses: object):
+    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    distill(network(16, 1), one, train, losses=[{"kind": "kl"}])
+    distill(network(16, 1), other, train, losses=losses)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_whole_numbers_as_floats_are_labels():
+    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    distill(network(16, 1), one, train)
+    distill(network(16, 1), other, [(image, float(label)) for image, label in train])
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"teacher": linear(10)}, r"teacher: answers with 10 classes, the student with 3\. Both must be equal"),
         ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: answers with 4 classes, the student with 3"),
-        ({"student": nn.Identity()}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
-        ({"train": Alone(data(40, 3))}, r"train: item 0 is not \(image, label\).*labels='none'"),
+        ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
+        ({"train": Alone(data(40, 3))}, r"train: item \d+ is not \(image, label\).*labels='none'"),
         ({"val": Alone(data(40, 3))}, r"val: item 0 is not \(image, label\)"),
         ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
         (
@@ -312,8 +383,32 @@ def linear(width: int) -> nn.Module:
             {"val": TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), 3))},
             r"val: item \d+ has the label 3.*to 2",
         ),
-        ({"labels": "none"}, r"losses\[1\]\.kind: 'ce' learns from labels"),
-        ({"labels": "few"}, r"data\.labels: is 'few'"),
+        ({"labels": "none"}, r"losses\[1\]: 'ce' learns from labels, but labels is none"),
+        ({"labels": "few"}, r"labels: is 'few'.*sets"),
+        ({"teacher": "resnet18"}, r"teacher: is str.*nn\.Module"),
+        ({"teacher": []}, r"teacher: is an empty list"),
+        ({"student": None}, r"student: is NoneType"),
+        ({"student": linear(3).bfloat16()}, r"student: has weights in bfloat16.*student\.float"),
+        ({"student": linear(3).requires_grad_(False)}, r"student: has no parameter that requires a gradient"),
+        ({"student": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"student: fails on .* float32 \[1, 3, 2, 2\]"),
+        ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"teacher: fails on .*RuntimeError"),
+        ({"train": cast(data(40, 3), torch.uint8)}, r"student: fails on .* uint8 .*image\.float\(\) / 255"),
+        ({"train": Endless()}, r"train: is Endless, which has no length"),
+        ({"val": Endless()}, r"val: is Endless"),
+        ({"train": DataLoader(Endless(), 16)}, r"train: is Endless"),
+        ({"train": iter([])}, r"train: is list_iterator"),
+        ({"train": data(0, 3)}, r"train: is empty"),
+        ({"train": []}, r"train: is empty"),
+        ({"val": data(0, 3)}, r"val: is empty"),
+        ({"val": DataLoader(data(9, 3), 16)}, r"val: has 9 images, and a batch 16"),
+        ({"train": [(one, 1.7) for one, _ in data(40, 3)]}, r"train: item \d+ has the label 1\.7.*Whole numbers"),
+        ({"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)}, r"train: batch 0 has the label 1\.7"),
+        ({"train": [(one, "fig") for one, _ in data(40, 3)]}, r"train: item \d+ .*A label is a number"),
+        (
+            {"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]},
+            r"train: item \d+ has a label of shape \[3\]",
+        ),
+        ({"train": [(torch.zeros(3, 2 + i % 2, 2), 0) for i in range(40)]}, r"train: image \d+ has the shape"),
     ],
 )
 def test_models_and_data_that_do_not_fit_are_one_line(changes: dict, message: str):
@@ -347,3 +442,87 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
     wrong = TensorDataset(image, torch.zeros(64, 2))
     with pytest.raises(KdError, match="3 numbers"):
         kd.distill(**{**given, "train": wrong}, student=network(8, 3), losses=terms, labels="sets")
+
+
+# ------------------------------------------------------------------------------------ a folder as a run, and an export
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def photographs(count: int, seed: int, size: int = 8) -> list[tuple[torch.Tensor, int]]:
+    """Return normalized 8-bit pixels; the label is the brightest channel."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(0, 256, (count, 3, size, size), generator=generator)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
+    labels = levels.float().mean((2, 3)).argmax(1).tolist()
+    return list(zip((levels / 255 - mean) / std, labels, strict=True))
+
+
+def convolutional(width: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> kd.Distilled:
+    """A student of `convolutional`, with a run folder."""
+    train, val = photographs(48, 1), photographs(24, 2)
+    return distill(convolutional(8, 1), convolutional(4, 2), train, val=val, epochs=1, folder=tmp_path / "run")
+
+
+def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, refused):
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (settings["data"]["kind"], settings["data"]["images"]) == ("kd.data.map_dataset", "float32 [3, 8, 8]")
+    assert settings["data"]["image_size"] == 8
+    assert [settings[model]["model"] for model in ("teacher", "student")] == ["Sequential", "Sequential"]
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["classes"] == ["class_0", "class_1", "class_2"]
+    assert {"decides", "task", "scores", "data", "backend", "environment"} <= manifest.keys()
+    assert command("report", tmp_path / "run").code == 0
+    assert "3 classes" in (tmp_path / "run" / "report.html").read_text()
+    for name in ("evaluate", "export"):
+        assert "was written by kd.distill" in refused(name, tmp_path / "run")
+    assert "<td>student</td>" in own._repr_html_()
+
+
+def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
+    from kd.serve.model import describe, load
+
+    folder = own.export(tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]).folder
+    model = load(describe(folder), threads=1, slots=1)
+    assert (model.labels, model.size) == (("red", "green", "blue"), 8)
+    images = torch.stack([image for image, _ in photographs(24, 2)])
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
+    levels = ((images * std + mean) * 255).round().to(torch.uint8)
+    with torch.no_grad():
+        expected = own.student(images)
+    torch.testing.assert_close(torch.from_numpy(model.engine(levels.numpy())), expected, atol=1e-4, rtol=1e-4)
+    again = convolutional(4, 9)
+    again.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), own.student.parameters(), strict=True))
+    card = (folder / "README.md").read_text()
+    assert "load_state_dict" in card
+    assert "timm" not in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mean": (0.5, 0.5, 0.5)}, r"mean: .*grey level"),
+        ({"std": (0.3, 0.3, 0.3)}, r"mean: .*grey level"),
+        ({"std": (0.0, 0.3, 0.3)}, r"mean: .*three numbers"),
+        ({"classes": ["red", "green"]}, r"classes: names 2 classes, but the student answers with 3"),
+    ],
+)
+def test_an_export_that_would_answer_otherwise_is_refused(own, tmp_path: Path, changes: dict, message: str):
+    with pytest.raises(ConfigError, match=f"(?i)^{message}"):
+        own.export(tmp_path / "export", **{"mean": MEAN, "std": STD, "onnx": False, **changes})
+    assert not (tmp_path / "export").exists()
+
+
+def test_images_that_no_endpoint_has_are_not_exported(tmp_path: Path):
+    wide = [(torch.zeros(3, 2, 4), 0) for _ in range(16)]
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+    result = distill(teacher, copy.deepcopy(teacher), wide, val=wide, epochs=1)
+    with pytest.raises(ConfigError, match=r"^val: has images float32 \[3, 2, 4\]"):
+        result.export(tmp_path / "export", MEAN, STD)

@@ -124,7 +124,7 @@ def configuration(root: Path) -> dict[str, Any]:
         "data": {"kind": "imagefolder", "root": str(root), "batch_size": 8},
         "teacher": {"model": "resnet18", "cache": {"views": 2}},
         "student": tiny(),
-        "losses": [{"kind": "kl", "weight": 0.5}, {"kind": "hard"}],
+        "losses": [{"kind": "kl", "weight": 0.5}, {"kind": "wttm"}],
         "sifter": {"kind": "history", "keep": 0.5},
         "optimizer": {"lr": 2e-3, "betas": [0.9, 0.95]},
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,52 @@ import pytest
 from kd import host
 
 GIB = 2**30
+ALL = len(os.sched_getaffinity(0))
+
+
+def system(root: Path, group: str, files: dict[str, str]) -> Path:
+    """Lay out /proc/self/cgroup and the controller's files below `root`."""
+    for name, text in {"proc/self/cgroup": group, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", ALL), ("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_the_quota_of_version_2(tmp_path, quota, cores):
+    assert host.cores(system(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": quota})) == cores
+
+
+def test_a_wide_quota_leaves_the_affinity(tmp_path):
+    assert host.cores(system(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "6400000 100000"})) == ALL
+
+
+def test_the_quota_of_a_parent_counts(tmp_path):
+    files = {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "100000 100000"}
+    assert host.cores(system(tmp_path, "0::/a/b\n", files)) == 1
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", ALL), ("100000", 1)])
+def test_the_quota_of_version_1(tmp_path, quota, cores):
+    files = {"sys/fs/cgroup/cpu/d/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/d/cpu.cfs_period_us": "100000"}
+    assert host.cores(system(tmp_path, "4:memory:/d\n3:cpu,cpuacct:/d\n", files)) == cores
+
+
+def test_no_cgroup_at_all(tmp_path):
+    assert host.cores(tmp_path) == ALL
+
+
+@pytest.mark.skipif(ALL < 2, reason="needs two cores")
+def test_the_affinity():
+    first, *_ = before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {first})
+    try:
+        assert host.cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def container(folder, version: int, limit: str, used: int, droppable: int) -> None:
@@ -58,6 +105,47 @@ def test_a_container_that_does_not_count_what_can_be_dropped(inside):
     assert host.free_mib() == 1024 / 64
     (inside / "memory.stat").unlink()
     assert host.free_mib() == 1024 / 64
+
+
+WINDOWS = """
+import os, pathlib, sys
+sys.modules["fcntl"] = sys.modules["resource"] = None
+for name in ("sysconf", "sched_getaffinity", "statvfs", "fork"):
+    delattr(os, name)
+import kd.cli.__main__, kd.predict.run, kd.serve.server
+from kd import host
+from kd.errors import RunError
+from kd.files.storage import lock
+assert host.cores() == os.cpu_count() and host.free_mib() >= 0
+try:
+    lock(pathlib.Path(sys.argv[1]), "run")
+except RunError as error:
+    print(error)
+"""
+
+
+def test_what_windows_lacks_is_missed_only_where_it_is_used(tmp_path):
+    """Windows itself was not at hand: these are the modules and functions that it has not."""
+    done = subprocess.run([sys.executable, "-c", WINDOWS, tmp_path / "a"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "without locks (on Windows kd trains in WSL)" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_it():
+    ask = "import time; begin = time.perf_counter(); from kd.host import command_seconds; "
+    ask += "print(command_seconds(), time.perf_counter() - begin)"
+
+    def answer(**variables: str) -> list[float]:
+        found = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **variables}, capture_output=True)
+        return [float(word) for word in found.stdout.split()]
+
+    begin = time.perf_counter()
+    own, imports = answer()
+    assert imports - 0.02 <= own <= time.perf_counter() - begin + 0.02  # the kernel counts in hundredths
+    assert answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
+    mine = time.time() - psutil.Process().create_time()
+    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
 
 
 FAULTS = """

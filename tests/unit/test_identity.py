@@ -18,9 +18,9 @@ from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
-from kd.setup.fit import FREE, fit_folder
+from kd.setup.fit import FREE, fit_folders
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import resolve
+from kd.setup.recipe import TeacherPlan, resolve
 from kd.setup.store import keep_rules
 from kd.tasks.single_label import SingleLabel
 
@@ -36,15 +36,14 @@ SETTINGS = {
 
 def fitted(*overrides) -> str:
     """Return the name of the folder of the teacher that a configuration has fitted."""
-    plan = resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher
-    return folder_of(plan.fits["teacher"])
+    return folders_of(resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher)["teacher"]
 
 
-def folder_of(fit: Config) -> str:
-    """Return the name of a fit's run folder; the export lies in it."""
-    recipe, export = fit_folder(fit, "photos")
-    assert recipe.record.path in export.parents
-    return recipe.record.path.name
+def folders_of(plan: TeacherPlan) -> dict[str, str]:
+    """Return the names of the run folders of the fits; the exports lie in them."""
+    found = fit_folders(plan, "photos")
+    assert all(recipe.record.path in export.parents for recipe, export in found.values())
+    return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def identities(settings: Config) -> dict[str, Any]:
     codec = cache_codec(recipe.teacher, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
-        "F": {where: folder_of(fit) for where, fit in recipe.teacher.fits.items()},
+        "F": folders_of(recipe.teacher),
         "C": cache_identity(recipe.teacher, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {key: value for key, value in recipe.record.keys.items() if not key.startswith(FREE)},
@@ -132,7 +131,8 @@ TRAYS = ("kind: food_mini, dishes: 2", SEVERAL)
 SETS = ("kind: multilabel, root: a, train_labels: a, val_labels: b", SEVERAL)
 HELD = ("kind: multilabel, root: a, train_labels: a, val_fraction: 0.2", SEVERAL)
 SHARDS = ("kind: webdataset, train: a, val: b",)
-LISTS = ("kind: imagefolder, root: a, train_list: a, val_list: b",)
+LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
+HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
 SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
 HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
 
@@ -146,7 +146,7 @@ def loss(kind: str) -> tuple[str, ...]:
 KEYS: dict[str, tuple[Any, ...]] = {
     "run.name": ("", "other"),
     "run.folder": ("", "elsewhere"),
-    "run.seed": ("FCR", "1"),
+    "run.seed": ("CR", "1"),
     "run.epochs": ("R", "11"),
     "run.steps": ("R", "7"),
     "run.every.log": ("", "3"),
@@ -177,14 +177,17 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.train_split [imagefolder]": ("FR", "b"),
     "data.val_split [imagefolder]": ("FR", "b"),
     "data.val_fraction [imagefolder]": ("FR", "0.1"),
-    "data.train_list [imagefolder]": ("FR", "c", *LISTS),
-    "data.val_list [imagefolder]": ("FR", "c", *LISTS),
+    "data.root [csv]": ("", "elsewhere", *LISTS),
+    "data.train_list [csv]": ("FR", "c.csv", *LISTS),
+    "data.val_list [csv]": ("FR", "c.csv", *LISTS),
+    "data.val_fraction [csv]": ("FR", "0.1", *HELD_OUT),
+    "data.image_key [csv]": ("FR", "c", *LISTS),
+    "data.label_key [csv]": ("FR", "c", *LISTS),
     "data.root [multilabel]": ("", "elsewhere", *SETS),
     "data.train_labels [multilabel]": ("FR", "c", *SETS),
     "data.val_labels [multilabel]": ("FR", "c", *SETS),
     "data.val_fraction [multilabel]": ("FR", "0.1", *HELD),
     "data.separator [multilabel]": ("FR", "';'", *SETS),
-    "data.ending [multilabel]": ("FR", ".jpg", *SETS),
     "data.train [webdataset]": ("FR", "c", *SHARDS),
     "data.val [webdataset]": ("FR", "c", *SHARDS),
     "data.image_keys [webdataset]": ("FR", "jpg", *SHARDS),
@@ -246,7 +249,9 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.label_smoothing": ("FR", "0.2"),
     "teacher.fit.warmup": ("FR", "0.1"),
     "teacher.fit.evaluate": ("FR", "5"),
+    "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
+    "student.kind": ("R", "torch"),
     "student.model": ("R", "vit_small_patch16_224"),
     "student.args": ("R", "{num_heads: 8}"),
     "student.init": ("R", "pretrained"),
@@ -264,13 +269,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "losses[].alpha [dkd]": ("R", "2", *loss("dkd")),
     "losses[].beta [dkd]": ("R", "2", *loss("dkd")),
     "losses[].temperature [dkd]": ("R", "3", *loss("dkd")),
-    "losses[].distance [feature]": ("R", "cosine", *loss("feature")),
-    "losses[].normalize [feature]": ("R", "false", *loss("feature")),
     "losses[].temperature [kl]": ("R", "3", *loss("kl")),
-    "losses[].gamma [nkd]": ("R", "2", *loss("nkd")),
-    "losses[].temperature [nkd]": ("R", "3", *loss("nkd")),
     "losses[].gamma [wttm]": ("R", "0.3", *loss("wttm")),
-    "losses[].temperature [zscore]": ("R", "3", *loss("zscore")),
     "sifter.kind": ("R", "random"),
     "sifter.gate": ("R", "off"),
     "sifter.keep [history]": ("R", "0.5", *HISTORY),
@@ -278,9 +278,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.warmup [history]": ("R", "2", *HISTORY),
     "sifter.anneal [history]": ("R", "0.2", *HISTORY),
     "sifter.refresh [history]": ("R", "5", *HISTORY),
-    "sifter.reweight [history]": ("R", "true", *HISTORY),
-    "sifter.balance [history]": ("R", "true", *HISTORY),
-    "sifter.noise_cap [history]": ("R", "0.1", *HISTORY),
     "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
     "sifter.balance [random]": ("R", "true", "sifter.kind=random"),
     "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
@@ -289,7 +286,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.loss_history_length [relative]": ("R", "5", *RELATIVE),
     "sifter.sift_delay [relative]": ("R", "5", *RELATIVE),
     "sifter.repeat_delay_per_epoch [relative]": ("R", "true", *RELATIVE),
-    "sifter.score [relative]": ("R", "entropy", *RELATIVE),
     "optimizer.kind": ("R", "sgd"),
     "optimizer.lr": ("R", "0.1"),
     "optimizer.min_lr": ("R", "0.1"),
@@ -308,7 +304,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.fallback [smddp]": ("FR", "gloo", *SMDDP, "backend.device=cpu"),
     "backend.device [smddp]": ("FR", "cpu", *SMDDP),
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),
-    "backend.spmd [xla]": ("FR", "true", "backend.kind=xla"),
     "backend.precision": ("FR", "bf16"),
     "backend.timeout_seconds": ("", "5"),
     "profile.steps": ("", "[3, 5]"),
@@ -332,6 +327,8 @@ for kind, options in TEACHERS.items():
     for name, value in options.items():
         KEYS[f"teacher.{name} [{kind}]"] = ("CR", value, f"teacher.kind={kind}", *first)
         KEYS[f"teacher.also[].{name} [{kind}]"] = ("CR", value, f"teacher.also=[{{kind: {kind}, model: a, {given}}}]")
+for name, value in TEACHERS["torch"].items():
+    KEYS[f"student.{name} [torch]"] = ("R", value, "student.kind=torch", "student.mean=[0,0,0]", "student.std=[1,1,1]")
 
 
 def listed() -> set[str]:

@@ -18,7 +18,7 @@ from kd.data.loader import LocalLoader, Request
 from kd.errors import DataError
 from kd.models.cache import Codec, Store, open_store
 from kd.sifters import history, random
-from kd.sifters._plan import full_plan, num_kept
+from kd.sifters._plan import full_plan, num_selected
 from kd.types import Plan, Sample, SiftContext
 
 SOAK = bool(os.environ.get("KD_SOAK"))
@@ -131,7 +131,7 @@ def test_a_thousand_history_tables_agree(record_property):
     added.clear()
     plans = [made.plan(1, 0.5) for made in ranks]
     assert added == [2 * MICRO] * RANKS  # each rank adds its own images alone
-    assert len(plans[0].ids) == num_kept(ranks[0].context, 0.5)
+    assert len(plans[0].ids) == num_selected(ranks[0].context, 0.5)
     for later in plans:
         assert torch.equal(plans[0].ids, later.ids)
         assert torch.equal(plans[0].weights, later.weights)
@@ -168,7 +168,7 @@ def test_a_history_plan_of_all_ids():
     losses = torch.rand(IDS, generator=torch.Generator().manual_seed(0))
     sifter.observe(sifter.plan(0, 0.0).ids, losses[sifter.plan(0, 0.0).ids])
     plan = sifter.plan(1, 0.5)
-    assert len(plan.ids) == num_kept(made, 0.6)
+    assert len(plan.ids) == num_selected(made, 0.6)
     assert torch.bincount(plan.ids, minlength=IDS).max() == 1
     table = sum(value.nbytes for value in sifter.state_dict().values())
     assert table <= 40 * IDS + 8  # bytes of an id, whatever their number

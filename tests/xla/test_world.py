@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from xla_runs import Trained
 
 from kd.errors import DataError
 
@@ -37,35 +35,6 @@ def test_two_replicas_reduce_once_and_divide_by_two(how, operation):
     # torch_xla reduces the list of gradients in one operation, and scatters each of the two by itself
     assert len(gradients) == (2 if how == "zero" else 1), graph
     assert "constant(0.5)" in graph
-
-
-@pytest.mark.slow
-def test_two_devices_train_like_one_with_the_whole_batch(plain, run_file, tmp_path):
-    # executed, not inspected: one process, two virtual devices, each with half of every micro-batch
-    argv = [sys.executable, str(HERE / "all_devices.py"), str(run_file), str(tmp_path)]
-    done = subprocess.run(argv, env={**environment(), "CPU_NUM_DEVICES": "2"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts == {"sharding": "{devices=[2,1]0,1}", "resumed_differs": []}
-    one, two = plain("xla", "optimizer.clip=1"), Trained(tmp_path / "run")
-    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
-    assert [row["grad_norm"] for row in two.rows()] == pytest.approx([row["grad_norm"] for row in one.rows()], rel=1e-4)
-    assert two.rows("val")[-1]["nll"] == pytest.approx(one.rows("val")[-1]["nll"], rel=1e-5)
-    executions = [row["executions"] for row in two.rows()]
-    assert executions[7] - executions[5] == 4  # two steps and the readings of two rows, each on both devices at once
-    weights = [
-        {name: value for name, value in run.checkpoint().items() if name.startswith("model.")} for run in (one, two)
-    ]
-    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 1e-4
-
-
-def test_a_batch_that_cannot_be_divided_over_the_devices_is_refused(run_file, tmp_path):
-    argv = [sys.executable, "-m", "kd.cli", "train", str(run_file), "backend.kind=xla", "backend.spmd=true"]
-    done = subprocess.run(
-        [*argv, f"run.folder={tmp_path}"], env={**environment(), "CPU_NUM_DEVICES": "4"}, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert "data.micro_batch: 6 images cannot be divided over 4 devices" in done.stderr
 
 
 def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +120,22 @@ def test_a_killed_worker_is_one_line(number, busy):
         line = str(error)
     assert line.startswith(f"data.workers: the worker process {pids[number]} has ended (")
     assert "fewer data.workers" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux names a signal's sender")
+def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
+    """Torch starts its pool of threads anew in a worker, before any code of ours runs there."""
+    torch.set_num_threads(torch.get_num_threads())  # makes the pool here
+    made = loader()
+    batches = made.epoch(PLAN, 0)
+    next(batches)
+    for worker in made.processes():
+        statuses = [(task / "status").read_text() for task in Path(f"/proc/{worker.pid}/task").iterdir()]
+        taken = [text for text in statuses if not int(re.findall(r"SigBlk:\s*(\w+)", text)[0], 16) >> 14 & 1]
+        assert len(statuses) >= 3  # the main thread, the one that waits for the signal, and that of a queue
+        assert len(taken) <= 1, taken  # the one that waits for it
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert len(list(batches)) == 49
 
 
 def test_a_slow_loader_is_not_late():

@@ -5,12 +5,13 @@ import io
 import struct
 import warnings
 import zlib
+from importlib import import_module
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from kd.datasets._decode import Names, decode, hold_out, name_labels
+from kd.datasets._decode import FORMATS, Names, decode, hold_out, name_labels
 from kd.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -294,3 +295,35 @@ def test_labels_as_written():
     assert name_labels(["pear", "7up"], []) == (["pear", "7up"], ["7up", "pear"])
     assert name_labels(["1", "apple"], ["pear", "apple"]) == (["apple", "apple"], ["pear", "apple"])
     assert name_labels(["9", "-1"], ["pear", "apple"]) == (["9", "-1"], ["pear", "apple"])
+
+
+def test_avif_is_read_where_pillow_reads_it():
+    if "AVIF" not in FORMATS:
+        pytest.skip("this Pillow has no AVIF")
+    data = stored(NOISE.resize((64, 48)), "AVIF", quality=95, subsampling="4:4:4")
+    difference = np.asarray(read(data), int) - np.asarray(NOISE.resize((64, 48)), int)
+    assert abs(difference).mean() < 4
+    with pytest.raises(DataError, match=r"damaged"):
+        read(data[:40])
+
+
+def test_heic_is_read_with_the_extra_and_names_it_without():
+    if "HEIF" not in FORMATS:
+        with pytest.raises(
+            DataError, match=r"its content is \.heic \(pillow-heif reads them: pip install 'kd\[heic\]'"
+        ):
+            read(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+        pytest.skip("pillow-heif is not installed: no image was read")
+    image = NOISE.resize((4, 3)).resize((64, 48))
+    heif = import_module("pillow_heif")
+    heif.register_heif_opener()
+    for turn, size in ((1, (64, 48)), (6, (48, 64))):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        data = stored(image, "HEIF", quality=95, exif=exif.tobytes())
+        expected = np.asarray(image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int)
+        found = read(data)
+        assert found.size == size
+        assert abs(np.asarray(found, int) - expected).mean() < 6
+    with pytest.raises(DataError, match=r"damaged|truncated|cannot be decoded"):
+        read(data[: len(data) // 2])

@@ -73,6 +73,41 @@ def test_endings_in_any_case_and_hidden_files(tmp_path):
     assert [Path(name).name for name in names(source)] == good * 2
 
 
+def test_a_file_without_an_ending_is_read_if_it_begins_as_an_image(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/apple/a94a8fe5", "train/pear/2.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "train/pear/de9f2c7f", "JPEG")
+    (tmp_path / "train/pear/README").write_text("BMW and other notes")
+    (tmp_path / "train/pear/empty").touch()
+    os.mkfifo(tmp_path / "train/pear/pipe")
+    source = build(options(tmp_path), "train", None)
+    assert names(source) == ["train/apple/1.png", "train/apple/a94a8fe5", "train/pear/2.png", "train/pear/de9f2c7f"]
+    assert source.decode(3).image.size == (4, 4)
+    assert source.notes == ("3 files are not read: 3 without an ending",)
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path):
+    fill(tmp_path, *(f"train/{name}/1.png" for name in ("apple", "fruit/pear")), "train/notes.txt")
+    for name in ("fig", "nuts/hazel", "fruit/plum"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+    for name in ("fig/1.HEIC", "fig/2.HEIC", "fruit/plum/a.npy", "apple/Thumbs.db"):
+        (tmp_path / "train" / name).write_bytes(b"x")
+    unread, bare = build(options(tmp_path), "train", None).notes
+    assert unread.startswith("5 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]'), 1 .")
+    assert all(f"1 {ending}" in unread for ending in (".txt", ".npy", ".db"))
+    assert bare == "3 folders have no image and are no class: train/fig, train/fruit/plum, train/nuts"
+
+
+def test_many_kinds_of_files_are_one_line(tmp_path):
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png", *(f"train/pear/a.x{n}" for n in range(9)))
+    assert build(options(tmp_path), "train", None).notes[0].endswith(" and 3 kinds more")
+    shutil.rmtree(tmp_path / "train/apple")
+    with pytest.raises(DataError, match=r"only one class, 'pear'; 9 files are not read: 1 \.x"):
+        build(options(tmp_path), "train", None)
+    (tmp_path / "train/pear/1.png").unlink()
+    with pytest.raises(DataError, match=r"no images for the split 'train' in '.*train' \(9 files are not read"):
+        build(options(tmp_path), "train", None)
+
+
 def test_linked_class_folders_and_files(tmp_path):
     fill(tmp_path / "store", "apples/1.png", "pear.png")
     fill(tmp_path / "root", "train/pear/1.png")
@@ -186,59 +221,6 @@ def test_val_fraction_with_one_image_a_class(tmp_path):
         build(options(tmp_path, val_fraction=0.5), "val", train.classes)
 
 
-def food101(root: Path) -> Path:
-    fill(root, *(f"images/{name}/{n}.jpg" for name in ("apple_pie", "baklava") for n in (1, 2, 3)))
-    (root / "meta").mkdir()
-    (root / "meta/train.txt").write_text("baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n")
-    (root / "meta/test.txt").write_text("apple_pie/2\nbaklava/2\n")
-    return root
-
-
-def lists(root: Path) -> Options:
-    return options(root / "images", train_list="../meta/train.txt", val_list="../meta/test.txt")
-
-
-def test_food101_as_distributed(tmp_path):
-    chosen = lists(food101(tmp_path))
-    train = build(chosen, "train", None)
-    assert names(train) == ["apple_pie/1.jpg", "baklava/1.jpg", "baklava/3.jpg"]
-    assert train.classes == ("apple_pie", "baklava")
-    val = build(chosen, "val", train.classes)
-    assert names(val) == ["apple_pie/2.jpg", "baklava/2.jpg"]
-    assert val.decode(0).image.size == (4, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("apple_pie/1\napple_pye/2\n", r"data\.train_list: line 2: 'apple_pye/2' is no image .* Did you mean"),
-        ("apple_pie/1\nbaklava/1\n\napple_pie/1.jpg\n", r"line 4: 'apple_pie/1\.jpg' is listed already in line 1"),
-        ("../../etc/passwd\n", r"line 1: '\.\./\.\./etc/passwd' is no image"),
-        ("baklava/9\nbaklava/9\n", r"line 1: 'baklava/9' is more than one image: baklava/9\.jpg, baklava/9\.png"),
-        ("\n", r"no images for the split 'train'"),
-    ],
-)
-def test_lists_that_do_not_fit(tmp_path, text, message):
-    fill(food101(tmp_path), "images/baklava/9.jpg", "images/baklava/9.png")
-    (tmp_path / "meta/train.txt").write_text(text)
-    with pytest.raises(DataError, match=message):
-        build(lists(tmp_path), "train", None)
-
-
-def test_missing_list(tmp_path):
-    food101(tmp_path)
-    chosen = options(tmp_path / "images", train_list="meta/train.txt", val_list="meta/test.txt")
-    with pytest.raises(DataError, match=r"data\.train_list: the list '.*' cannot be read .* relative to data\.root"):
-        build(chosen, "train", None)
-
-
-def test_an_image_in_both_lists(tmp_path):
-    chosen = lists(food101(tmp_path))
-    (tmp_path / "meta/test.txt").write_text("baklava/1\n")
-    with pytest.raises(DataError, match=r"data\.val_list: 'baklava/1\.jpg' is also in data\.train_list, line 4"):
-        build(chosen, "val", ("apple_pie", "baklava"))
-
-
 def test_missing_root(tmp_path):
     (tmp_path / "food101").mkdir()
     with pytest.raises(DataError, match=r"data\.root: the folder '.*fod101' does not exist. Did you mean 'food101'\?"):
@@ -303,8 +285,6 @@ def test_val_class_unknown_to_training(tmp_path):
         ({"root": ""}, "root is empty"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
         ({"val_fraction": float("nan")}, "val_fraction is nan; it must be"),
-        ({"train_list": "a"}, "go together"),
-        ({"train_list": "a", "val_list": "b", "val_fraction": 0.1}, "exclude each other"),
         ({"val_split": "train"}, "two different folders"),
     ],
 )

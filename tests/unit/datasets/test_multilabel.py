@@ -59,12 +59,6 @@ def test_all_forms_say_the_same_and_val_fraction_parts_them(root):
     assert len(prints) == 1
 
 
-def test_names_may_lack_their_ending_and_labels_another_separator(root):
-    (root / "some.csv").write_text("id,tags\na,rice egg\nc,egg\n")
-    found = source(root, "some.csv", separator=" ", ending=".jpg", val_fraction=0.0, val_labels="pairs.csv")
-    assert sets(found) == {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
-
-
 def test_an_image_without_an_entry_has_no_label_where_some_have_none(root):
     (root / "some.json").write_text(json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []}))
     options = Options(root=str(root), train_labels="some.json", val_labels="val.json")
@@ -75,33 +69,156 @@ def test_an_image_without_an_entry_has_no_label_where_some_have_none(root):
         build(options, "train", None)
 
 
+FEW = {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
+PAIRS, WIDE = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n", "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changes"),
+    [
+        ("a.csv", PAIRS, {}),
+        ("a.CSV", PAIRS, {}),
+        ("a.tsv", PAIRS.replace(",", "\t"), {}),
+        ("a.csv", "\ufeff" + PAIRS, {}),
+        ("a.csv", PAIRS.replace("\n", "\r\n"), {}),
+        ("a.csv", PAIRS.replace("\n", "\n\n"), {}),
+        ("a.csv", PAIRS.replace(".jpg", ""), {}),
+        ("a.csv", PAIRS.replace("a.jpg", "./a.jpg").replace("c.jpg", "deep/../c.jpg"), {}),
+        ("a.csv", PAIRS.replace("a.jpg", "ROOT/a.jpg"), {}),
+        ("a.csv", PAIRS.replace("|", " | "), {}),
+        ("a.csv", PAIRS.replace("|", "|egg|"), {}),
+        ("a.csv", PAIRS.replace("|", "||"), {}),
+        ("a.csv", PAIRS.replace("rice|egg", '"rice|egg"'), {}),
+        ("a.csv", PAIRS.replace("|", ";"), {"separator": ";"}),
+        ("a.csv", PAIRS.replace("|", " "), {"separator": " "}),
+        ("a.csv", PAIRS.replace("rice|egg", '"rice,egg"'), {"separator": ","}),
+        ("a.csv", WIDE, {}),
+        ("a.TSV", WIDE.replace(",", "\t"), {}),
+        ("a.csv", WIDE.replace(",", ", "), {}),
+        ("a.csv", WIDE.replace("1", "1.0").replace(",0", ",0.0"), {}),
+        ("a.csv", WIDE.replace(".jpg", ""), {}),
+        ("a.json", '{"a.jpg": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
+        ("a.JSON", '{"./a": [" rice", "egg", "egg"], "c": ["egg"]}', {}),
+        ("a.json", '\ufeff{"a": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
+    ],
+)
+def test_forms_that_say_the_same(root, name, content, changes):
+    (root / name).write_text(content.replace("ROOT", str(root)))
+    found = source(root, name, val_fraction=0.0, val_labels="v.csv", **changes)
+    assert (sets(found), list(found.classes)) == (FEW, ["egg", "rice"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('file,labels\na.jpg,"rice, boiled"\nc.jpg,egg\n', {"rice, boiled", "egg"}),
+        ("file,labels\na.jpg,0\nc.jpg,3|1\n", {"0", "1", "3"}),
+        ("file,labels\na.jpg,\nc.jpg,egg|rice\n", {"egg", "rice"}),
+        ("file,egg,rice,soup\na.jpg,1,1,0\n", {"egg", "rice", "soup"}),
+    ],
+)
+def test_classes_of_a_table(root, content, expected):
+    (root / "a.csv").write_text(content)
+    assert set(source(root, "a.csv", val_fraction=0.0, val_labels="v.csv").classes) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.csv", "file,labels\na.jpg\n", "line 2 has 1 fields"),
-        ("a.csv", "file,labels\na.jpg,egg\na.jpg,egg\n", "line 3 names 'a.jpg' a second time"),
+        ("a.csv", "file,labels\na.jpg,rice,egg\n", "line 2 has 3 fields"),
+        ("a.csv", "file,labels\na.jpg,egg\na.jpg,egg\n", "line 3: 'a.jpg' is the image of line 2"),
+        ("a.csv", "file,labels\na.jpg,egg\n./a.jpg,rice\n", "line 3: './a.jpg' is the image of line 2: 'a.jpg'"),
+        ("a.csv", "file,labels\na.jpg,egg\na,rice\n", "line 3: 'a' is the image of line 2"),
+        ("a.csv", "file,labels\na.jpg,egg\nROOT/a.jpg,rice\n", "is the image of line 2"),
+        ("a.csv", "file,labels\n/elsewhere/a.jpg,egg\n", "line 2: '/elsewhere/a.jpg' does not lie in"),
+        ("a.csv", "file,labels\n../a.jpg,egg\n", "line 2: '../a.jpg' does not lie in"),
+        ("a.csv", "a.jpg,rice|egg\nc.jpg,egg\n", "its first line is an image, 'a.jpg'"),
+        ("a.csv", "gone.jpg,rice|egg\nc.jpg,egg\n", "its first line is an image, 'gone.jpg'"),
+        ("a.csv", "a,rice|egg\nc,egg\n", "its first line is an image, 'a'"),
+        ("a.csv", "a.jpg,1,0\nc.jpg,1,1\n", "its first line is an image"),
+        ("a.csv", "file,rice\na.jpg,1\nc.jpg,0\n", "'rice' holds 0 and 1 alone: a table of one class"),
+        ("a.csv", "file,rice\na.jpg,1.0\nc.jpg,\n", "a table of one class"),
+        ("a.csv", "file,labels\na.jpg,rice;egg\nc.jpg,egg\n", "joined by ';' ('rice;egg'): set data.separator=';'"),
+        ("a.csv", "file,labels\na.jpg,rice;egg\n", "joined by ';'"),
+        ("a.csv", 'file,labels\na.jpg,"rice,egg"\nc.jpg,egg\n', "set data.separator=','"),
+        ("a.csv", "file,egg,rice,egg\na.jpg,1,1,0\n", "its first line names 'egg' twice"),
+        ("a.csv", "file,egg, egg\na.jpg,1,1\n", "its first line names 'egg' twice"),
+        ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
         ("a.csv", "file,egg,rice\na.jpg,1,maybe\n", "line 2 has 'maybe' where 0 or 1"),
-        ("a.csv", "file\n", "does not name two columns"),
-        ("a.json", "[1]", "it holds a list"),
-        ("a.json", '{"a.jpg": "egg"}', "'a.jpg' has no list of names"),
-        ("a.json", "{", "a.json"),
-        ("a.csv", "file,labels\nz.jpg,egg\n", "the first 'z.jpg'"),
+        ("a.csv", "file,egg,rice\na.jpg,1,0.5\n", "line 2 has '0.5' where 0 or 1"),
+        ("a.csv", "file,egg,rice\na.jpg,1,-1\n", "line 2 has '-1' where 0 or 1"),
+        ("a.csv", "file,egg,rice\na.jpg,1,\n", "line 2 has '' where 0 or 1"),
+        ("a.csv", "file,egg,rice\na.jpg,nan,1\n", "line 2 has 'nan' where 0 or 1"),
+        ("a.csv", "file,egg,rice\na.jpg,,\n", "line 2: 'a.jpg' has no entry"),
+        ("a.csv", "file\n", "does not name two columns or more: it is 'file'"),
+        ("a.csv", "file;labels\na.jpg;egg\n", "it is 'file;labels'"),
+        ("a.csv", "file\tlabels\na.jpg\tegg\n", "does not name two columns"),
+        ("a.csv", "", "does not name two columns"),
         ("a.csv", "file,labels\n", "has no images"),
+        ("a.csv", "file,labels\nz.jpg,egg\n", "line 2: 'z.jpg' is no image"),
+        ("a.csv", "file,labels\nA.JPG,egg\n", "line 2: 'A.JPG' is no image"),
+        ("a.csv", "file,labels\ndeep,egg\n", "line 2: 'deep' is no image"),
+        ("a.csv", "file,labels\na.heic,egg\n", "pillow-heif reads them"),
+        ("a.csv", b"file,labels\na.jpg,\xe9gg\n", "'utf-8' codec can't decode"),
+        ("a.csv", b"\x89PNG\r\n", "'utf-8' codec can't decode"),
+        ("a.json", "[1]", "it holds a list"),
+        ("a.json", "3", "it holds a int"),
+        ("a.json", '{"a.jpg": "egg"}', "'a.jpg' has no list of names"),
+        ("a.json", '{"a.jpg": [1]}', "'a.jpg' has no list of names"),
+        ("a.json", '{"a.jpg": {"egg": 1}}', "'a.jpg' has no list of names"),
+        ("a.json", '{"a.jpg": ["egg"], "a.jpg": ["rice"]}', "'a.jpg' is the image of 'a.jpg'"),
+        ("a.json", '{"a.jpg": ["egg"], "./a.jpg": ["rice"]}', "'./a.jpg' is the image of 'a.jpg'"),
+        ("a.json", '{"a.jpg": null}', "'a.jpg' has no entry"),
+        ("a.json", "{", "a.json"),
+        ("a.json", "[" * 100_000, "recursion"),
+        ("a.xlsx", "", "A file that ends in .csv, .tsv, .json"),
+        ("a.npy", "", "A file that ends in .csv, .tsv, .json"),
         ("none.csv", None, "cannot be read"),
+        ("deep.csv", "a folder", "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_one_line(root, name, content, words):
-    if content is not None:
-        (root / name).write_text(content)
+    (root / "a.heic").write_bytes(b"x")
+    if content == "a folder":
+        (root / name).mkdir()
+    elif content is not None:
+        data = content if isinstance(content, bytes) else content.replace("ROOT", str(root)).encode()
+        (root / name).write_bytes(data)
     with pytest.raises(DataError, match=r"^data\.train_labels: ") as caught:
         source(root, name)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("file,egg\nc.jpg,1\n", "a table of one class"),
+        ("file,egg,rice\nc.jpg,1,0\n", "has no column 'soup', a class of training, with 0 more. Columns: egg, rice"),
+        ("file,egg,rice,soup,fig\nc.jpg,1,0,0,1\n", "'c.jpg' has the label 'fig', which no training image has"),
+        ("file,labels\nc.jpg,eggs\n", "Did you mean 'egg'?"),
+    ],
+)
+def test_validation_must_name_the_classes_of_training(root, content, message):
+    (root / "v.csv").write_text(content)
+    options = Options(root=str(root), train_labels=write(root, "columns", ["a.jpg", "d.jpg"]), val_labels="v.csv")
+    with pytest.raises(DataError, match=r"^data\.val_labels: ") as caught:
+        build(options, "val", CLASSES)
+    assert message in str(caught.value)
+
+
+def test_columns_of_validation_may_stand_in_another_order(root):
+    (root / "v.csv").write_text("file,soup,other,rice,egg\nc.jpg,0,0,0,1\n")
+    options = Options(root=str(root), train_labels=write(root, "columns", ["a.jpg", "d.jpg"]), val_labels="v.csv")
+    val = build(options, "val", CLASSES)
+    assert (sets(val), val.classes) == ({"c.jpg": {"egg"}}, CLASSES)
+    assert val.notes == ("1 images beside the listed ones are in no list",)  # e.jpg; no file in deep/ is listed
+
+
 def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
     options = Options(root=str(root), train_labels=write(root, "json", ["c.jpg"]), val_labels=write(root, "pairs"))
-    with pytest.raises(DataError, match=r"data\.val_labels: 'c\.jpg' is also in data\.train_labels"):
+    with pytest.raises(DataError, match=r"data\.val_labels: line 4: 'c\.jpg' is also in data\.train_labels"):
         build(options, "val", ("egg",))
     options = Options(
         root=str(root), train_labels=write(root, "json", ["c.jpg"]), val_labels=write(root, "pairs", ["a.jpg"])

@@ -253,7 +253,7 @@ RUNS = {
     "sgd, in micros, with a projector": (
         "optimizer.kind=sgd",
         "data.micro_batch=4",
-        "losses=[{kind: feature}, {kind: kl}]",
+        "losses=[{kind: cosine}, {kind: kl}]",
         "run.every.checkpoint=1",
         "student.args.proj_drop_rate=0.3",
     ),
@@ -359,7 +359,7 @@ def test_two_kills_in_a_row(make, tmp_path):
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
-    made = make("run.epochs=1", "losses=[{kind: feature}]", "optimizer.ema=0.9", folder=tmp_path / "run")
+    made = make("run.epochs=1", "losses=[{kind: cosine}]", "optimizer.ema=0.9", folder=tmp_path / "run")
     live = made.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     train(made.run)

@@ -185,3 +185,13 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         one, other = whole.store.restore()[1], resumed.store.restore()[1]
         assert all(torch.equal(one[name].nan_to_num(7.0), other[name].nan_to_num(7.0)) for name in one)
         assert [row for row in read_rows(folder) if row["kind"] == "val"] == [r for r in rows if r["kind"] == "val"]
+
+
+def test_the_image_with_nan_is_named_and_not_its_batch():
+    torch.manual_seed(0)
+    images = torch.randn(32, 3, 4, 4)
+    images[21, 0, 1, 2] = float("nan")
+    models = [nn.Sequential(nn.Flatten(), nn.Linear(48, 3)) for _ in range(2)]
+    train = [(image, 0) for image in images]
+    with pytest.raises(NonFiniteLoss, match=r"first in image 21\b"):
+        kd.distill(teacher=models[0], student=models[1], train=train, val=train[:8], epochs=1, batch_size=16)

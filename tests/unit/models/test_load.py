@@ -14,7 +14,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
 from kd.errors import ModelError
-from kd.models.classifier import digest
+from kd.models.classifier import Classifier, digest
 from kd.models.load import Spec, load
 from kd.models.timm_folder import export_files, folder_classes
 
@@ -51,7 +51,7 @@ def stored(tmp_path) -> Path:
 
 def store(folder: Path, network, classes=CLASSES) -> Path:
     folder.mkdir()
-    content, tensors = export_files(network, classes, 0.9)
+    content, tensors = export_files(Classifier(network, len(classes), 16), classes, 0.9)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -143,16 +143,17 @@ def test_hub_id_without_the_network(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = refusal("hf-hub:nobody/no-such-model", args={}, pretrained=True, exact_head=True)
-    assert message.startswith("teacher.model: 'hf-hub:nobody/no-such-model' cannot be built (")
+    assert message.startswith("teacher.model: the weights of 'hf-hub:nobody/no-such-model' are not here")
 
 
 def test_pretrained_name_without_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/nonexistent")
     message = refusal("test_vit", args={}, pretrained=True)
-    assert "pretrained weights of a bare name need the network" in message
+    assert "OfflineModeIsEnabled" in message
+    assert "/nonexistent/models--timm--test_vit" in message
 
 
 # ----------------------------------------------------------------------------------------------- damaged folders

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
+from pieces import base
 
+from kd import config
 from kd.files.storage import read_rows
 from kd.jobs import observe as _observe
+from kd.jobs.train import train
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -46,6 +50,23 @@ def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, m
     assert "where the time" not in resumed.out  # it made no step
     assert read_rows(folder / "timeline_0.jsonl")[:-1] == timeline
     assert read_rows(folder / "timeline_0.jsonl")[-1]["kind"] == "setup"
+
+
+def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
+    """From when the command began: process start and imports belong to it. A fit, the run and its baseline follow."""
+    made = base(photos, tmp_path)
+    made["run"] |= {"baseline": True, "steps": 4, "epochs": 1}
+    made["teacher"] |= {"min_accuracy": 0}
+    made["teacher"]["fit"]["epochs"] = 1
+    settings, begin = config.load(made), time.perf_counter()
+    train(settings, before=100.0)
+    seconds = time.perf_counter() - begin + 100.0
+    folders = [next(tmp_path.glob("teachers/*/")), tmp_path / "runs" / "tiny", tmp_path / "runs" / "tiny" / "baseline"]
+    tables = [sum(row["wall_ms"] for row in read_rows(folder / "timeline_0.jsonl")) / 1000 for folder in folders]
+    assert tables[0] > 100.0 > tables[1] + tables[2]
+    billable = json.loads((folders[1] / "manifest.json").read_text())["billable_seconds"]
+    assert 100.0 < sum(tables) <= billable <= seconds
+    assert billable - sum(tables) < 0.5 * (billable - 100.0)  # a report is written after the last table
 
 
 def test_the_end_of_a_long_file_is_read(tmp_path):

@@ -44,6 +44,30 @@ def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, ru
     return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))}
 
 
+STEP = {"data": 0.5, "teacher": 8.0, "forward": 4.0, "backward": 6.0, "optimizer": 1.0, "other": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "share", "key", "value"),  # the parts of a step, 20 ms, and how often they are each 10 steps
+    [
+        pytest.param({"evaluation": 70.0}, "78 %", "run.every.evaluate", 250, id="evaluation"),
+        pytest.param({"checkpoint": 8.6}, "30 %", "run.every.checkpoint", 90, id="checkpoint"),
+        pytest.param({"forward": 34.0}, "68 %", "profile.steps", [94, 99], id="a loss in Python"),
+        pytest.param({"forward": 14.0}, "", "", None, id="forward, not half of the step"),
+        pytest.param({"evaluation": 6.0, "checkpoint": 1.0}, "", "", None, id="usual"),
+    ],
+)
+def test_shares_of_the_table(more, share, key, value):
+    row = steady(ms=STEP | more)
+    found = ask(row, evaluate=10, checkpoint=10).get("TimeShare")
+    assert (found is not None) == bool(share)
+    if found is not None:
+        assert share in found.evidence
+        assert (found.severity, found.key, found.value) == ("warning", key, value)
+    assert "TimeShare" not in ask(row | {"clock": "tracing"}, evaluate=10, checkpoint=10)
+    assert "forward" in more or "TimeShare" not in ask(row, evaluate=40, checkpoint=40)  # one, at the end
+
+
 def test_each_rule_says_what_to_set():
     """Every finding of the tests below has this form, and its key is one of the configuration."""
     reading, idle = steady(ms=WAITING, loading_ms=loading(10.0, READS)), [sample(i, cpu=[95.0, 20.0]) for i in range(9)]
@@ -55,7 +79,7 @@ def test_each_rule_says_what_to_set():
         assert key in known or (section, key) == ("backend", "threads")
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
-    assert len(rules.RULES) == 8
+    assert len(rules.RULES) == 9
 
 
 def test_a_healthy_run_has_no_finding():

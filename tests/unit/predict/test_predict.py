@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -98,6 +99,18 @@ def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["all.csv"]
 
 
+def test_photographs_of_phones_do_not_vanish(exported, pictures, command, tmp_path):
+    """They were not listed, so that a folder of 11 gave 5 rows and no word."""
+    (tmp_path / "in").mkdir()
+    shutil.copy(pictures / "0.jpg", tmp_path / "in")
+    (tmp_path / "in" / "1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    answer = command("predict", exported, tmp_path / "in", "--to", tmp_path / "all.csv")
+    assert answer.code == 0, answer
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    assert [bool(row["error"]) for row in rows] == [False, True]
+    assert "1.HEIC: " in answer.err
+
+
 def jsonl(path: Path) -> dict[str, dict]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     found = {row.pop("image"): row for row in rows}
@@ -160,11 +173,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     begun = 0
     for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
-        end = time.monotonic() + 60
-        while not (journal.is_file() and journal.stat().st_size > begun + 20_000):
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(process, lambda size=begun + 20_000: journal.is_file() and journal.stat().st_size > size)
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == code
@@ -178,7 +187,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert done.returncode == 0, done.stderr
     assert target.read_bytes() == whole
     assert "1500 images are unreadable" in done.stderr
-    assert int(done.stdout.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
+    assert int(done.stdout.splitlines()[-1].split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
 
 def test_images_of_many_gigabytes_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
@@ -230,42 +239,112 @@ def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Po
     return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
 
 
-def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, pictures, tmp_path):
-    """The images that were left got rows "No such file", with exit code 0, and the journal was removed.
-
-    The eighth picture is a pipe: its reader waits, so that the folder goes away between two pictures.
-    """
-    whole = run(exported, twenty, tmp_path / "whole.csv").read_bytes()
-    target, pipe, away = tmp_path / "rows.csv", twenty / "07.jpg", tmp_path / "away"
-    pipe.unlink()
-    os.mkfifo(pipe)
-    at = pipe.stat().st_mtime_ns
-    process = starts(exported, twenty, target)
-    while True:
+def until(process: subprocess.Popen, reached) -> None:
+    """Wait until something is so, while a process runs."""
+    end = time.monotonic() + 60
+    while not reached():
         assert process.poll() is None, process.communicate()
-        try:
-            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-            break
-        except OSError:  # nobody reads it yet
-            time.sleep(0.01)
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_path):
+    """The images that were left got rows "No such file", with exit code 0, and the journal was removed."""
+    for number in range(20, 3000):
+        os.link(twenty / f"{number % 20:02d}.jpg", twenty / f"{number}.jpg")
+    target, journal, away = tmp_path / "rows.csv", tmp_path / "rows.csv.part", tmp_path / "away"
+    process = starts(exported, twenty, target)
+    until(process, lambda: journal.is_file() and journal.stat().st_size > 20_000)
     twenty.rename(away)
-    os.set_blocking(writer, True)
-    with os.fdopen(writer, "wb") as file:
-        file.write((pictures / "z" / "ä.jpg").read_bytes())
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
     assert len(err.splitlines()) == 1
-    assert "'08.jpg': it cannot be read" in err
+    assert ".jpg': it cannot be read" in err
     assert "the same command again: it resumes" in err
     assert not target.exists()
-    assert len((tmp_path / "rows.csv.part").read_bytes().splitlines()) == 1 + 8
+    rows = len(journal.read_bytes().splitlines()) - 1
+    assert 0 < rows < 3000
     away.rename(twenty)
-    os.utime(pipe, ns=(at, at))
     process = starts(exported, twenty, target)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "20 images, 8 of them by an earlier start" in out
-    assert target.read_bytes() == whole
+    assert f"3000 images, {rows} of them by an earlier start" in out
+    assert target.read_bytes() == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+
+
+def test_pipes_and_sockets_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
+    """It waited for a writer for ever, and did not end by the first SIGTERM."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(pictures / "0.jpg", folder)
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "folder.png").mkdir()
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(folder / "socket.webp"))
+    rows = jsonl(run(exported, folder, tmp_path / "rows.jsonl"))
+    assert rows.pop("0.jpg") == expected["0.jpg"]
+    assert rows.keys() == {"pipe.jpg", "zero.png", "socket.webp"}
+    assert all("no file" in row["error"] for row in rows.values())
+
+
+def test_sigterm_ends_it_while_a_storage_does_not_answer(exported, tmp_path):
+    """A request that nobody answers held the first signal back."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        listed = tmp_path / "listed.txt"
+        listed.write_text(f"http://127.0.0.1:{silent.getsockname()[1]}/a.jpg\n")
+        process = starts(exported, listed, tmp_path / "rows.csv")
+        silent.settimeout(60)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (75, "stopped by SIGTERM; the same command resumes\n")
+
+
+ODD = ("=cmd.jpg", "-1.jpg", "@x.jpg", "a\rb.jpg", "c\nd.jpg", "e\r\nf.jpg", "ä.jpg")
+
+
+def test_odd_names_are_one_row_each_in_every_format(exported, pictures, expected, tmp_path):
+    r"""A name with \r was two rows, one that is not UTF-8 made the file unreadable, and spreadsheets ran =cmd."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in (*map(os.fsencode, ODD), b"\xff\xe9.jpg"):
+        shutil.copy(os.fsencode(pictures / "0.jpg"), os.fsencode(folder) + b"/" + name)
+    names = {*ODD, "\\xff\\xe9.jpg"}
+    text = run(exported, folder, tmp_path / "rows.csv").read_bytes().decode()
+    rows = [row["image"] for row in csv.DictReader(io.StringIO(text, newline=""))]
+    assert sorted(rows) == sorted(f"./{name}" if name[0] in "=-@" else name for name in names)
+    assert jsonl(run(exported, folder, tmp_path / "rows.jsonl")).keys() == names
+    table = pyarrow.parquet.read_table(run(exported, folder, tmp_path / "rows.parquet"))
+    assert set(table["image"].to_pylist()) == names
+    listed = tmp_path / "listed.bin"
+    listed.write_bytes(b"".join(os.fsencode(folder) + b"/" + os.fsencode(name) + b"\0" for name in ODD))
+    assert jsonl(run(exported, listed, tmp_path / "listed.jsonl")) == {f"{folder}/{n}": expected["0.jpg"] for n in ODD}
+
+
+@pytest.mark.parametrize("form", ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"])
+def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path, form):
+    target, image = tmp_path / "rows.jsonl", pictures / "0.jpg"
+    if form.startswith("file"):
+        image = Path(shutil.copy(image, tmp_path / ("a.jpg" if form == "file" else "a")))
+        assert jsonl(run(exported, image, target)) == {str(image): expected["0.jpg"]}
+        return
+    given = {
+        "bytes": image.read_bytes(),
+        "list": b'0.jpg\nb/t,w"o.jpeg\r\n',
+        "list of find -print0": b'0.jpg\0b/t,w"o.jpeg\0',
+        "pipe": f"{image}\n".encode(),
+    }[form]
+    names = {"bytes": {"stdin": "0.jpg"}, "pipe": {str(image): "0.jpg"}}
+    wanted = names.get(form, {name: name for name in ("0.jpg", 'b/t,w"o.jpeg')})
+    argv = ["/dev/stdin" if form == "pipe" else "-", "--to", str(target), "--top", "2"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(exported), *argv], cwd=pictures, env=environ, input=given, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert jsonl(target) == {name: expected[image] for name, image in wanted.items()}
 
 
 def test_a_list_whose_images_are_away_ends_it_and_keeps_the_rows(exported, twenty, refused, command, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from kd import config, instances
 from kd.instances import Instance
 from kd.report.plan import step_cost
-from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, links, on, sizes
+from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, on, sizes
 from kd.setup.estimate import Measured, line_through
 from kd.setup.recipe import resolve
 
@@ -30,7 +30,7 @@ def test_a_cached_teacher_is_asked_in_some_epochs_only(settings):
 
 
 def test_a_ring_by_hand():
-    mib, rates = 100.0, links(MACHINE)
+    mib, rates = 100.0, MACHINE
     size = 100 * 2**20
     inside = 2 * 3 / 4 * size / 50e9 * 1000
     between = 2 * 1 / 2 * size / 10e9 * 1000
@@ -59,7 +59,7 @@ def test_a_line_by_hand():
     assert alone.step_ms == pytest.approx(1 + 0.5 * 64)
     assert alone.efficiency == 1.0
     assert alone.hours_epoch == pytest.approx(1000 * 33 / 3.6e6)
-    communication = all_reduce_ms(100.0, 4, 2, links(MACHINE))
+    communication = all_reduce_ms(100.0, 4, 2, MACHINE)
     exposed = exposed_ms(communication, 100.0, 0.25 * 8)
     assert eight.devices == 8
     assert eight.step_ms == pytest.approx(1 + 0.5 * 8 + exposed)
@@ -90,15 +90,18 @@ def test_a_small_step_takes_at_least_its_launches():
 
 
 def test_kts_published_line():
-    """3.20 -> 0.11 h an epoch on 32 GPUs; ViT-B to ViT-S at 224 px, 82.7 MiB of gradients, is our assumption."""
+    """3.20 h an epoch on 2 GPUs -> 0.11 h on 32; ViT-B to ViT-S at 224 px, 82.7 MiB of gradients, is our assumption.
+
+    More GPUs alone explain half of it: they also changed batch, teacher's precision and loading.
+    """
     p4d = instances.TABLE["ml.p4d.24xlarge"]
     cost = on(p4d, StepCost(0.0, 3.0, 1.0, 2.36, 82.7, gflop=62.96, kernels=622))
     job = Job(images=1_000_000, epochs=1, batch_size=1024, micro_batch=32)
-    alone, all_of_them = line(job, cost, p4d, 1, 1), line(job, cost, p4d, 4)
+    two, all_of_them = line(job, cost, p4d, 1, 2), line(job, cost, p4d, 4)
     assert all_of_them.devices == 32
-    hours = 3.20 * all_of_them.step_ms / alone.step_ms
-    assert f"{hours:.2f}" == "0.11"
-    assert 3.20 / 32 / 0.115 < all_of_them.efficiency < 3.20 / 32 / 0.105  # what a rounded 0.11 can mean
+    hours = 3.20 * all_of_them.step_ms / two.step_ms
+    assert f"{hours:.3f}" == "0.215"
+    assert f"{hours / (24 / 210):.1f}" == "1.9"  # 24 hours for 210 epochs
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,21 @@ from dataclasses import replace
 import pytest
 
 from kd.progress.summary import curves, sparkline
-from kd.report.record import Answers, RunRecord, differences, price_rows, time_parts
-from kd.report.report import scores_of
-from kd.report.text import summary, where_time_went
+from kd.report.answers import short_names
+from kd.report.page import render
+from kd.report.record import (
+    Answers,
+    RunRecord,
+    differences,
+    mean_cells,
+    price_rows,
+    repeats,
+    short_model,
+    teachers_of,
+    time_parts,
+)
+from kd.report.text import summary
 from kd.tasks.embedding import SCORES as EMBEDDING
-from kd.tasks.label_sets import SCORES as LABEL_SETS
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
 
@@ -49,11 +59,24 @@ def test_the_list_price_is_taken_unless_another_is_given():
     assert listed.cost == pytest.approx(1.41 * 40 / 3600)  # nothing billed is recorded: the training time
 
 
-def test_the_heterogeneous_posts_lines():
-    """aws/amazon-sagemaker-examples, training/heterogeneous-clusters: TensorFlow 192 -> 86 ms a step."""
-    alone = run("p4d", {"billable_seconds": 0.192 * 5000}, **{"price.per_hour": 37.7})
-    mixed = run("p4d + 2 c5", {"billable_seconds": 0.086 * 5000}, **{"price.per_hour": 37.7 + 2 * 3.67})
-    assert price_rows([alone, mixed])[1]["saving"] == "46.5 %"
+@pytest.mark.parametrize(
+    ("before", "after", "usd", "saving"),
+    [
+        ((37.69, 6553), (24.725, 6033), ("68.61", "41.43"), "39.6 %"),
+        ((37.688, 0.192 * 100), (45.032, 0.086 * 100), ("0.201", "0.108"), "46.5 %"),
+        ((3.825, 1.193 * 100), (5.661, 0.184 * 100), ("0.127", "0.029"), "77.2 %"),
+    ],
+    ids=["Trainium: 68.6 and 41.47 USD", "TensorFlow: 46 % cheaper", "PyTorch: 77 % cheaper"],
+)
+def test_the_tables_of_awss_posts(before, after, usd, saving):
+    """USD an hour and billable seconds; of the two heterogeneous clusters, those of 100 steps."""
+    runs = [
+        run(who, {"billable_seconds": s}, **{"price.per_hour": p})
+        for who, (p, s) in zip("ab", (before, after), strict=True)
+    ]
+    rows = price_rows(runs)
+    assert tuple(f"{one.cost:.{len(text.partition('.')[2])}f}" for one, text in zip(runs, usd, strict=True)) == usd
+    assert rows[1]["saving"] == saving
 
 
 def test_best_is_the_first_of_the_highest_score():
@@ -67,24 +90,84 @@ def test_best_is_the_first_of_the_highest_score():
 
 
 @pytest.mark.parametrize(
-    ("keys", "scores"),
+    ("keys", "unfinished"),
     [
-        (("accuracy", "top5", "ece"), SINGLE_LABEL),
-        (("agreement", "kl", "agreement_ece"), SINGLE_LABEL),
-        (("map", "agreement", "kl"), LABEL_SETS),
-        (("agreement", "kl"), LABEL_SETS),
-        (("knn", "probe", "agreement"), EMBEDDING),
-        (("agreement",), EMBEDDING),
-        ((), SINGLE_LABEL),
+        ({"run.epochs": 2}, ""),
+        ({"run.epochs": 3}, "step 20, epoch 2 of 3"),
+        ({"run.epochs": 9, "run.steps": 20}, ""),
+        ({"run.epochs": 1, "run.steps": 1500}, "step 20 of 1,500"),
+        ({}, ""),
     ],
 )
-def test_the_columns_of_a_run_that_recorded_none(keys, scores):
-    assert scores_of(dict.fromkeys(keys, 0.5)) is scores
+def test_where_a_run_stands(keys, unfinished):
+    assert run(**keys).unfinished == unfinished
+    if keys and not unfinished:
+        assert replace(run(**keys), val=VAL[:1]).unfinished.startswith("step 20")  # killed before the last evaluation
+        assert replace(run(**keys), train=[]).unfinished.startswith("step 0")
+
+
+def test_the_axis_of_a_share_ends_at_100_percent():
+    shares = replace(run(), val=[{**row, "accuracy": 1.0} for row in VAL])
+    assert "105 %" not in render([shares])
+
+
+@pytest.mark.parametrize(("name", "short"), [("runs/food/export", "food"), ("vit_b", "vit_b"), ("a/b/", "b")])
+def test_short_names_of_models(name, short):
+    assert short_model(name) == short
 
 
 def test_what_differs():
     rows = differences([run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})])
     assert rows == [("b", [2, 3]), ("c", ["-", 4])]
+
+
+def seeded(seed: int, accuracy: float, **keys) -> RunRecord:
+    row = {"step": 1, "accuracy": accuracy, "teacher_accuracy": 0.221 + seed / 1000, "agreement": 0.5}
+    keys = {"run.seed": seed, "run.name": f"s{seed}", "losses": ["kl"], **keys}
+    return RunRecord(f"s{seed}", keys, {"teacher": "one"}, TRAIN, [row], [], SINGLE_LABEL)
+
+
+def test_runs_that_differ_in_the_seed_alone():
+    group = [seeded(seed, accuracy) for seed, accuracy in enumerate((0.70, 0.72, 0.74))]
+    other = seeded(3, 0.9, **{"optimizer.lr": 1.0})
+    assert [[run.name for run in one] for one in repeats([*group, other])] == [["s0", "s1", "s2"]]
+    assert repeats([group[0], group[0]]) == []  # the same run twice is no second seed
+    # t = 4.303, standard deviation 2 points: 4.303 * 2 / sqrt(3)
+    assert mean_cells(group)["accuracy"] == "72.0 ± 5.0 %"
+    assert "accuracy 72.0 ± 5.0 %" in summary([*group, other])
+    assert "mean of 3 seeds" in render([*group, other])
+
+
+def test_a_teacher_that_runs_share_is_shown_once():
+    """One teacher had two bars, of 22.1 and 22.2 %: its modes differ by rounding."""
+    one, two = seeded(0, 0.5), seeded(1, 0.5)
+    assert list(teachers_of([one, two])) == ["teacher"]
+    page = render([one, two])
+    assert page.count('title="teacher"') == 1
+    assert "22.1 %" in page
+    assert "22.2 %" not in page
+    other = replace(two, manifest={"teacher": "another"})
+    assert list(teachers_of([one, other])) == ["teacher of s0", "teacher of s1"]
+
+
+def test_names_are_cut_at_what_they_share():
+    milk = [f"Packages/Milk/Arla-{kind}-Milk" for kind in ("Standard", "Ecological", "Lactose-Free-Medium-Fat")]
+    assert short_names(milk) == ["Arla-Standard-Milk", "Arla-Ecological-Milk", "Arla-Lact…edium-Fat-Milk"]
+    assert short_names(["a/Milk", "b/Milk", "Juice"]) == ["a/Milk", "b/Milk", "Juice"]
+    many = [f"{'a very long beginning ' * 3}{i:03d}{' and an end' * 3}" for i in range(300)]
+    flat = [f"{'a very long beginning ' * 3}{i:03d}" for i in range(300)]
+    assert len(set(short_names(flat))) == 300
+    assert all(len(name) <= 24 for name in short_names([*flat, *many, *milk]))
+
+
+def test_the_first_screen():
+    made = run(manifest={"parameters": {"student": 5.5e6, "teacher": 86.6e6}, "date": "2026-11-22", "images": 36})
+    graph = {"parity": {"model.onnx": {"cpu_ms": 1.25}}, "files": {"model.onnx": {"bytes": 2**21}}}
+    page = render([replace(made, exported=graph)]).partition("<section")[0]
+    for text in ("2026-11-22", "36 training images", "best of 2 evaluations on this split", "5.5 M", "teacher 86.6 M"):
+        assert text in page
+    assert "1.25 ms" in page
+    assert "export/model.onnx, 2 MiB" in page
 
 
 def test_answers_by_class():
@@ -106,12 +189,12 @@ def test_sparklines():
 
 
 def test_where_the_time_went_sums_to_the_whole():
-    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "ms": {"data": 25.0, "teacher": 75.0}}] * 2
+    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "kind": "steady", "ms": {"data": 25.0, "teacher": 75.0}}] * 2
     timed = replace(run(), timeline={0: rows})
     assert time_parts(timed) == {"data": 50.0, "teacher": 150.0}
-    text = "\n".join(where_time_went(timed))
-    assert "75.0 %" in text
-    assert "25.0 %" in text
+    page = render([timed])
+    assert "teacher 0.15 s (75.0 %)" in page
+    assert "data 0.05 s (25.0 %)" in page
 
 
 def test_the_summary_of_two_runs():

@@ -67,7 +67,7 @@ def test_a_description_that_makes_no_sense_is_one_line(tmp_path, content, told):
 def test_hyperparameters_become_overrides(tmp_path):
     file = tmp_path / "hyperparameters.json"
     file.write_text(json.dumps({"run.name": "a", "losses": "[{kind: ce}]", "sagemaker_program": "x"}))
-    assert hyperparameters(file) == ["run.name=a", "losses=[{kind: ce}]"]
+    assert hyperparameters(file) == ["losses=[{kind: ce}]", "run.name=a"]
     with pytest.raises(BackendError, match=r"^train: .* cannot be read"):
         hyperparameters(tmp_path / "absent")
 

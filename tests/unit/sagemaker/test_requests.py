@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 import tarfile
 import time
 import urllib.request
+from typing import get_type_hints
 
 import pytest
 import yaml
 
-from kd import config
+from kd import config, parts
 from kd.config.flat import flat
+from kd.config.schema import Member
 from kd.errors import ConfigErrors, RunError
 from kd.progress.console import Console
 from kd.sagemaker import aws as sending
@@ -25,6 +28,7 @@ from kd.types import State
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
 ROLE = "arn:aws:iam::123456789012:role/kd"
 OUTPUT = "s3://bucket/kd"
+LISTS = ("data.kind=csv", "data.train_list=../meta/train.txt", "data.val_list=meta/val.txt")
 GIVEN = ("--image", IMAGE, "--role", ROLE, "--output", OUTPUT)
 
 
@@ -67,11 +71,15 @@ def test_a_configuration_survives_as_texts(food):
             {},
         ),
         (
-            ("--instance", "ml.g5.xlarge", "--backend", "smddp"),
-            {"InstanceType": "ml.g5.xlarge"},
+            ("--instance", "ml.p4d.24xlarge", "--backend", "smddp"),
+            {"InstanceType": "ml.p4d.24xlarge"},
             {"backend.kind": "smddp"},
         ),
+        (("--instance", "ml.g5.xlarge", "backend.kind=smddp", "backend.fallback=nccl"), {}, {"backend.kind": "smddp"}),
         (("--instance", "ml.trn1.32xlarge"), {}, {"backend.kind": "xla"}),
+        (("--instance", "ml.trn2.48xlarge"), {}, {"backend.kind": "neuron"}),
+        (("--instance", "ml.g5.xlarge"), {}, {"backend.kind": "cuda"}),
+        (("--instance", "ml.c5.xlarge"), {}, {"backend.kind": "cpu"}),
         (
             ("--instance", "ml.p4d.24xlarge", "--data-group", "ml.c5.18xlarge:2"),
             {
@@ -83,7 +91,7 @@ def test_a_configuration_survives_as_texts(food):
             {"data.loader": "ray"},
         ),
     ],
-    ids=["one group", "smddp", "trn1", "two groups"],
+    ids=["one group", "smddp", "smddp or nccl", "trn1", "trn2", "g5", "c5", "two groups"],
 )
 def test_botocore_accepts_the_request(options, resources, more, food, command):
     request = dry(command, food, *options)["CreateTrainingJob"]
@@ -111,6 +119,21 @@ def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, t
     assert request["CreateTrainingJob"]["EnableManagedSpotTraining"]
     assert stop["MaxWaitTimeInSeconds"] > stop["MaxRuntimeInSeconds"] == 7200
     assert request["CreateTrainingJob"]["Tags"][0]["Value"] == "vision"
+
+
+def test_sections_of_extra_are_joined_to_those_of_the_request(food, command, tmp_path):
+    """A warm pool dropped the instance type, a channel of one's own the data, a variable Ray's token."""
+    extra = tmp_path / "extra.json"
+    channel = {"ChannelName": "mine", "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://b/m"}}}
+    sections = {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}, "Environment": {"MINE": "1"}}
+    extra.write_text(json.dumps({**sections, "InputDataConfig": [channel]}))
+    options = (food, "--instance", "ml.g5.xlarge", "--extra", str(extra))
+    request = dry(command, *options)["CreateTrainingJob"]
+    resources = {"InstanceType": "ml.g5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 100}
+    assert request["ResourceConfig"] == {**resources, "KeepAlivePeriodInSeconds": 600}
+    assert [one["ChannelName"] for one in request["InputDataConfig"]] == ["data-root", "mine"]
+    request = dry(command, *options, "--data-group", "ml.c5.xlarge:1")["CreateTrainingJob"]
+    assert request["Environment"].keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "MINE"}
 
 
 def test_shards_and_weights_become_channels(food):
@@ -148,13 +171,84 @@ def test_shards_and_weights_become_channels(food):
         (("--instance", ""), "--instance", "Give it"),
         (("--instance", "ml.g5.xlarge", "--backend", "cudda"), "backend.kind", "cuda"),
         (("--instance", "ml.g5.xlarge", "--output", "folder"), "--output", "s3://"),
-        (("--instance", "ml.g5.xlarge", "--hours", "0"), "MaxRuntimeInSeconds", "min value: 1"),
+        (("--instance", "ml.g5.xlarge", "--hours", "1e-9"), "MaxRuntimeInSeconds", "min value: 1"),
+        (("--instance", "ml.g5.xlarge", "--hours", "nan"), "--hours", "at most 672"),
+        (("--instance", "ml.g5.xlarge", "--hours", "1e9"), "--hours", "at most 672"),
+        (("--instance", "ml.trn1.32xlarge", "--backend", "cuda"), "backend.kind", "ml.p*, ml.g*"),
+        (("--instance", "ml.c5.xlarge", "backend.kind=cuda"), "backend.kind", "does not run on ml.c5.xlarge"),
+        (("--instance", "ml.g5.xlarge", "--backend", "smddp"), "backend.kind", "ml.p4d.*"),
+        (("--instance", "ml.p4d.24xlarge", "--backend", "xla"), "backend.kind", "ml.trn*"),
+        (("--instance", "ml.p4d.24xlarge", "teacher.precision=int8"), "teacher.precision", "cuda"),
+        (("--instance", "ml.g5.xlarge", "data.loader=ray"), "data.loader", "--data-group"),
+        (("--instance", "ml.g5.xlarge", *LISTS), "data.train_list", "outside of data.root"),
+        (("--instance", "ml.g5.xlarge", *LISTS, "data.train_list=/meta/t.txt"), "data.train_list", "this machine"),
+        (("--instance", "ml.g5.xlarge", "teacher.model=./runs/a/export"), "teacher.model", "this machine"),
+        (("--instance", "ml.g5.xlarge", "teacher.model=local-dir:runs"), "teacher.model", "this machine"),
+        (("--instance", "ml.g5.xlarge", "teacher.kind=onnx", "teacher.classes=c.txt"), "teacher.classes", "s3://"),
+        (("--instance", "ml.g5.xlarge", "teacher.also=[{model: a, checkpoint: b}]"), "teacher.also.0.checkpoint", "s3"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food, refused):
     line = refused("launch", food, *GIVEN, *options)
     assert where in line.partition(" ")[0] or where in line
     assert words in line
+
+
+def test_a_teacher_folder_of_this_machine_is_refused(food, teacher, refused):
+    line = refused("launch", food, *GIVEN, "--instance", "ml.g5.xlarge", f"teacher.model={teacher}", "--dry-run")
+    assert line.startswith("teacher.model: ")
+    assert "s3://" in line
+
+
+def test_the_shipped_lists_of_food101_need_a_channel_of_their_own(command):
+    options = ("--instance", "ml.p4d.24xlarge", *GIVEN, "--dry-run")
+    moved = ("data.root=s3://b/food-101/images", "data.val_list=s3://b/food-101/meta/test.txt")
+    answer = command("launch", "vit_food101", *moved, *options)
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert "data.train_list: '../meta/train.txt' is outside of data.root" in answer.err
+    answer = command("launch", "vit_food101", *moved, "data.train_list=s3://b/food-101/meta/train.txt", *options)
+    keys = json.loads(answer.out)["CreateTrainingJob"]["HyperParameters"]
+    assert keys["data.train_list"] == "/opt/ml/input/data/data-train-list/train.txt"
+
+
+def test_weights_of_further_teachers_become_channels(food, command):
+    teachers = "teacher.also=[{model: resnet10t, checkpoint: 's3://b/weights/r.safetensors'}]"
+    request = dry(command, food, "--instance", "ml.g5.xlarge", teachers)["CreateTrainingJob"]
+    keys = request["HyperParameters"]
+    assert list(keys) == sorted(keys)
+    found = config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)
+    assert found.teacher.also[0].checkpoint == "/opt/ml/input/data/teacher-also-0-checkpoint/r.safetensors"
+    assert "teacher-also-0-checkpoint" in [one["ChannelName"] for one in request["InputDataConfig"]]
+
+
+def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to_be():
+    """The check's list of keys comes from the schema: a new key that names files must say so."""
+    written = {"run.name", "run.folder", "run.mirror", "data.copies", "teacher.cache.path", "teacher.fit.folder"}
+    inside = {"data.train_split", "data.val_split", "data.unlabelled", "data.ending", "data.image_keys"}
+    inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
+    rendered = {"data.root [food_mini]"}
+    texts = {}
+    for key, allowed, _, meaning in config.explain():
+        kind = re.match(r"\[kind: (\w+)\]", meaning)
+        if allowed == "Allowed: text" and re.search(r"(?i)\b(file|folder|path|shards)s?\b", meaning):
+            texts[key + (f" [{kind[1]}]" if kind else "")] = meaning
+    declared = set()
+    for cls, where in _sections():
+        declared |= {f"{where}{one.name}" for one in dataclasses.fields(cls) if "files" in one.metadata}
+    missing = {key for key in texts if key.partition(" ")[0] not in declared | written | inside} - rendered
+    assert missing == set()
+
+
+def _sections():
+    """Yield the types that hold keys of files, with their place."""
+    schema = config.Config
+    for name, folder in (("data", "datasets"), ("teacher", "teachers"), ("student", "teachers")):
+        for kind in parts.names(folder):
+            yield parts.options_type(folder, kind, name), f"{name}."
+            yield parts.options_type(folder, kind, name), f"{name}.also[]."
+    for name in ("data", "teacher", "student"):
+        yield get_type_hints(schema)[name], f"{name}."
+    yield Member, "teacher.also[]."
 
 
 def test_too_long_and_too_many_values_are_found():

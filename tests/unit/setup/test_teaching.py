@@ -58,7 +58,7 @@ def minimal(*overrides) -> config.Config:
 
 def refusals(*overrides, features=False) -> list[KdError]:
     """Return what is refused when such a configuration is loaded."""
-    losses = ["losses=[{kind: feature}]"] if features else []
+    losses = ["losses=[{kind: cosine}]"] if features else []
     try:
         minimal(*overrides, *losses)
     except KdError as error:

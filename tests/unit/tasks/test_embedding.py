@@ -166,7 +166,6 @@ def test_features_beyond_float16_are_an_error_that_names_the_key(make, tmp_path)
     ("overrides", "message"),
     [
         (["run.baseline=true"], r"run\.baseline: is true, but the losses train an embedding model"),
-        (["sifter.kind=relative", "sifter.score=entropy"], r"sifter\.score: is entropy"),
         (["teacher.pipeline=2"], r"teacher\.pipeline: passes logits"),
     ],
 )

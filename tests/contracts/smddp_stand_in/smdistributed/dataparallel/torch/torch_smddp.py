@@ -2,13 +2,15 @@
 
 It tests the import, the name, the set of calls and the single process group. It does not test CUDA tensors, EFA, speed
 or the real wheel, which was not available. Refused, as documented or reported for the real library: a second group,
-reductions other than SUM, `_allgather_base`, barrier with device_ids.
+reductions other than SUM, barrier with device_ids. With SMDDP_REFUSES_ALLGATHER=1 also `_allgather_base`: AWS documents
+AllGather, and one release was reported to refuse it.
 
 It derives from ProcessGroup, because C++ calls its methods too, but not those of a subclass of ProcessGroupGloo.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -49,6 +51,14 @@ class StandIn(dist.ProcessGroup):
         OPERATIONS["allgather"] += 1
         return self.inner.allgather(output, tensors)
 
+    def _allgather_base(self, output: Any, tensor: Any, options: Any = None) -> Any:
+        if os.environ.get("SMDDP_REFUSES_ALLGATHER") == "1":
+            raise RuntimeError("SMDDP does not support: _allgather_base")
+        OPERATIONS["allgather"] += 1
+        return self.inner._allgather_base(output, tensor)
+
+    all_gather_single = _allgather_base
+
     def barrier(self, opts: Any = None) -> Any:
         OPERATIONS["barrier"] += 1
         if opts is not None and opts.device_ids:
@@ -64,7 +74,7 @@ def _refused(name: str) -> Any:
 
 
 for _name in (
-    "_allgather_base", "all_gather_single", "allgather_coalesced", "allgather_into_tensor_coalesced",
+    "allgather_coalesced", "allgather_into_tensor_coalesced",
     "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter", "reduce", "gather", "scatter", "send", "recv",
     "alltoall", "alltoall_base", "all_to_all_single", "allreduce_coalesced",
 ):  # fmt: skip

@@ -14,17 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from kd import config, parts
+from kd.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
+from kd.api.result import Distilled, Origin
 from kd.artifacts.memory import Memory
 from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.contracts import Backend, Loader, Sifter
-from kd.data.loader import LocalLoader, evaluation_plan
-from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.contracts import Backend, Sifter
+from kd.data.loader import evaluation_plan
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.errors import ConfigError
 from kd.evaluation import Evaluation, Split
+from kd.host import environment
 from kd.jobs.distill import Result
 from kd.jobs.folder import different_keys, require_same
 from kd.jobs.observe import clock_of, where_the_time_went
@@ -36,9 +38,9 @@ from kd.progress.console import Console
 from kd.setup.build import Parts, Results, assemble, distributed, run_length
 from kd.setup.gate import sift_context
 from kd.setup.loaders import fixed_batch, split_batch
-from kd.setup.recipe import Recipe, Record, flatten, resolve
+from kd.setup.recipe import Recipe, Record, flatten
 from kd.setup.student import build_criterion
-from kd.types import Dims, State
+from kd.types import Dims
 
 
 def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
@@ -58,26 +60,14 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
     return train_job(config.load(values, overrides))
 
 
-@dataclass(frozen=True, slots=True)
-class Distilled:
-    """What `distill` returns."""
-
-    student: nn.Module
-    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
-    metrics: dict[str, float]
-    """The last validation row."""
-    rows: list[dict[str, Any]]
-    """Every row of metrics, oldest first; training rows say where the time went."""
-    state: State
-
-
+@own_words()
 def distill(
     *,
     teacher: nn.Module | Sequence[nn.Module],
     student: nn.Module,
     train: Any,
     val: Any,
-    losses: Sequence[Mapping[str, Any]] | Criterion = ({"kind": "kl"},),
+    losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion = "kl",
     sifter: str | Mapping[str, Any] | Sifter = "none",
     epochs: int = 10,
     steps: int = 0,
@@ -120,25 +110,20 @@ def distill(
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
-    arguments = Arguments(train, val, losses, sifter, labels, workers)
-    recipe = arguments.recipe(
-        run={"epochs": epochs, "steps": steps, "seed": seed},
-        batch_size=getattr(train, "batch_size", None) or batch_size if isinstance(train, DataLoader) else batch_size,
-        optimizer=optimizer or {},
-        backend=backend or {},
-    )
+    teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
+    arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
+    image = arguments.image()
+    size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
+    recipe = arguments.recipe(image, size, run=length, optimizer=optimizer or {}, backend=backend or {})
     if isinstance(train, DataLoader) and folder is not None:
         remedy = "Pass train.dataset instead of the DataLoader, or no folder"
         raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
-    if isinstance(train, DataLoader) and (recipe.loop.sifter.kind != "none" or not isinstance(sifter, (str, Mapping))):
-        remedy = "Pass train.dataset instead of the DataLoader"
-        raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
     with (
         distributed(recipe.backend) as world,
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
         _sink(folder, recipe.record, world) as sink,
     ):
-        models = _models(teacher, student, arguments, seed, world)
+        models = _models(arguments, image, world)
         run = _run(recipe, arguments, models, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
@@ -151,44 +136,9 @@ def distill(
             run.average.apply()
         world.barrier()  # rank 0 has written its rows
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
-    return Distilled(student, [row for row in rows if row["kind"] == "val"][-1], rows, state)
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of `distill` that are objects, or may be."""
-
-    train: Any
-    val: Any
-    losses: Sequence[Mapping[str, Any]] | Criterion
-    sifter: str | Mapping[str, Any] | Sifter
-    labels: str
-    """"all", "some", "none" or "sets"."""
-    workers: int
-
-    def recipe(
-        self, run: Mapping[str, Any], batch_size: int, optimizer: Mapping[str, Any], backend: Mapping[str, Any]
-    ) -> Recipe:
-        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake."""
-        losses: Any = self.losses
-        if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
-            losses = [{"kind": "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"}]
-        sets, sifter = self.labels == "sets", self.sifter
-        sifter = {"kind": sifter} if isinstance(sifter, str) else dict(sifter) if isinstance(sifter, Mapping) else {}
-        data = {"kind": "kd.data.map_dataset", "label": "set" if sets else "class", "batch_size": batch_size}
-        settings = config.load(
-            {
-                "run": {"name": "distill", **run},
-                "data": {**data, "labels": "all" if sets else self.labels},
-                "teacher": {"model": "given"},
-                "student": {"model": "given"},
-                "losses": [dict(term) for term in losses],
-                "sifter": sifter,
-                "optimizer": dict(optimizer),
-                "backend": dict(backend),
-            }
-        )
-        return resolve(settings)
+    metrics = [row for row in rows if row["kind"] == "val"][-1]
+    data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
+    return Distilled(student, metrics, rows, state, Origin(arguments, recipe, models.classes, data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +147,8 @@ class Models:
 
     teachers: Sequence[LogitsModel]
     student: LogitsModel
-    num_classes: int
+    classes: Sequence[str]
+    """Names that the training data has, or numbered ones."""
 
 
 @contextmanager
@@ -218,89 +169,63 @@ def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator
         own.close()
 
 
-def _models(teacher: Any, student: nn.Module, arguments: Arguments, seed: int, world: Backend) -> Models:
-    modules = [teacher] if isinstance(teacher, nn.Module) else list(teacher)
-    wheres = [f"teacher[{i}]" for i in range(len(modules))] if len(modules) > 1 else ["teacher"]
-    teachers = [LogitsModel(one, where) for one, where in zip(modules, wheres, strict=True)]
-    model = LogitsModel(student, "student")
-    return Models(teachers, model, _num_classes([model, *teachers], arguments, seed, world))
+def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models:
+    student, *teachers = [LogitsModel(module, where) for where, module in arguments.models.items()]
+    count, items = count_classes([student, *teachers], image, world.device), arguments.train
+    names = getattr(items.dataset if isinstance(items, DataLoader) else items, "classes", ())
+    numbered = [f"class_{number}" for number in range(count)]
+    return Models(teachers, student, [str(name) for name in names] if len(names) == count else numbered)
 
 
 def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
-    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, models.num_classes
+    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, len(models.classes)
     batch_size, train, labels = fixed_batch(section), arguments.train, arguments.labels
-    val_batch = getattr(arguments.val, "batch_size", None) or batch_size
-    train_loader, num_images = _loader("train", arguments, batch_size, seed, num_classes, world)
-    val_loader, num_val = _loader("val", arguments, val_batch, seed, num_classes, world)
+    val_batch = batch_of(arguments.val, batch_size)
+    train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
+    val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
     split = split_batch(section, world.world_size, num_images)
     several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
     model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
     live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
     if not isinstance(criterion, Criterion):
-        labelled = (_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
+        labelled = (known_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
         criterion = build_criterion(recipe.student.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
     distillation = Distillation(models.student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
-        known = partial(_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
+        known = partial(known_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
         kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
         sifter = parts.build("sifters", kind, options, "sifter", context=context)
-    if isinstance(results.store, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()}
-        facts = {"teacher": model.identity()["teacher"], "images": [num_images, num_val], "student": shapes}
-        for key in facts:
-            require_same(key, results.store.manifest(), facts)
-        world.barrier()  # every rank has read the manifest before it is written
-        results.store.record(**facts)
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    if isinstance(results.store, RunDir):
+        _record(results.store, recipe, arguments, models, model.identity()["teacher"], world)
     made = Parts(distillation, live, train_loader, sifter, evaluator)
     return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
 
 
-def _loader(
-    where: str, arguments: Arguments, batch_size: int, seed: int, num_classes: int, world: Backend
-) -> tuple[Loader, int]:
-    items, labels = getattr(arguments, where), arguments.labels
-    if isinstance(items, DataLoader):
-        if world.world_size > 1:
-            remedy = "Pass the dataset: kd divides it over the ranks"
-            raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        num_images = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
-        return BatchLoader(items, batch_size, where, labels, num_classes), num_images
-    dataset = MapDataset(items, seed, where, labels, num_classes)
-    return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, arguments.workers), len(dataset)
-
-
-def _labels(items: Any) -> torch.Tensor:
-    """Return the class of every item; `targets`, where a dataset has them, spare reading the images."""
-    targets = getattr(items, "targets", None)
-    return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
-
-
-def _num_classes(models: Sequence[LogitsModel], arguments: Arguments, seed: int, world: Backend) -> int:
-    """Ask all models, the student first, about one image, and return the number of their classes.
-
-    Raises:
-        ConfigError: it is not the same for all.
-    """
-    items, labels = arguments.train, arguments.labels
-    if isinstance(items, DataLoader):
-        size = items.batch_size or 1
-        image = next(BatchLoader(items, size, "train", labels).epoch(evaluation_plan(size, size), 0)).image[:1]
-    else:
-        image = MapDataset(items, seed, "train", labels).load(0, 0).pixels[None]
-    image, found = image.to(world.device), {}
-    for one in models:
-        training = one.training
-        with torch.no_grad():
-            shape = one.to(world.device).eval()(image).logits.shape
-        one.train(training)
-        if len(shape) != 2:
-            raise ConfigError(one.where, f"returns the shape {list(shape)} for one image", "Logits [1, C]", "Wrap it")
-        found[one.where] = shape[1]
-    for where, count in found.items():
-        if count != found["student"]:
-            wrong = f"answers with {count} classes, the student with {found['student']}"
-            raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
-    return found["student"]
+def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models, teacher: str, world: Backend) -> None:
+    """Write what a run folder says of a run, as jobs do; refuse one with another teacher, student or data."""
+    facts: dict[str, Any] = {
+        "teacher": teacher,
+        "student": {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()},
+        "data": arguments.fingerprint(),
+    }
+    for key in facts:
+        require_same(key, folder.manifest(), facts)
+    world.barrier()  # every rank has read the manifest before it is written
+    scores = recipe.student.task.scores
+    folder.record(
+        **facts,
+        images=len(arguments.train),
+        classes=models.classes,
+        decides=scores.decides(arguments.labels != "none").key,
+        task=recipe.student.task.name,
+        scores=scores.record(),
+        batch=str(fixed_batch(recipe.data.section)),
+        batch_size=fixed_batch(recipe.data.section),
+        backend=world.kind,
+        world_size=world.world_size,
+        machines=world.world_size // world.local_world_size,
+        environment=environment(),
+    )

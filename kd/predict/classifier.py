@@ -1,0 +1,75 @@
+"""A model and the images that it classifies: the rows of some of them, and the rows of all in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kd.predict.images import GONE, Images
+from kd.serve.answers import embeddings, predictions
+from kd.serve.images import prepare
+from kd.serve.limits import Limits
+from kd.serve.model import Model
+from kd.serve.problems import Problem
+
+STAMP = "stamp"
+"""Key of an image's stamp. Only rows of the journal have it."""
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model and the images that it classifies. Thread-safe."""
+
+    images: Images
+    model: Model
+    limits: Limits
+    top: int
+
+    def rows(self, ids: range, contents: Sequence[Future[bytes]] = ()) -> list[Row]:
+        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images.
+
+        Raises:
+            DataError: the storage is away.
+        """
+        made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
+        outputs = []
+        for i, (id, row) in enumerate(zip(ids, made, strict=True)):
+            try:
+                data = contents[i].result() if contents else self.images.content(id)
+                pixels = prepare(data, self.model.size, self.model.crop, self.limits).pixels
+            except GONE as error:
+                row["error"] = error.strerror or type(error).__name__
+            except Problem as problem:
+                row["error"] = problem.detail
+            else:
+                outputs.append(self.model.engine(pixels[None]))
+        if outputs:
+            values, output = np.concatenate(outputs), self.model.output
+            if output.embeds:
+                answers = embeddings(values)
+            else:
+                answers = predictions(values, self.model.labels, self.top, output.thresholds)
+            usable = [row for row in made if "error" not in row]
+            for row, answer in zip(usable, answers, strict=True):
+                row |= answer
+        return made
+
+
+def in_order(
+    ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: Callable[[], int]
+) -> Iterator[Result]:
+    """Submit ids in chunks and yield the results in their order; `ahead()` are under way at the same time."""
+    window: deque[Future[Result]] = deque()
+    for first in range(0, len(ids), chunk):
+        window.append(submit(ids[first : first + chunk]))
+        while len(window) > ahead():
+            yield window.popleft().result()
+    while window:
+        yield window.popleft().result()

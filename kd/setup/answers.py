@@ -1,0 +1,61 @@
+"""What models answer on validation images, each alone: for the page of a run, and for trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kd.seeds import evenly_spaced
+from kd.setup.data import Data
+from kd.types import Batch
+
+BATCH = 50
+"""Images of a forward."""
+LOOKED, SHOWN = 500, 12
+"""Images among which the surest mistakes are looked for; mistakes."""
+
+
+def ask(models: Mapping[str, Any], data: Data, images: int, device: torch.device) -> dict[str, Any]:
+    """Run models over so many validation images as evaluation shows them, in float32; 0: all.
+
+    Returns:
+        JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and their
+        probabilities (`NAME_share`). "student" takes pixels, any other model a batch.
+    """
+    dataset = data.views()[1]
+    sampled = evenly_spaced(len(data.val), images or len(data.val))
+    content: dict[str, Any] = {"of": len(data.val), "ids": [], "label": []}
+    content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
+    for start in range(0, len(sampled), BATCH):
+        samples = [(id, dataset.load(id, 0)) for id in sampled[start : start + BATCH]]
+        samples = [(id, sample) for id, sample in samples if sample.readable and sample.label >= 0]
+        if not samples:
+            continue
+        pixels = torch.stack([sample.pixels for _, sample in samples]).to(device)
+        labels = torch.tensor([sample.label for _, sample in samples])
+        ids = torch.tensor([id for id, _ in samples], device=device)
+        content["ids"] += [id for id, _ in samples]
+        content["label"] += labels.tolist()
+        for name, model in models.items():
+            with torch.no_grad():
+                batch: Any = pixels if name == "student" else Batch.of(pixels, labels.to(device), ids)
+                best = model(batch).logits.float().softmax(-1).max(-1)
+            content[name] += best.indices.tolist()
+            content[f"{name}_share"] += [round(share, 4) for share in best.values.tolist()]
+    return content
+
+
+def mistakes(student: Any, data: Data, device: torch.device) -> dict[str, np.ndarray]:
+    """Return validation images that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
+    found = ask({"student": student}, data, LOOKED, device)
+    wrong = [i for i, label in enumerate(found["label"]) if label != found["student"][i]]
+    wrong.sort(key=lambda i: -found["student_share"][i])
+    pictures, dataset, classes = {}, data.views()[1], data.classes
+    for i in wrong[:SHOWN]:
+        id, label, answer = found["ids"][i], classes[found["label"][i]], classes[found["student"][i]]
+        title = f"{label}, answered {answer} ({100 * found['student_share'][i]:.0f} %): {data.val.name(id)}"
+        pictures[title] = dataset.load(id, 0).pixels.permute(1, 2, 0).numpy()
+    return pictures

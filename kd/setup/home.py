@@ -1,0 +1,120 @@
+"""Whether a teacher answers on kd's square as its own library makes it answer on the whole photograph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kd.errors import ModelError
+from kd.models.classifier import Home, Pick
+from kd.models.teacher import FAILURES, LiveTeacher
+from kd.setup.data import Data
+from kd.setup.recipe import TeacherPlan
+from kd.setup.teacher import Teachers, validation_pictures, validation_views
+from kd.types import Outputs
+
+LEAST_EQUAL = 0.5
+"""Share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was found out about one teacher on validation images."""
+
+    where: str
+    """Config path of its section."""
+    text: str
+    values: dict[str, float]
+    """`images`. Where it came with a preprocessing: `of_std`, the largest difference in standard deviations of its
+    answers at home, and `equal`, the share of equal top classes. Where it has more classes than the data: `kept`, the
+    share of its probability that belongs to the data's."""
+
+
+def compare(plan: TeacherPlan, teachers: Teachers, data: Data, device: torch.device) -> list[Compared]:
+    """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks.
+
+    Raises:
+        ModelError: on more than half of the images its top class is another one at home.
+        DataError: the images do not exist yet, or cannot be read.
+    """
+    if plan.section.shard or plan.section.pipeline:
+        return []
+    device = torch.device("cpu") if device.type == "xla" else device  # it would compile for each batch size
+    members = [
+        (where, one) for where, one in zip(plan.members, teachers.members, strict=False) if where not in plan.fits
+    ]
+    found = [_compared(where, one, plan, data, device) for where, one in members]
+    return [one for one in found if one.values]
+
+
+@torch.inference_mode()
+def _compared(where: str, member: Any, plan: TeacherPlan, data: Data, device: torch.device) -> Compared:
+    home: Home | None = getattr(member, "home", None)
+    if home is None and not any(isinstance(one, Pick) for one in member.modules()):
+        return Compared(where, "", {})
+    pictures, ids = validation_pictures(data)
+    model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as an evaluation makes it
+    kept: list[float] = []
+    for pick in (one for one in model.modules() if isinstance(one, Pick)):
+        pick.register_forward_pre_hook(lambda one, given: kept.append(_share(one, given[0])))
+    views = validation_views(data, pictures).to(device)
+    ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
+    values, texts = {"images": float(len(ids))}, []
+    if kept and plan.task.logits == "softmax":
+        values["kept"] = kept[0]
+        texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {len(data.classes)} classes")
+    if home is not None:
+        values |= _differences(_vectors(ours), _at_home(where, model, home, pictures, device), ours.logits.shape[1] > 0)
+        texts.append(_words(home, values))
+        if values.get("equal", 1.0) < LEAST_EQUAL and plan.section.min_accuracy != 0:
+            raise _refused(where, home, values)
+    return Compared(where, "; ".join(texts), values)
+
+
+def _share(pick: Any, logits_BC: Tensor) -> float:
+    return logits_BC.float().softmax(1)[:, pick.columns].sum(1).mean().item()
+
+
+def _at_home(where: str, model: Any, home: Home, pictures: Sequence[Image.Image], device: torch.device) -> Tensor:
+    weight, found = next(model.network.parameters()), []
+    for picture in pictures:
+        pixels = home.prepare(picture).to(device, weight.dtype)[None]
+        try:
+            found.append(_vectors(model.outputs(pixels)))
+        except FAILURES as error:
+            height, width = pixels.shape[2:]
+            wrong = f"fails on the {width}x{height} pixels that its own preprocessing makes ({home.keys}): {error}"
+            raise ModelError(f"{where}.model", wrong, "", "Correct its preprocessing") from error
+    return torch.cat(found)
+
+
+def _vectors(outputs: Outputs) -> Tensor:
+    """Return one vector an image: logits, or features; the mean of tokens."""
+    return (outputs.main if outputs.main.ndim == 2 else outputs.main.mean(1)).float()
+
+
+def _differences(ours_BC: Tensor, home_BC: Tensor, classes: bool) -> dict[str, float]:
+    of_std = ((ours_BC - home_BC).abs().max() / home_BC.std(correction=0).clamp_min(1e-12)).item()
+    return {"of_std": of_std} | (
+        {"equal": (ours_BC.argmax(1) == home_BC.argmax(1)).float().mean().item()} if classes else {}
+    )
+
+
+def _words(home: Home, values: dict[str, float]) -> str:
+    images = round(values["images"])
+    text = f"with the preprocessing of {home.library} its answers on {images} validation images differ by at most "
+    text += f"{values['of_std']:.2g} of their standard deviation"
+    return text + (f"; the top class is the same on {round(values['equal'] * images)}" if "equal" in values else "")
+
+
+def _refused(where: str, home: Home, values: dict[str, float]) -> ModelError:
+    remedy = (
+        "Set data.image_size and data.eval_crop nearer to those keys; with teacher.min_accuracy=0 it is taken as it is"
+    )
+    allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {home.keys}"
+    return ModelError(f"{where}.model", _words(home, values), allowed, remedy)

@@ -1,0 +1,107 @@
+"""One's own network as the student: `student.kind: torch`, from training to the endpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pieces import CLASSES, merged
+from safetensors.torch import load_file, save_file
+
+import kd
+
+CODE = """
+from torch import nn
+
+
+def small(width, classes=3):
+    return nn.Sequential(nn.Conv2d(3, width, 5, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(width, classes))
+
+
+def list_of_numbers():
+    return [1, 2]
+"""
+
+
+@pytest.fixture
+def own(settings, tmp_path, monkeypatch) -> Iterator[dict]:
+    """A configuration whose student is a function of a module of ours."""
+    (tmp_path / "mine.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pixels = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+    student = {"kind": "torch", "model": "mine:small", "args": {"width": 8}, **pixels}
+    made = merged(settings, {"run": {"epochs": 1}, "optimizer": {"lr": 1e-2}})
+    yield {**made, "student": student}
+    sys.modules.pop("mine", None)
+
+
+def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, command, refused):
+    from kd.serve.model import describe, load
+
+    run = kd.train(own)
+    for name in ("evaluate", "export"):
+        assert refused(name, run.folder).startswith("student.kind: is 'torch', so that 'mine:small' would run")
+    evaluated = command("evaluate", run.folder, "--trust")
+    assert f"{run.metrics['accuracy']:.4f}" in evaluated.out, evaluated
+    assert command("report", run.folder, "--trust").code == 0
+    folder = run.export(tmp_path / "export").folder
+    model = load(describe(folder), threads=1, slots=1)
+    assert model.labels == CLASSES
+    network = sys.modules["mine"].small(8)
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    image = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = network.eval()((image / 255 - 0.5) / 0.25)
+    torch.testing.assert_close(torch.from_numpy(model.engine(image.numpy())), expected, atol=1e-4, rtol=1e-4)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architecture"]["function"] == "mine:small"
+    assert config["pretrained_cfg"]["mean"] == [0.5, 0.5, 0.5]
+    card = (folder / "README.md").read_text()
+    assert "load_state_dict" in card
+    assert "timm.create_model" not in card
+    assert "accuracy" in run._repr_html_()
+
+
+def test_it_starts_from_weights(own, tmp_path):
+    import mine
+
+    torch.manual_seed(3)
+    weights = mine.small(8).state_dict()
+    save_file(weights, tmp_path / "start.safetensors")
+    changes = {"init": "pretrained", "checkpoint": str(tmp_path / "start.safetensors")}
+    run = kd.train(merged(own, {"student": changes, "run": {"steps": 1}, "optimizer": {"lr": 1e-9}}))
+    newest = max((run.folder / "checkpoints").iterdir())
+    stored = load_file(next(newest.glob("*.safetensors")))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(stored[f"model.student.network.inner.{name}"], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("student", "message"),
+    [
+        ({"kind": "onnx"}, r"^student\.kind: is 'onnx', whose weights kd cannot train\. timm, torch"),
+        ({"kind": "onx"}, r"^student\.kind: .*'onx'"),
+        ({"init": "pretrained"}, r"^student\.init: is 'pretrained'.*student\.checkpoint"),
+        ({"mean": [], "std": []}, r"^student\.mean: is missing"),
+        ({"model": "mine:absent"}, r"^student\.model: the module 'mine' has no function 'absent'"),
+        ({"model": "mine:list_of_numbers", "args": {}}, r"^student\.model: 'mine:list_of_numbers' returns list"),
+        ({"args": {"depth": 2}}, r"^student\.args: 'mine:small' refuses them"),
+        ({"args": {"width": 8, "classes": 4}}, r"^student\.model: has 4 classes, the data has 3.*student\.args"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_line(own, student: dict, message: str):
+    changed = {**own, "student": {**own["student"], **student}}
+    if student.get("kind") == "onnx":
+        changed["student"] = {"kind": "onnx", "model": "teacher.onnx"}
+    with pytest.raises(kd.KdError, match=message) as caught:
+        kd.train(changed)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_on_features_needs_a_network_of_timm(own):
+    with pytest.raises(kd.KdError, match=r"^student\.kind: is torch, which has one output"):
+        kd.train({**own, "losses": [{"kind": "kl"}, {"kind": "cosine"}]})

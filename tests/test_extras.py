@@ -1,0 +1,104 @@
+"""Each extra of pyproject.toml alone: what it names, and what that needs, is enough for what kd does with it.
+
+An environment is made for each: links to the packages of this one that `pip install 'kd[EXTRA]'` would bring, and no
+others. So nothing is downloaded, and a package that the suite has by accident is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import venv
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from pieces import tiny
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NOT_TRIED = {"dev": "this suite", "xla": "make test-xla"}
+ACCOUNT = (
+    "--image 1.dkr.ecr.us-east-1.amazonaws.com/kd --role arn:aws:iam::123456789012:role/kd --output s3://bucket/kd"
+)
+TRIED: dict[str, str] = {
+    "": "-m kd.cli train food.yaml --check",
+    "hf": "-c 'import datasets, kd.datasets.hf'",
+    "heic": "-c 'import pillow_heif; from kd.datasets._decode import HEIF, _load_heif; assert HEIF; _load_heif()'",
+    "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.export.export; openvino.Core()'",
+    "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
+    "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",
+    "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
+    "transformers": "-c 'import transformers, kd.teachers.transformers, kd.teachers.zero_shot'",
+    "completion": "-c 'import argcomplete, kd.cli.__main__'",
+    "sift-integrations": "-c 'import lightning, transformers, kd.sifting.lightning, kd.sifting.trainer'",
+}
+"""Arguments of Python."""
+
+
+def closure(wanted: list[str]) -> set[str]:
+    """Return the names of all packages that requirements bring."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(Requirement(text), "") for text in wanted]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for more in {"", *requirement.extras}:
+            if (entry := (requirement.name.lower().replace("_", "-"), more)) not in found:
+                found.add(entry)
+                brought = distribution(requirement.name).requires or []
+                waiting += [(Requirement(text), more) for text in brought]
+    return {name for name, _ in found}
+
+
+def environment(folder: Path, names: set[str]) -> Path:
+    """Make an environment of links to packages, with kd; return its Python."""
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name in sorted(names):
+        files = distribution(name).files or []
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            source = Path(str(distribution(name).locate_file(top)))
+            if source.exists() and not (site / top).exists():
+                (site / top).symlink_to(source)
+    (site / "kd.pth").write_text(f"{ROOT}\n")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def food(tmp_path) -> None:
+    """Write food.yaml: a run of a second."""
+    settings = {
+        "run": {"folder": "runs", "name": "alone", "steps": 1, "every": {"evaluate": 0}},
+        "data": {"kind": "food_mini", "train_images": 4, "val_images": 2, "image_size": 16, "batch_size": 8},
+        "teacher": {**tiny(), "precision": "fp32", "attention": "unfused", "min_accuracy": 0, "fit": {"epochs": 1}},
+        "student": {**tiny(), "init": "scratch"},
+        "losses": [{"kind": "kl"}],
+        "backend": {"threads": 1, "precision": "fp32"},
+    }
+    (tmp_path / "food.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", TRIED)
+def test_an_extra_alone_is_enough(extra, food, tmp_path):
+    try:
+        names = closure([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])
+    except PackageNotFoundError as error:
+        pytest.skip(f"{error} is not installed")
+    python = environment(tmp_path / "env", names)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "KD_"))}
+    environ |= {"HF_HUB_OFFLINE": "1", "AWS_DEFAULT_REGION": "us-east-1", "TMPDIR": "/tmp"}
+    argv = [str(python), *shlex.split(TRIED[extra])]
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_every_extra_is_tried():
+    assert set(EXTRAS) == (set(TRIED) | set(NOT_TRIED)) - {""}

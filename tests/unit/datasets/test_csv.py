@@ -1,0 +1,189 @@
+"""One label an image in a list: tables, text files of paths, and what is said of lists that do not fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kd import config
+from kd.datasets.csv import Options, build
+from kd.errors import ConfigErrors, DataError
+
+IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for color, name in enumerate(IMAGES):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (color, 0, 0)).save(tmp_path / "images" / name)
+    return tmp_path / "images"
+
+
+def open_list(root: Path, content: str, name: str = "a.csv", labels: str = "all", **more):
+    (root / name).write_text(content)
+    return build(Options(**{"root": str(root), "train_list": name, "val_list": "v.csv", **more}), "train", None, labels)
+
+
+def pairs(source) -> dict[str, str]:
+    """Return the class of each image by its path."""
+    label = {id: source.label(id) for id in range(len(source))}
+    return {source.name(id): source.classes[label[id]] if label[id] >= 0 else "" for id in label}
+
+
+PIE, CAKE = {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"}, {"apple_pie/1.jpg": "3", "baklava/1.jpg": "12"}
+LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        ("a.csv", f"path,label\n{LINE}", {}, PIE),
+        ("a.CSV", f"path,label\n{LINE}", {}, PIE),
+        ("a.tsv", f"path,label\n{LINE}".replace(",", "\t"), {}, PIE),
+        ("a.csv", f"\ufeffpath,label\r\n{LINE}".replace("\n", "\r\n"), {}, PIE),
+        ("a.csv", f" path , label \n{LINE}", {}, PIE),
+        ("a.csv", f"path,label\n\n{LINE}\n\n", {}, PIE),
+        ("a.csv", "n,label,path\n1,pie,apple_pie/1.jpg\n2,cake,baklava/1.jpg\n", {}, PIE),
+        ("a.csv", f"file,dish\n{LINE}", {"image_key": "file", "label_key": "dish"}, PIE),
+        ("a.csv", "path,label\n./apple_pie/1.jpg, pie \napple_pie/../baklava/1,cake\n", {}, PIE),
+        ("a.csv", 'path,label\n"apple_pie/1.jpg","pie"\n"baklava/1.jpg",cake\n', {}, PIE),
+        ("a.csv", "path,label\napple_pie/1,3\nbaklava/1,12\n", {}, CAKE),
+        ("a.txt", "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n", {}, None),
+    ],
+)
+def test_forms_of_a_list(root, name, content, options, expected):
+    found = open_list(root, content, name, **options)
+    folders = {"apple_pie/1.jpg": "apple_pie", "baklava/1.jpg": "baklava", "baklava/3.jpg": "baklava"}
+    assert pairs(found) == (expected or folders)
+    assert found.decode(0).image.getpixel((0, 0)) == (0, 0, 0)
+    assert list(found.classes) == {"pie": ["cake", "pie"], "3": ["3", "12"]}.get(
+        next(iter(pairs(found).values())), ["apple_pie", "baklava"]
+    )
+
+
+def test_absolute_paths_below_the_root_and_links_to_it(root):
+    (root.parent / "link").symlink_to(root)
+    for path in (root, root.parent / "link"):
+        content = f"path,label\n{root}/apple_pie/1.jpg,pie\n{root}/./baklava/1,cake\n"
+        assert pairs(open_list(path, content)) == PIE
+
+
+def test_food101_as_distributed(root):
+    (root.parent / "meta").mkdir()
+    (root.parent / "meta/train.txt").write_text("baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n")
+    (root.parent / "meta/test.txt").write_text("apple_pie/2\nbaklava/2\n")
+    options = Options(root=str(root), train_list="../meta/train.txt", val_list="../meta/test.txt")
+    train = build(options, "train", None)
+    val = build(options, "val", train.classes)
+    assert [pairs(train), pairs(val)] == [
+        {"apple_pie/1.jpg": "apple_pie", "baklava/1.jpg": "baklava", "baklava/3.jpg": "baklava"},
+        {"apple_pie/2.jpg": "apple_pie", "baklava/2.jpg": "baklava"},
+    ]
+    assert (train.notes, val.notes) == ((), ("1 images beside the listed ones are in no list",))
+    (root.parent / "meta/test.txt").write_text("baklava/1\n")
+    with pytest.raises(DataError, match=r"data\.val_list: line 1: 'baklava/1' is also in data\.train_list, line 4"):
+        build(options, "val", train.classes)
+
+
+def test_val_fraction_holds_out_a_part_of_each_class(root):
+    content = "path,label\n" + "".join(f"{name},{name.split('/')[0]}\n" for name in IMAGES)
+    train = open_list(root, content, val_list="", val_fraction=0.34)
+    val = build(Options(root=str(root), train_list="a.csv", val_fraction=0.34), "val", train.classes)
+    assert {**pairs(train), **pairs(val)} == {name: name.split("/")[0] for name in IMAGES}
+    assert sorted(pairs(val).values()) == ["apple_pie", "baklava"]
+
+
+def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(root):
+    shutil.move(root / "baklava/1.jpg", root / "baklava/1.jfif")
+    (root / "baklava/1.dat").write_bytes(b"x")
+    content = "path,label\napple_pie/1.jpg,pie\napple_pie/2.jpg,pie\nbaklava/1.jfif,cake\nbaklava/2.jpg,cake\n"
+    train = open_list(root, content, val_list="", val_fraction=0.5)
+    assert train.notes == ("2 images beside the listed ones are in no list",)
+    assert open_list(root, content).decode(2).image.size == (4, 4)
+
+
+def test_images_without_a_label(root):
+    content = "path,label\napple_pie/1.jpg,pie\nbaklava/1.jpg,cake\nbaklava/2.jpg,\n"
+    assert pairs(open_list(root, content, labels="some")) == {**PIE, "baklava/2.jpg": ""}
+    assert open_list(root, "path,n\nbaklava/2.jpg,1\n", labels="none").label(0) == -1
+    with pytest.raises(DataError, match=r"data\.train_list: line 4: 'baklava/2\.jpg' has no label"):
+        open_list(root, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "path,label\napple_pie/1,a\napple_pye/2,b\n", r"line 3: 'apple_pye/2' is no image .* 1 of 2 names"),
+        ("a.csv", "path,label\napple_pie/11.jpg,a\n", r"line 2: 'apple_pie/11\.jpg' is no image .* Did you mean"),
+        ("a.csv", "path,label\nbaklava/1,a\nbaklava/1.jpg,b\n", r"line 3: 'baklava/1\.jpg' is the image of line 2"),
+        ("a.csv", "path,label\n../../etc/passwd,a\n", r"line 2: '\.\./\.\./etc/passwd' does not lie in '.*images/'"),
+        ("a.csv", "path,label\n/etc/passwd,a\n", r"line 2: '/etc/passwd' does not lie in '.*Paths in data\.root"),
+        ("a.csv", "path,label\nbaklava/9,a\n", r"line 2: 'baklava/9' is more than one image: baklava/9\.jpg, bak"),
+        ("a.csv", "path,label\nbaklava,a\n", r"line 2: 'baklava' is no image"),
+        ("a.csv", "path,label\nbaklava/7.heic,a\n", r"line 2: 'baklava/7\.heic' .* pillow-heif .*kd\[heic\]"),
+        ("a.csv", "path,label\n", r"the split 'train' has no images"),
+        ("a.csv", "", r"does not name two columns"),
+        ("a.csv", "path;label\n", r"does not name two columns or more: it is 'path;label'"),
+        ("a.csv", LINE, r"its first line is an image, 'apple_pie/1\.jpg'; it must name the columns"),
+        ("a.csv", "file,label\n", r"data\.image_key: '.*' has no column 'path'\. Columns: file, label"),
+        ("a.csv", "path,labels\n", r"data\.label_key: .* 'label'\. Columns: path, labels\. Did you mean 'labels'"),
+        ("a.csv", "path,label,label\n", r"its first line names 'label' twice"),
+        ("a.csv", "path,label\nbaklava/1.jpg\n", r"line 2 has 1 fields, the first line has 2"),
+        ("a.csv", "path,label\nbaklava/1.jpg,a\n", r"only one class, 'a'"),
+        ("a.txt", "\n", r"the split 'train' has no images"),
+        ("a.json", "[]", r"is '.*a\.json'\. A file that ends in \.csv, \.tsv, \.txt"),
+        ("a.csv", None, r"cannot be read .* relative to data\.root"),
+        ("a.csv", b"path,label\nbaklava/1.jpg,\xe9clair\n", r"'utf-8' codec can't decode"),
+        ("a.csv", "path,label\r\n".encode("utf-16"), r"'utf-8' codec can't decode"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
+    for other in ("baklava/9.jpg", "baklava/9.png", "baklava/7.heic"):
+        (root / other).write_bytes(b"x")
+    if content is not None:
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message) as caught:
+        build(Options(root=str(root), train_list=name, val_list="v.csv"), "train", None)
+    assert str(caught.value).startswith("data.")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"train_list": ""}, "root and train_list must be set"),
+        ({"val_list": ""}, "val_list or val_fraction is needed"),
+        ({"val_fraction": 0.1}, "val_list or val_fraction is needed"),
+        ({"val_list": "", "val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
+        ({"image_key": "label"}, "two different columns"),
+    ],
+)
+def test_options(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**{"root": "x", "train_list": "a.csv", "val_list": "b.csv", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "remedy"),
+    [
+        ("imagefolder", "train_list", r"Set data\.kind=csv"),
+        ("imagefolder", "val_list", r"Set data\.kind=csv"),
+        ("multilabel", "ending", "may lack its ending"),
+    ],
+)
+def test_a_removed_key_names_its_successor_and_the_record_of_an_old_run_is_read(kind, key, remedy):
+    more = {"train_labels": "a", "val_labels": "b"} if kind == "multilabel" else {}
+    raw = {
+        "data": {"kind": kind, "root": os.curdir, **more},
+        "teacher": {"model": "vit_tiny_patch16_224"},
+        "student": {"model": "vit_tiny_patch16_224"},
+        "losses": [{"kind": "binary_kl" if more else "kl"}],
+    }
+    with pytest.raises(ConfigErrors, match=rf"data\.{key}: no such key\. .*{remedy}"):
+        config.load(raw, [f"data.{key}=x"])
+    assert not hasattr(config.load(raw, [f"data.{key}="]).data.options, key)

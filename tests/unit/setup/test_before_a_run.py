@@ -1,0 +1,187 @@
+"""What `--check` says of classes, weights and memory, and whose seed, batch size and views a teacher's fit has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants as hub
+import pytest
+import timm
+
+import kd
+from kd import config
+from kd.datasets._decode import HEIF
+from kd.errors import ModelError
+from kd.jobs.check import check
+from kd.jobs.teach import teach
+from kd.models import weights
+from kd.setup.recipe import resolve
+
+
+def lines(settings: dict, *overrides: str) -> dict[str, str]:
+    """Return what `--check` says, by the first word of a line."""
+    return {line.split()[0]: line for line in check(resolve(config.load(settings, overrides))).splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "told"),
+    [(1, ""), (3, ""), (30, "the 3 largest have 62 % of the images (410 to 221 each, the smallest 14)")],
+)
+def test_uneven_classes_are_told(settings: dict, tmp_path: Path, imbalance: int, told: str):
+    data = {"kind": "food_mini", "root": str(tmp_path), "train_images": 410, "imbalance": imbalance}
+    ours = {**settings, "data": {**data, "image_size": 16, "batch_size": 8}, "teacher": {}, "losses": [{"kind": "ce"}]}
+    found = lines(ours)
+    assert ("classes" in found) == bool(told)
+    assert told in found.get("classes", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
+    settings: dict, photos: Path, tmp_path: Path, caplog
+):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    for name in ("train/plum/1.HEIC", "train/plum/2.HEIC", "val/fig/notes.txt"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x")
+    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
+    if HEIF:
+        pytest.skip("pillow-heif is installed: the files would be read")
+    heic = "2 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]')"
+    expected = [heic, "1 folder has no image and is no class: train/plum", "1 file is not read: 1 .txt"]
+    checked = check(resolve(config.load(ours))).splitlines()
+    assert [line.strip() for line in checked if "no image and" in line or "not read" in line] == expected
+    with caplog.at_level(logging.INFO, "kd"):
+        kd.train(ours, "run.steps=1", "run.epochs=1")
+    assert [message for message in caplog.messages if message.startswith("data: ")] == [
+        f"data: {line}" for line in expected
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- weights
+
+PRETRAINED = ("student.init=pretrained", "student.model=test_vit", "student.args={}")
+FITTED = ("teacher={model: test_vit, pretrained: true, fit: {epochs: 1}}",)
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path) -> Path:
+    """The hub's cache, empty."""
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def answering(monkeypatch, cached) -> Iterator[Callable[[int], list[str]]]:
+    """Start a hub that answers with a status, 0: never; return the paths that it was asked for."""
+    running: list[ThreadingHTTPServer] = []
+    end = threading.Event()
+
+    def start(status: int) -> list[str]:
+        asked: list[str] = []
+
+        class Hub(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                if not status:
+                    end.wait(10)
+                    return
+                body = json.dumps({"id": "timm/test_vit", "error": "no"}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Hub))
+        running[-1].daemon_threads = True
+        threading.Thread(target=running[-1].serve_forever, daemon=True).start()
+        monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{running[-1].server_address[1]}")
+        return asked
+
+    yield start
+    end.set()
+    for one in running:
+        one.shutdown()
+        one.server_close()
+
+
+@pytest.mark.parametrize(("overrides", "key"), [(PRETRAINED, "student"), (FITTED, "teacher")])
+def test_weights_out_of_reach_name_their_key(settings, answering, monkeypatch, cached, overrides, key):
+    """The hub was asked for a minute in the fit, and the student was blamed for the teacher's weights."""
+    monkeypatch.setattr(weights, "HUB_SECONDS", 0.3)
+    for status in (404, 0):
+        answering(status)
+        with pytest.raises(ModelError, match=rf"^{key}\.model: .*'test_vit' are not here.* within 0\.3 s"):
+            lines(settings, *overrides)
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=rf"^{key}\.model: .*OfflineModeIsEnabled"):
+        lines(settings, *overrides)
+    repository = timm.get_pretrained_cfg("test_vit").hf_hub_id
+    file = cached / f"models--{repository.replace('/', '--')}" / "snapshots" / "0a" / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert "pretrained" in lines(settings, *overrides)["student"] or key == "teacher"
+
+
+def test_weights_in_reach_are_not_downloaded(settings, answering, cached):
+    asked = answering(200)
+    assert lines(settings, *PRETRAINED)["student"].endswith("init pretrained")
+    repository = timm.get_pretrained_cfg("test_vit").hf_hub_id
+    assert [path.partition("?")[0] for path in asked] == [f"/api/models/{repository}"]
+    assert not cached.exists()
+
+
+def test_a_fit_that_fails_names_the_teacher(settings, monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"^teacher\.model: the weights of 'test_vit'"):
+        teach(config.load(settings, FITTED))
+
+
+def test_a_checkpoint_that_is_not_there_is_found_before_the_fit(settings):
+    gone = ("student.init=pretrained", "student.checkpoint=gone.safetensors")
+    with pytest.raises(ModelError, match=r"^student\.checkpoint: no file 'gone\.safetensors'"):
+        lines(settings, *gone)
+
+
+def test_memory_is_that_of_the_largest_phase(settings):
+    """The fit of a teacher takes 16 bytes a parameter; that of the student alone was said."""
+    found = lines(settings, "teacher={model: vit_base_patch16_224, fit: {epochs: 1}}")
+    millions = float(found["teacher"].split(":")[1].split()[0])
+    assert float(found["memory"].split()[1]) == pytest.approx(millions * 16e6 / 2**20, abs=1)
+    assert "in the fit of teacher" in found["memory"]
+    assert "in distillation" in found["memory"]
+
+
+# ------------------------------------------------------------------------------------------------ a fit of its own
+
+
+def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):
+    """`teacher.fit.batch_size` and fresh views changed the folder's name alone."""
+    from pieces import base
+
+    settings = base(photos, tmp_path)
+
+    def fit(*overrides: str) -> tuple[str, int, list]:
+        (folder,) = teach(config.load(settings, ["teacher.fit.epochs=1", *overrides]))
+        rows = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
+        losses = [row["loss"] for row in rows if row["kind"] == "train"]
+        return folder.parent.name, json.loads((folder.parent / "manifest.json").read_text())["batch_size"], losses
+
+    name, batch, losses = fit("run.seed=1")
+    assert (batch, len(losses)) == (8, 2)
+    assert fit("data.views=1", "run.seed=2") == (name, batch, losses)
+    assert fit("teacher.fit.batch_size=4")[1] == 4
+    assert len(fit("teacher.fit.epochs=0", "teacher.fit.steps=3")[2]) == 2  # at steps 2 and 3; it asked the network
+    other = fit("teacher.fit.seed=1")
+    assert other[0] != name
+    assert other[2] != losses
