@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
+from kd.datasets._decode import HEIF
+
+WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed; test_what_is_said_without_pillow_heif")
+"""For what is said where the extra heic is not installed."""
 CLASSES = ("apple", "fig", "pear")
 
 

@@ -102,8 +102,12 @@ def test_a_worker_stopped_between_two_epochs_is_named():
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_one_line(number, busy):
-    """`busy`: torch's signal handler raises wherever the main thread is, here in `sleep`."""
+    """`busy`: torch's signal handler raises wherever the main thread is, here in `sleep`.
+
+    If that is in a callback of the garbage collector, Python drops the error, and the deadline finds the dead worker.
+    """
     pids = []
 
     def kill(processes) -> None:
@@ -118,8 +122,10 @@ def test_a_killed_worker_is_one_line(number, busy):
             line = error_line(loader(), kill)
     except RunError as error:
         line = str(error)
-    assert line.startswith(f"data.workers: the worker process {pids[number]} has ended (")
-    assert "fewer data.workers" in line
+    ended = f"data.workers: the worker process {pids[number]} has ended ("
+    late = f"data.workers: worker {number} (process {pids[number]}, dead) made no batch"
+    assert line.startswith((ended, late))
+    assert "fewer data.workers" in line or line.startswith(late)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux names a signal's sender")
@@ -130,7 +136,9 @@ def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
     batches = made.epoch(PLAN, 0)
     next(batches)
     for worker in made.processes():
-        statuses = [(task / "status").read_text() for task in Path(f"/proc/{worker.pid}/task").iterdir()]
+        deadline, statuses = time.monotonic() + 10, []
+        while len(statuses) < 3 and time.monotonic() < deadline:  # the second worker may still be starting
+            statuses = [(task / "status").read_text() for task in Path(f"/proc/{worker.pid}/task").iterdir()]
         taken = [text for text in statuses if not int(re.findall(r"SigBlk:\s*(\w+)", text)[0], 16) >> 14 & 1]
         assert len(statuses) >= 3  # the main thread, the one that waits for the signal, and that of a queue
         assert len(taken) <= 1, taken  # the one that waits for it

@@ -2,13 +2,18 @@
 
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pieces import WITHOUT_HEIF
 from PIL import Image
 
+from kd.datasets._decode import HEIF
 from kd.datasets.imagefolder import Options, build
 from kd.errors import DataError
 
@@ -85,6 +90,7 @@ def test_a_file_without_an_ending_is_read_if_it_begins_as_an_image(tmp_path):
     assert source.notes == ("3 files are not read: 3 without an ending",)
 
 
+@WITHOUT_HEIF
 def test_what_is_left_out_is_counted_and_named(tmp_path):
     fill(tmp_path, *(f"train/{name}/1.png" for name in ("apple", "fruit/pear")), "train/notes.txt")
     for name in ("fig", "nuts/hazel", "fruit/plum"):
@@ -95,6 +101,18 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
     assert unread.startswith("5 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]'), 1 .")
     assert all(f"1 {ending}" in unread for ending in (".txt", ".npy", ".db"))
     assert bare == "3 folders have no image and are no class: train/fig, train/fruit/plum, train/nuts"
+
+
+@pytest.mark.skipif(not HEIF, reason="pillow-heif is not installed: the tests run as they are")
+def test_what_is_said_without_pillow_heif():
+    """The tests that need its absence, in a process that does not find it."""
+    here = Path(__file__).parent
+    chosen = [here, here.parent / "setup" / "test_before_a_run.py"]
+    code = "import pytest, sys; sys.modules['pillow_heif'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", "-k", "heic or left_out or not_read", *chosen]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 4
 
 
 def test_many_kinds_of_files_are_one_line(tmp_path):
