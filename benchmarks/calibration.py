@@ -29,7 +29,7 @@ def one(path: Path) -> dict[str, Any]:
     """Return temperature and errors of a run's best student."""
     folder, settings = opened_run(path)
     recipe = resolve(settings)
-    student, _ = best_student(folder, recipe, folder.manifest()["classes"])
+    student, _ = best_student(folder, recipe.student, recipe.data.section, folder.manifest()["classes"])
     answer = _parity.eager_runner(student)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)

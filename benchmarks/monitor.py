@@ -52,10 +52,11 @@ def build(stack: ExitStack) -> Run:
     pair = network(64), network(32)
     for one in pair:
         one(torch.rand(1, 3, 32, 32))
-    arguments = api.Arguments(data, data, [{"kind": "kl"}], "none", "all", 0)
-    recipe = arguments.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, 32, {}, {"kind": "cpu", "threads": 1})
+    arguments = api.Arguments([pair[0]], pair[1], data, data, "kl", "none", "all", 0, 0)
+    image, length = arguments.image(), {"epochs": 1, "steps": 10**6}
+    recipe = arguments.recipe(image, 32, run=length, optimizer={}, backend={"kind": "cpu", "threads": 1})
     world = stack.enter_context(distributed(recipe.backend))
-    models = api._models(*pair, arguments, 0, world)
+    models = api._models(arguments, image, world)
     return api._run(recipe, arguments, models, Results(Memory(), Console("", quiet=True)), world)
 
 

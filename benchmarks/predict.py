@@ -50,7 +50,7 @@ def random_export(folder: Path) -> Path:
     student = load(Spec("student", name, ARGS, LABELS), SIZE).eval()
     with new_export(folder / "export") as draft:
         runtimes.write_onnx(runtimes.export_program(student, SIZE), draft / "model.onnx")
-        content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
+        content, weights = export_files(student, LABELS, 1.0, "single_label_classification")
         facts = {"name": name, "version": "random", "input": {"size": SIZE, "crop": 1.0}}
         complete(draft, content, weights, {}, facts)
     return folder / "export"

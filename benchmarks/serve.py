@@ -94,7 +94,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     with new_export(folder / "export") as draft:
         runtimes.write_onnx(runtimes.export_program(student, size), draft / "model.onnx")
         runtimes.write_int8(draft / "model.onnx", draft / "model.int8.onnx")
-        content, weights = export_files(student.network, LABELS, 1.0, "single_label_classification")
+        content, weights = export_files(student, LABELS, 1.0, "single_label_classification")
         facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
         complete(draft, content, weights, {}, facts)
     return folder / "export"

@@ -87,13 +87,14 @@ def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Ca
     from kd.seeds import seed_from
 
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.3, CE(label_smoothing=0.0))])
-    data = TensorDataset(batches[0].image, batches[0].label)
-    size = len(data)
-    arguments = api.Arguments(data, data, criterion, "none", "all", 0)
-    own = {"kind": "cpu", "precision": "fp32"}
-    recipe = arguments.recipe({"epochs": 1, "steps": 10**6, "seed": 0}, size, {"lr": 1e-3}, own)
+    data = TensorDataset(batches[0].image.float(), batches[0].label)
+    pair = Logits(teacher), Logits(copy.deepcopy(student))
+    arguments = api.Arguments([pair[0]], pair[1], data, data, criterion, "none", "all", 0, 0)
+    image, own = arguments.image(), {"kind": "cpu", "precision": "fp32"}
+    length = {"epochs": 1, "steps": 10**6}
+    recipe = arguments.recipe(image, len(data), run=length, optimizer={"lr": 1e-3}, backend=own)
     world = distributed(recipe.backend).__enter__()
-    models = api._models(Logits(teacher), Logits(copy.deepcopy(student)), arguments, 0, world)
+    models = api._models(arguments, image, world)
     run = api._run(recipe, arguments, models, Results(Memory(), Console("", quiet=True)), world)
     run.distillation.train()
     state, meter, plan = State(), Meter(run, State()), run.sifter.plan(0, 0.0)

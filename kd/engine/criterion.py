@@ -97,9 +97,9 @@ def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> N
     Raises:
         ModelError: a loss returns something else.
     """
-    found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
-    allowed = f"float32 [{len(batch.weight)}], one number an image"
     if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
+        found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
+        allowed = f"float32 [{len(batch.weight)}], one number an image"
         raise ModelError("losses", f"'{name}' returns {found.removeprefix('torch.')}", allowed, "Correct its forward")
     if torch.is_grad_enabled() and student.main.requires_grad and not score_B.requires_grad:
         wrong = f"'{name}' does not depend on the student: its result has no gradient"
