@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.evaluation import Evaluation
+from kd.intervals import Samples, resampled
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
@@ -103,6 +104,9 @@ class Evaluator(LogitsEvaluator):
     Precision needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
     """
 
+    _known: tuple[Tensor, ...] = ()
+    """Of the last evaluation: truth [N, C], and the logits of student and teacher, of the images with labels."""
+
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return the answers of a batch, with the images that they are for."""
         row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
@@ -110,30 +114,37 @@ class Evaluator(LogitsEvaluator):
         return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
-        ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
-        gathered = {name: self._gather(torch.cat([row[name] for row in rows]), ids_N, seen_N) for name in rows[0]}
+        gathered = self._gather(rows)
         seen = gathered["seen"][:, 0] > 0
         label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
         self._require(len(label), int(known.sum()))
         student, values = gathered["student"][seen].double(), {}
+        self._known = (label[known] > 0, student[known]) if self.labelled else ()
         if self.labelled:
             values = score(student[known], label[known] > 0)
             self.chance = (label[known] > 0).double().mean().item()
         if self.teacher is not None:
             teacher = gathered["teacher"][seen].double()
             of_teacher = score(teacher[known], label[known] > 0) if self.labelled else {}
+            self._known = (*self._known, teacher[known]) if self.labelled else ()
             values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
             values |= {"kl": divergence(teacher, student), "agreement": jaccard(teacher > 0, student > 0)}
         shared = torch.tensor(list(values.values()), device=self.backend.device)
         self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def _gather(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
-        """Return the rows of all ranks, [N, ...], by image, on the CPU; 0 for an image that nobody saw."""
-        rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
-        full = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
-        return self.backend.reduce_sum(full).cpu()
+    def samples(self) -> dict[str, Samples]:
+        """Return the bootstrap values of the own scores; the same resamples for student and teacher."""
+        if not self._known:
+            return {}
+        found, (truth, *logits) = {}, self._known
+        for prefix, one in zip(("", "teacher_"), logits, strict=False):
+            keys, values = [column.key for column in SCORES.own], score(one, truth)
+            drawn = resampled(lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth))
+            drawn = dict(zip(values, drawn.T, strict=True))
+            found |= {prefix + key: Samples(values[key], replicates=drawn[key]) for key in keys}
+        return found
 
 
 def are_known(label: Tensor) -> Tensor:
