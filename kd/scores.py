@@ -68,9 +68,10 @@ class Scores:
         """The columns of tables and charts: the own scores, and the first of the student against its teacher."""
         return (*self.own, *self.pair[:1])
 
-    def cells(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return the values of `columns` that a row has as texts, by title."""
-        return {column.title: column.text(row[column.key]) for column in self.columns if column.key in row}
+    def cells(self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None) -> dict[str, str]:
+        """Return the values of `columns` that a row has as texts, by title; with intervals where there are samples."""
+        known = samples or {}
+        return {one.title: one.text(row[one.key], known.get(one.key)) for one in self.columns if one.key in row}
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""

@@ -195,7 +195,8 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
     if model is None or not (teacher.logits or not student.task.logits):
         evaluation = replace(evaluation, teacher=None)
     made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
-    test = partial(test_evaluator, setting, session, student.task, evaluation)
+    asked = report.live.validation(test=True) if evaluation.teacher is not None and data.test is not None else None
+    test = partial(test_evaluator, setting, session, student.task, replace(evaluation, teacher=asked))
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
     steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
     run = compare_threads(run, setting.facts, steps, chosen.threads)
@@ -258,13 +259,11 @@ def bank_split(session: Session, timeout_seconds: float) -> Split:
 
 
 def test_evaluator(setting: Setting, session: Session, task: Task, evaluation: Evaluation) -> Evaluator:
-    """Return what scores the test split. Its images are opened here, at the end of a run."""
-    source, teacher = session.data.test, evaluation.teacher
+    """Return what scores the test split, from an evaluation whose teacher answers for it; made at the end of a run."""
+    source = session.data.test
     assert source is not None
     split = shown_split(session, source, torch.arange(len(source)), setting.section.timeout_seconds)
-    if teacher is not None:
-        teacher = evaluation.bank_teacher.validation(test=True)
-    return task.evaluator(replace(evaluation, val=split, teacher=teacher))
+    return task.evaluator(replace(evaluation, val=split))
 
 
 def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:
