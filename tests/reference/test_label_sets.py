@@ -163,9 +163,9 @@ class Fixed:
 
 
 def test_the_interval_of_map_holds_that_of_all_images():
-    """Of 60 samples of 200 images at least 54: the interval is 1.96 standard errors of the bootstrap."""
+    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is 3 points too high by itself."""
     rng = np.random.default_rng(4)
-    truth = torch.from_numpy(rng.random((20_000, 4)) < 0.3)
+    truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
     logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth
     whole, held = score(logits, truth)["map"], 0
     for number in range(60):
@@ -179,4 +179,4 @@ def test_the_interval_of_map_holds_that_of_all_images():
         assert samples["map"].value == pytest.approx(row["map"])
         low, high = samples["map"].interval()
         held += low <= whole <= high
-    assert held >= 54
+    assert held >= 53
