@@ -26,6 +26,7 @@ from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
+from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
 from kd.setup.finished import Trust, best_student, opened_run, require_files
@@ -85,6 +86,8 @@ class Subject:
     """Opens the validation images with which the graphs are compared."""
     baseline: Sequence[Mapping[str, Any]] = ()
     """Validation rows of the same student trained on labels alone."""
+    scored: tuple[Scored | None, Scored | None] = (None, None)
+    """The last scores of the student and of the one trained on labels alone."""
 
 
 def export(
@@ -129,6 +132,7 @@ def export(
         data=manifest.get("data", "not recorded"),
         provenance=provenance,
         baseline=RunDir(path / BASELINE).metrics("val"),
+        scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
     )
@@ -208,6 +212,8 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         crop=section.eval_crop,
         weights_from=subject.origin,
         scores=task.scores,
+        scored=subject.scored[0],
+        baseline_scored=subject.scored[1],
         **own,
     )
 
