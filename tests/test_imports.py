@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "teachers": VALUES | {"models"},
     **dict.fromkeys(FLOOR, VALUES),
     "setup": BELOW_SETUP,
-    "export": SETUP,
+    "export": SETUP | {"serve.bench"},
     "jobs": SETUP | {"export"},
     "report": SETUP,
     "sagemaker": VALUES,
@@ -64,7 +64,7 @@ MAY_IMPORT = {
 MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),
-    "accelerate": ("progress/trackers.py", "setup/batch.py"),
+    "accelerate": ("progress/trackers.py",),
     "timm": ("models/", "export/calibrate.py", "sagemaker/handler.py", "data/views.py"),
     "omegaconf": ("config/", "setup/finished.py"),
     "safetensors": ("models/", "artifacts/", "export/"),

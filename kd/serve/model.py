@@ -15,6 +15,7 @@ import numpy as np
 
 from kd.errors import MissingExtra, ModelError
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
+from kd.files.sure import Bands, bands
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
@@ -30,6 +31,8 @@ class Output:
     width: int
     thresholds: tuple[float, ...] = ()
     """Where an image may have several labels: from which probability it has each. Empty: it has one."""
+    unsure: Bands = ()
+    """See `kd.files.sure`; empty: it does not say which answers are sure."""
 
     @property
     def embeds(self) -> bool:
@@ -100,7 +103,8 @@ def describe(folder: Path, file: str = "") -> Description:
         labels = () if embeds else tuple(map(str, config["label_names"]))
         entries = output.get("thresholds", {})
         thresholds = tuple(float(entries[label]["threshold"]) for label in labels) if entries else ()
-        output = Output(str(output["name"]), int(output["width"]) if embeds else len(labels), thresholds)
+        width, unsure = int(output["width"]) if embeds else len(labels), bands(output, labels)
+        output = Output(str(output["name"]), width, thresholds, unsure)
         name, version = str(manifest["name"]), str(manifest["version"])
         file = file or str(manifest.get("pick") or "model.onnx")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
