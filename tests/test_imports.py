@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "teachers": VALUES | {"models"},
     **dict.fromkeys(FLOOR, VALUES),
     "setup": BELOW_SETUP,
-    "export": SETUP,
+    "export": SETUP | {"serve.bench"},
     "jobs": SETUP | {"export"},
     "report": SETUP,
     "sagemaker": VALUES,

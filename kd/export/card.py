@@ -8,7 +8,7 @@ from typing import Any
 
 from kd.progress.summary import differences, samples_of
 from kd.scores import Scored, Scores
-from kd.text import percent, table
+from kd.text import VARIANTS_NOTE, percent, table
 
 WITH_TIMM = "With timm"
 STUDENT, ALONE = "this student", "the same student, labels only"
@@ -41,6 +41,8 @@ class Card:
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
     """For each file: max_difference, images, cpu_ms; cosine, or same_top1 and the score that decides, by its title."""
+    variants: list[dict[str, str]]
+    """What `--compare` measured, as `kd.text.variant_rows` has it; empty: nothing was compared."""
     eager_ms: float
     """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
@@ -135,6 +137,7 @@ def _graphs(card: Card) -> list[str]:
         f"Compared on validation images. CPU time: one thread, one image, {card.processor}, interleaved with PyTorch, "
         f"which took {card.eager_ms:.2f} ms.",
         "",
+        *([table(card.variants), "", VARIANTS_NOTE, ""] if card.variants else []),
     ]
 
 

@@ -40,7 +40,8 @@ class Settings:
     export: Path
     images: str
     to: Path = Path("predictions.csv")
-    file: str = "model.onnx"
+    file: str = ""
+    """As `kd.serve.model.describe` takes it."""
     top: int = 1
     """Labels of each image, best first. 0: all."""
     cores: int = 0
