@@ -67,6 +67,9 @@ def _export_parser() -> Parser:
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
+    text = "say which answers are sure: at most this share of them wrong, such as 0.02"
+    add("--defer", metavar="X", type=float, default=0.0, help=text)
+    add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
     add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")

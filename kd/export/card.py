@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kd.export.defer import lines_of
 from kd.scores import Scores
 from kd.text import percent, table
 
@@ -27,6 +28,8 @@ class Card:
     """Empty: an embedding model."""
     thresholds: Mapping[str, Mapping[str, Any]]
     """By label, where an image may have several: threshold, chosen, images. Empty: an image has one label."""
+    defer: Mapping[str, Any]
+    """See `kd.export.defer.choose`; empty: no answer says whether it is sure."""
     calibration: Mapping[str, Any]
     """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
     width: int
@@ -152,6 +155,8 @@ def _limits(card: Card) -> list[str]:
         "## Limits",
         "",
         f"The numbers above are of one run on one validation split. {limits}",
+        *(["", "An answer says whether it is sure:", ""] if card.defer else []),
+        *(f"- {line}" for line in lines_of(card.defer)),
     ]
 
 

@@ -45,6 +45,10 @@ class Options:
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
     Where these are not read (no graph is written), nothing is divided."""
+    defer: float = 0.0
+    """The largest share of wrong answers among those that are sure: see `kd.export.defer`; 0: none says so."""
+    defer_share: float = 0.0
+    """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
     tolerance: float = 1e-3
     images: int = 2000
@@ -172,7 +176,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "name": recipe.record.name,
             "version": provenance["digest"][:12],
             "input": _input(student, section),
-            "output": _output(student, made.thresholds),
+            "output": _output(student, made),
             "parity": made.parity,
             "environment": _environment(),
         }
@@ -197,6 +201,7 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         data=f"{section.kind}, content hash {subject.data[:12]}",
         labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
+        defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
         metrics=subject.provenance["metrics"],
@@ -249,9 +254,9 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _output(student: Classifier, made: Made) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": thresholds} if thresholds else {}
+        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kd.errors import ConfigError
-from kd.export import parity
+from kd.export import defer, parity
+from kd.export.defer import Rule
 from kd.export.parity import EAGER
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -30,6 +31,8 @@ class Made:
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By class, where each is answered alone: see `kd.evaluation.Task.thresholds`."""
+    defer: dict[str, Any] = field(default_factory=dict)
+    """When it is not sure: see `kd.export.defer.choose`; empty: it does not say."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """What `parity.calibrate` found; empty: the logits are those of the run."""
 
@@ -45,6 +48,8 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
     if not options.onnx and (options.int8 or options.openvino):
         raise ConfigError("--no-onnx", "--int8 and --openvino are made from model.onnx", "", "Leave out --no-onnx")
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
+    rule = Rule(options.defer, options.defer_share)
+    rule.check(task, options.onnx or options.pt2)
     if not options.onnx and not options.pt2:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
@@ -78,6 +83,8 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
         rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(cpu_ms, 3)}
         made.parity[name] = {"images": len(answers.labels), **scores.facts, **rounded}
     made.lines += [calibrated] if calibrated else []
+    made.defer = defer.choose(rule, answers.outputs, answers.labels, made.thresholds, classes)
+    made.lines += defer.lines_of(made.defer)
     return made
 
 
