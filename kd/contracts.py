@@ -264,10 +264,6 @@ class Backend(Protocol):
         """Broadcast rank 0's weights and set up the gradient all-reduce, for example by DDP."""
         ...
 
-    def free_mib(self) -> float:
-        """Return the memory that this rank may still allocate, in MiB; infinity where an allocation error is raised."""
-        ...
-
     def check_divided(self, stages: int) -> None:
         """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
         ...

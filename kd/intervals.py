@@ -1,6 +1,6 @@
 """95 % intervals of scores: how far a number may be off because it was measured on so many images and no more.
 
-A score of a test split is an estimate of the score on all images of that kind. What an interval does not hold: the luck of
+A score of a split is an estimate of the score on all images of that kind. What an interval does not hold: the luck of
 the seed (repeat the run), images that are near copies of each other, and other cameras than those of the split.
 """
 
@@ -34,8 +34,9 @@ def wilson(share: float, images: int) -> tuple[float, float]:
 def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     """Return the interval of the difference of two shares of the same images; -1 to 1 without any.
 
-    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland, Lydersen
-    and Laake recommend (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant images alone.
+    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland,
+    Lydersen and Laake recommend (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant
+    images alone.
 
     Args:
         gained: images that only the first model has right.

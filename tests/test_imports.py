@@ -64,7 +64,7 @@ MAY_IMPORT = {
 MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),
-    "accelerate": ("progress/trackers.py", "setup/batch.py"),
+    "accelerate": ("progress/trackers.py",),
     "timm": ("models/", "export/calibrate.py", "sagemaker/handler.py", "data/views.py"),
     "omegaconf": ("config/", "setup/finished.py"),
     "safetensors": ("models/", "artifacts/", "export/"),

@@ -7,6 +7,7 @@ all-reduce checks the world size before training starts.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,11 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.backends import _shards
-from kd.backends._launch import read_launch, set_rendezvous, store_prefix
+from kd.backends._launch import read_launch, set_rendezvous
 from kd.backends._optimizers import copy_before_step, mib, parameters, skip_fused_unless_finite, state_tensors
-from kd.backends._watch import Stragglers
 from kd.errors import BackendError, KdError
-from kd.host import free_mib
 from kd.types import Batch
 
 
@@ -45,7 +44,6 @@ class DDPBackend:
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
-        self._stragglers: Stragglers | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._teacher: nn.Module | None = None
         self._module: nn.Module | None = None
@@ -60,7 +58,6 @@ class DDPBackend:
         try:
             self._join()
             self._joined = True
-            self._stragglers = Stragglers(self.launch, self.timeout.total_seconds())
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _join_error(self.launch.launcher, self.timeout, error) from error
         present = torch.ones(1, device=self.device)
@@ -72,7 +69,6 @@ class DDPBackend:
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
-        self._stragglers.start()
 
     def _join(self) -> None:
         """Join the process group, with store keys that no earlier attempt of this launcher has used.
@@ -81,7 +77,7 @@ class DDPBackend:
         the address of a dead rank and wait for it.
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        store = dist.PrefixStore(store_prefix(), store)
+        store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
@@ -103,10 +99,6 @@ class DDPBackend:
             wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
         self._module = wrapped
         return wrapped
-
-    def free_mib(self) -> float:
-        """Return this rank's share of the machine's free memory; infinity on a device, whose allocator raises."""
-        return free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
     def check_divided(self, stages: int) -> None:
         """Require one rank per stage; to shard (0 stages), at least two ranks."""
@@ -139,8 +131,6 @@ class DDPBackend:
     def pipeline(self, module: nn.Module) -> nn.Module:
         from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
 
-        if self._stragglers is not None:
-            self._stragglers.counts_agree = False
         self._teacher = Pipelined(module, self.device)
         return self._teacher
 
@@ -247,14 +237,6 @@ class DDPBackend:
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
-        straggler = self._stragglers.describe() if self._stragglers is not None else ""
-        if straggler:
-            return BackendError(
-                "backend",
-                f"rank {self.rank} gave up waiting: {straggler}",
-                f"A collective may take {self.timeout.total_seconds():g} s (backend.timeout_seconds)",
-                "See what holds that process up; the same command resumes from the last checkpoint",
-            )
         return BackendError(
             "backend",
             f"rank {self.rank} lost the other ranks ({reason})",
@@ -263,8 +245,6 @@ class DDPBackend:
         )
 
     def close(self) -> None:
-        if self._stragglers is not None:
-            self._stragglers.close()
         if self._joined:
             self._joined = False
             if torch.__version__ < _FSDP2:

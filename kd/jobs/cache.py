@@ -23,7 +23,7 @@ from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.build import distributed
 from kd.setup.cache import compare, open_cache, require_close, tolerance
 from kd.setup.data import open_data
-from kd.setup.loaders import loaders, provisional_batch, split_batch
+from kd.setup.loaders import loaders, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Outputs, Plan
@@ -105,8 +105,7 @@ def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_secon
     model, data = teachers.model, teachers.data
     assert model is not None
     section = data.section
-    size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
-    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train), size))
+    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
     images = plan.section.cache.views * len(data.train) // backend.world_size
     report = choose_teacher(session, plan.section, model, images, None)
     assert report.chosen is not None

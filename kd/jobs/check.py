@@ -38,7 +38,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     train_transform(section.image_size, section.augment)
     check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
-    split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
+    split = split_batch(section, num_ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
     # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
     fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
@@ -96,10 +96,7 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
 
 
-def _length(loop: LoopPlan, split: BatchSplit | None, num_images: int) -> list[str]:
-    if split is None:
-        whole = f"{loop.steps} steps" if loop.steps else f"{loop.epochs} epochs"
-        return ["batch     auto: as many images as fit into memory, found when the run starts", f"length    {whole}"]
+def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
     per_epoch = num_images // split.batch_size
     steps = loop.steps or loop.epochs * per_epoch
     return [

@@ -54,8 +54,6 @@ class Result:
     """What the sifter did, as Markdown."""
     at_home: tuple[str, ...] = ()
     """How each teacher's answers differ from those with its own preprocessing."""
-    batch_size: int = 0
-    """Images of an optimizer step, as configured or as found."""
     steps: int = 0
     skipped: int = 0
     """Steps whose gradient was not finite."""
@@ -79,15 +77,10 @@ class Result:
         return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
 
 
-def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_size: int = 0) -> Result:
+def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str) -> Result:
     """Train one student in an opened run folder, from where it stands.
 
-    Args:
-        recipe: what is trained.
-        setting: its teachers with their data, and the backend.
-        folder: of the run.
-        title: what a person sees.
-        batch_size: where `data.batch_size` is auto and another run has found it.
+    Its teachers, their data and the backend are the `setting`; a person sees the `title`.
     """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     backend.barrier()  # rank 0 has opened the folder
@@ -97,8 +90,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
     trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
-            recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
-            results = Results(folder, console, recorded)
+            results = Results(folder, console, known.get("choices", {}))
             compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
@@ -137,7 +129,6 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         teacher_parameters=count_parameters(model) if model is not None else 0,
         sifting=sifting,
         at_home=tuple(f"{where}: {one['text']}" for where, one in folder.manifest().get("teacher_home", {}).items()),
-        batch_size=run.length.batch_size,
         steps=state.step,
         skipped=state.skipped_in_all,
     )
@@ -170,8 +161,6 @@ def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
     for note in setting.teachers.notes:
         console.info(f"teacher: {note}")
-    if "batch_search" in facts:
-        console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:
         rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")

@@ -31,8 +31,6 @@ def forecast(recipe: Recipe, path: str = "given") -> str:
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *_images((data.train, data.val), section.on_corrupt)]
-    if section.batch_size == "auto":
-        return "\n".join([*lines, "time      not measured: data.batch_size is auto"])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures; kd-plan knows several"])
     split = split_batch(section, 1, len(data.train))

@@ -45,7 +45,7 @@ def train(settings: Config, before: float = 0.0) -> Result:
                 alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
                 with open_run(alone.record, backend.rank) as inner:
                     setting = replace(setting, teachers=Teachers(None, teachers.data))
-                    baseline = distill(alone, setting, inner, title, result.batch_size)
+                    baseline = distill(alone, setting, inner, title)
                 result = replace(result, baseline=baseline)
             if backend.rank == 0:
                 text = summary(record.name, recipe.loop.seed, result, scores)

@@ -27,7 +27,7 @@ from kd.monitor.region import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, provisional_batch, split_batch
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
@@ -169,9 +169,7 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     logger, section, num_images = results.logger, data.section, len(data.train)
     chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
-    searching = section.batch_size == "auto" and not chosen.batch_size
-    provisional = provisional_batch(num_images, backend) if searching else chosen.batch_size
-    session = Session(backend, data, split_batch(section, backend.world_size, num_images, provisional))
+    session = Session(backend, data, split_batch(section, backend.world_size, num_images))
     distillation = build_distillation(student, data, setting.teachers)
     distillation.to(backend.device)
 
@@ -186,15 +184,6 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         apply_mode(mode.mode, distillation, backend)
     for name, found in (("teacher", report.chosen), ("student", mode)):
         logger.info(f"{name}: {found.summary}" if found and found.summary else "")
-    search = ""
-    if searching:
-        from kd.setup.batch import choose_batch  # only where it is searched for
-
-        with region("choose batch size"):
-            size = choose_batch(session, distillation, report.live, loop.optimizer)
-        chosen, search = replace(chosen, batch_size=size.size * backend.world_size), size.summary
-        session = replace(session, split=split_batch(section, backend.world_size, num_images, chosen.batch_size))
-
     loader, val_loader = loaders(data.views(), section, session.split, backend, setting.section.timeout_seconds)
     with region("choose sifter"):
         gate = choose_sifter(session, loop, distillation, answering, loader, chosen.sifter)
@@ -218,7 +207,7 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         "workers": loader.workers,
         "measured_ms": {name: table for name, table in measured.items() if table},
     }
-    return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
+    return Built(run, facts | teacher_facts(report, backend))
 
 
 def compare_threads(run: Run, facts: BackendFacts, steps: int, threads: int) -> Run:

@@ -302,8 +302,6 @@ class Choices:
     student: ExecutionMode | None = None
     threads: int = 0
     """Of torch on a CPU."""
-    batch_size: int = 0
-    """Images of a step, where `data.batch_size` is auto."""
     sifter: str = ""
     """The gate's decision: the sifter's kind, or "none"."""
 
@@ -315,7 +313,6 @@ class Choices:
             return cls(
                 **modes,
                 threads=int(recorded.get("threads", 0)),
-                batch_size=int(recorded.get("batch_size", 0)),
                 sifter=str(recorded.get("sifter", "")),
             )
         except (AttributeError, TypeError, ValueError) as error:
@@ -328,7 +325,6 @@ class Choices:
             "teacher": self.teacher,
             "student": self.student,
             "threads": self.threads,
-            "batch_size": self.batch_size,
             "sifter": self.sifter,
         }
         return {name: str(value) for name, value in values.items() if value}

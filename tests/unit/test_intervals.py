@@ -8,7 +8,7 @@ import pytest
 from kd.intervals import RESAMPLES, around, paired, resampled, verdict, wilson
 
 
-@pytest.mark.parametrize("right, images, low, high", [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
+@pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
 def test_wilson_is_newcombes_method_3(right, images, low, high):
     """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four digits."""
     assert wilson(right / images, images) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
@@ -21,7 +21,7 @@ def test_wilson_at_the_ends():
 
 
 def test_paired_is_that_of_bonett_and_price():
-    """Fagerland, Lydersen and Laake (2014), airway hyper-responsiveness of 21 patients: 1 against 7 discordant pairs."""
+    """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7 discordant pairs."""
     assert paired(1, 7, 21) == (pytest.approx(-0.508, abs=1e-3), pytest.approx(-0.013, abs=1e-3))
     assert paired(7, 1, 21) == tuple(-end for end in reversed(paired(1, 7, 21)))
     assert paired(3, 3, 0) == (-1.0, 1.0)
