@@ -29,7 +29,8 @@ def export(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd.export.export import Options, export
 
-        exported = export(options.run, options.to, taken(Options, options), options.overrides, options.trust)
+        wanted = taken(Options, options)
+        exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
@@ -61,6 +62,8 @@ def _export_parser() -> Parser:
     add("run", metavar="RUN", type=Path, help="a run folder")
     add("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
+    text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
+    add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
     add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
@@ -174,6 +177,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
     add("images", metavar="IMAGES", help=text)
     add("--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet")
     add("--file", default="model.onnx", help=GRAPHS)
+    text = "another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"
+    add("--second", metavar="EXPORT", type=Path, help=text)
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
@@ -187,7 +192,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
         hosts = f" on {result.hosts} hosts" if options.ray else ""
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
+        passed = f", {result.passed_on} of them by the second model" if options.second else ""
+        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

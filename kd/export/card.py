@@ -23,6 +23,7 @@ class Card:
     teacher: str
     """Empty: trained on labels alone."""
     losses: Sequence[str]
+    """Empty: it is a teacher, and was not distilled."""
     data: str
     labels: Sequence[str]
     """Empty: an embedding model."""
@@ -68,12 +69,13 @@ def _front(card: Card) -> list[str]:
 
 def _intro(card: Card) -> list[str]:
     origin = f"distilled from `{card.teacher}`" if card.teacher else "trained on labels alone"
+    origin += f" by kd (losses: {', '.join(card.losses)})"
+    origin = origin if card.losses else "a teacher"
     names = ", ".join(card.labels[:30]) + (f" and {len(card.labels) - 30} more" if len(card.labels) > 30 else "")
     return [
         f"# {card.name}",
         "",
-        f"`{card.student}` with {card.student_parameters / 1e6:.2f} M parameters, {origin} by kd "
-        f"(losses: {', '.join(card.losses)}). Version `{card.version}`.",
+        f"`{card.student}` with {card.student_parameters / 1e6:.2f} M parameters, {origin}. Version `{card.version}`.",
         "",
         f"- Data: {card.data}",
         f"- Output: a vector of {card.width} numbers" if card.width else f"- {len(card.labels)} classes: {names}",
@@ -87,7 +89,11 @@ def _scores(card: Card) -> list[str]:
     scores, row, calibration = card.scores, card.metrics, card.calibration
     if not row:
         return ["The run recorded no validation for these weights.", ""]
-    models = {**scores.of_teachers(row), "this student": row, "the same student, labels only": card.baseline}
+    models = {
+        **scores.of_teachers(row),
+        "this student" if card.losses else "this teacher": row,
+        "the same student, labels only": card.baseline,
+    }
     rows = scores.table({name: values for name, values in models.items() if scores.own[0].key in values})
     if rows:
         lines = ["On the validation split:", "", table(rows), "", *([scores.note, ""] if scores.note else [])]

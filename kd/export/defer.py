@@ -163,7 +163,7 @@ class _Labels:
     def threshold(self, rule: Rule, confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
         """Return the band of each label for manifest.json."""
         if rule.share:
-            margins = [rule.lowest(confidence.min(1), right.all(1))[0]] * len(self.classes)
+            margins = [rule.lowest(confidence.min(1), np.all(right, 1))[0]] * len(self.classes)
         else:
             each = [rule.lowest(confidence[:, i], right[:, i]) for i in range(len(self.classes))]
             margins = [margin for margin, _ in each]
@@ -179,7 +179,7 @@ class _Labels:
         """Return what the bands are worth on images that did not choose them."""
         sure = confidence >= np.array([found["labels"][name]["margin"] for name in self.classes])
         each = {name: _wrong(sure[:, i], right[:, i]) for i, name in enumerate(self.classes)}
-        return {**_passed(sure.all(1)), "labels": each}
+        return {**_passed(np.all(sure, 1)), "labels": each}
 
 
 def _passed(sure_N: np.ndarray) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kd.export.card import WITH_TIMM, Card, render
 from kd.export.folder import complete, new_export, refuse_other
 from kd.export.graphs import Made
 from kd.export.parity import validation_images
+from kd.export.teacher import teacher_of
 from kd.host import environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
@@ -97,15 +98,17 @@ def export(
     options: Options | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
+    teacher: bool = False,
 ) -> Exported:
-    """Export the best student of a run folder.
+    """Export the best student of a run folder, or its teacher.
 
     Args:
         path: the run folder.
-        target: where; None: `export` in the run folder.
+        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
+        teacher: export the teacher in place of the student.
 
     Raises:
         RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
@@ -119,7 +122,8 @@ def export(
     if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     options, section = options or Options(), recipe.data.section
-    refuse_other(target or path / "export")  # before minutes of work, not after
+    target = target or path / ("export-teacher" if teacher else "export")
+    refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
     if options.onnx or options.pt2:  # they are compared on images
@@ -136,7 +140,7 @@ def export(
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
     )
-    return write(subject, target or path / "export", options)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 @contextmanager
