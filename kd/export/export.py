@@ -20,6 +20,7 @@ from kd.export.card import WITH_TIMM, Card, render
 from kd.export.folder import complete, new_export, refuse_other, seal
 from kd.export.graphs import Made
 from kd.export.parity import validation_images
+from kd.export.teacher import teacher_of
 from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
@@ -53,6 +54,10 @@ class Options:
     """Of `compare`: milliseconds within which a client has its answer; the most accurate graph that fits is picked."""
     threads: int = 1
     """Of `compare`: on how many threads an image is computed for the pick."""
+    defer: float = 0.0
+    """The largest share of wrong answers among those that are sure: see `kd.export.defer`; 0: none says so."""
+    defer_share: float = 0.0
+    """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
     tolerance: float = 1e-3
     images: int = 2000
@@ -105,15 +110,17 @@ def export(
     options: Options | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
+    teacher: bool = False,
 ) -> Exported:
-    """Export the best student of a run folder.
+    """Export the best student of a run folder, or its teacher.
 
     Args:
         path: the run folder.
-        target: where; None: `export` in the run folder.
+        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
+        teacher: export the teacher in place of the student.
 
     Raises:
         RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
@@ -127,7 +134,8 @@ def export(
     if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     options, section = options or Options(), recipe.data.section
-    refuse_other(target or path / "export")  # before minutes of work, not after
+    target = target or path / ("export-teacher" if teacher else "export")
+    refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
     if options.onnx or options.pt2:  # they are compared on images
@@ -145,7 +153,7 @@ def export(
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
     )
-    return write(subject, target or path / "export", options)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 @contextmanager
@@ -188,7 +196,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "name": recipe.record.name,
             "version": provenance["digest"][:12],
             "input": _input(student, section),
-            "output": _output(student, made.thresholds),
+            "output": _output(student, made),
             "parity": made.parity,
             "environment": _environment(),
         }
@@ -217,6 +225,7 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         data=f"{section.kind}, content hash {subject.data[:12]}",
         labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
+        defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
         metrics=subject.provenance["metrics"],
@@ -271,9 +280,9 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _output(student: Classifier, made: Made) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": thresholds} if thresholds else {}
+        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features

@@ -7,7 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from kd.contracts import TeacherModel
+from kd.errors import RunError
+from kd.setup.data import Data
 from kd.setup.recipe import Recipe, TeacherPlan, resolve
+from kd.setup.teacher import load_teachers
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
 # Where the data lies is one of them: its content is compared by its fingerprint.
@@ -50,6 +54,20 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
         recipe = replace(recipe, student=replace(recipe.student, where=where))
         found[where] = recipe, recipe.record.path / "export"
     return found
+
+
+def load_fitted(plan: TeacherPlan, data: Data) -> TeacherModel | None:
+    """Load the teacher of a finished run, several as one; None without any.
+
+    Raises:
+        RunError: it was fitted elsewhere and is not here.
+    """
+    weights: dict[str, str | Path] = {}
+    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = target
+        if not is_fitted(target):
+            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
+    return load_teachers(plan, data, weights).model
 
 
 def is_fitted(target: Path) -> bool:
