@@ -34,10 +34,9 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if options.sagemaker:
-            from kd.sagemaker.archives import sagemaker_archives
+            from kd.sagemaker.archives import sagemaker_archive
 
-            for path in sagemaker_archives(exported.folder):
-                print(f"wrote {path}")
+            print(f"wrote {sagemaker_archive(exported.folder)}")
         if options.push:
             from kd.export.hub import push
 
