@@ -219,8 +219,7 @@ def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) 
             advice = (f"{mine['key']}={mine['value']}",)
             if case.cured:
                 profiled = run(settings(photos, runs, "profiled"), (*case.overrides, *advice), case.ranks)
-                points = json.loads((profiled / "profile" / "memory.json").read_text())["points"]
-                print(f"  {advice[0]} shows {points[-1][1] - points[0][1]:+.1f} MiB from its first point to its last")
+                print(f"  {advice[0]}: see {profiled / 'profile'}")
                 advice = case.cured
     return table
 

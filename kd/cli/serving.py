@@ -37,10 +37,6 @@ def export(argv: Sequence[str] | None = None) -> int:
             from kd.sagemaker.archives import sagemaker_archive
 
             print(f"wrote {sagemaker_archive(exported.folder)}")
-        if options.push:
-            from kd.export.hub import push
-
-            print(f"uploaded to {push(exported.folder, options.push)}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -67,7 +63,6 @@ def _export_parser() -> Parser:
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
     add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")

@@ -218,7 +218,7 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if facts.store == "ram":
         advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
     else:
-        effect = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
+        effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
         advice = Advice("profile.steps", _last_steps(evidence), effect)
     return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice)
 
