@@ -87,7 +87,6 @@ CASES = {
         "growth_mib",
         cured=("losses=[{kind: sabotage.loss}]",),
     ),
-    "one_thread": Case("OverallSystemUsage", ("backend.threads=1", ONE, "student.args.embed_dim=256")),
 }
 
 
@@ -169,9 +168,8 @@ def keep(folder: Path, case: Case, target: Path) -> None:
     facts = {
         "cores": cores(),
         "local_ranks": case.ranks,
-        "threads": config.backend.options.threads or max(1, cores() // case.ranks),
         "workers": config.data.workers,
-        "batch_size": int(choices.get("batch_size") or config.data.batch_size),
+        "batch_size": config.data.batch_size,
         "store": config.data.store,
     }
     names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "regions")
