@@ -164,7 +164,7 @@ def value(folder: Path, what: str) -> float:
 
 def keep(folder: Path, case: Case, target: Path) -> None:
     """Write what the rules saw, thinned, for `tests/unit/monitor/test_recorded.py`."""
-    config, choices = kd.load_config(str(folder / "config.yaml")), _choices(folder)
+    config = kd.load_config(str(folder / "config.yaml"))
     facts = {
         "cores": cores(),
         "local_ranks": case.ranks,
@@ -187,10 +187,6 @@ def keep(folder: Path, case: Case, target: Path) -> None:
     target.write_text(
         json.dumps({"rule": case.rule, "facts": facts, "timelines": timelines, "samples": samples}) + "\n"
     )
-
-
-def _choices(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())["choices"]
 
 
 def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) -> list[dict[str, Any]]:
