@@ -99,6 +99,9 @@ class DataSection:
 
     kind: str = chosen("datasets", "")
     """The dataset."""
+    test_fraction: float = ranged(0.0, low=0.0, high=0.9)
+    """Share of the validation images that is set aside as a test split, by a hash of each name: the same images in
+    every run. Scored once, at the end of a run, and nothing is chosen on it. Not with a test split of the dataset."""
     labels: Literal["all", "some", "none"] = "all"
     """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
     and the student is compared with it alone."""

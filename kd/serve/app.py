@@ -60,7 +60,8 @@ def build(service: Service, ui: bool = True) -> Starlette:
         if model.output.embeds:
             rows = answers.embeddings(values)
         else:
-            rows = answers.predictions(values, model.labels, top, model.output.thresholds)
+            output = model.output
+            rows = answers.predictions(values, model.labels, top, output.thresholds, output.unsure)
         return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [

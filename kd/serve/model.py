@@ -15,6 +15,7 @@ import numpy as np
 
 from kd.errors import MissingExtra, ModelError
 from kd.files.manifest import MANIFEST, unchanged
+from kd.files.sure import Bands, bands
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
@@ -31,6 +32,8 @@ class Output:
     width: int
     thresholds: tuple[float, ...] = ()
     """Where an image may have several labels: from which probability it has each. Empty: it has one."""
+    unsure: Bands = ()
+    """See `kd.files.sure`; empty: it does not say which answers are sure."""
 
     @property
     def embeds(self) -> bool:
@@ -97,7 +100,8 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
         labels = () if embeds else tuple(map(str, config["label_names"]))
         entries = output.get("thresholds", {})
         thresholds = tuple(float(entries[label]["threshold"]) for label in labels) if entries else ()
-        output = Output(str(output["name"]), int(output["width"]) if embeds else len(labels), thresholds)
+        width, unsure = int(output["width"]) if embeds else len(labels), bands(output, labels)
+        output = Output(str(output["name"]), width, thresholds, unsure)
         name, version = str(manifest["name"]), str(manifest["version"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error

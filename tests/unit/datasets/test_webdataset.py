@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kd.datasets.webdataset import Options, build
+from kd.datasets.webdataset import Options, build, facts
 from kd.errors import CorruptImage, DataError, KdError
 from kd.files import retry
 from kd.files.shards import _expand_braces
@@ -78,6 +78,14 @@ def test_names_in_text_and_val_by_the_training_classes(tmp_path):
     assert (train.classes, labels(train)) == (("apple", "fig", "pear"), [2, 0, 1])
     val = build(options(tmp_path), "val", train.classes)
     assert (val.classes, labels(val)) == (train.classes, [2])
+
+
+def test_test_shards(tmp_path):
+    for name, found in {"train": ["pear", "apple"], "val": ["pear"], "exam": ["apple", "pear", "apple"]}.items():
+        shard(tmp_path / f"{name}.tar", samples(found))
+    chosen = options(tmp_path, test=str(tmp_path / "exam.tar"))
+    assert labels(build(chosen, "test", ("apple", "pear"))) == [0, 1, 0]
+    assert (facts(chosen).test, facts(options(tmp_path)).test) == ("test", "")
 
 
 @pytest.mark.parametrize("value", [1, "1", "pear"])

@@ -1,0 +1,74 @@
+"""95 % intervals of scores: how far a number may be off because it was measured on so many images and no more.
+
+A score of a split is an estimate of the score on all images of that kind. What an interval does not hold: the luck of
+the seed (repeat the run), images that are near copies of each other, and other cameras than those of the split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Z = 1.959964
+"""97.5 % of a normal distribution lie below."""
+RESAMPLES = 200
+"""Enough for a standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
+
+
+def wilson(share: float, images: int) -> tuple[float, float]:
+    """Return the interval of a share of independent images, 0 to 1; all of 0 to 1 without any.
+
+    E. B. Wilson, J. Am. Stat. Assoc. 22 (1927); recommended for any number of images by Brown, Cai and DasGupta,
+    Statistical Science 16 (2001).
+    """
+    if not images:
+        return 0.0, 1.0
+    centre = share + Z * Z / (2 * images)
+    half = Z * math.sqrt(share * (1 - share) / images + (Z / (2 * images)) ** 2)
+    scale = 1 + Z * Z / images
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
+    """Return the interval of the difference of two shares of the same images; -1 to 1 without any.
+
+    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland,
+    Lydersen and Laake recommend (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant
+    images alone.
+
+    Args:
+        gained: images that only the first model has right.
+        lost: images that only the second has right.
+        images: of both models.
+    """
+    if not images:
+        return -1.0, 1.0
+    up, down = (gained + 1) / (images + 2), (lost + 1) / (images + 2)
+    half = Z * math.sqrt((up + down - (up - down) ** 2) / (images + 2))
+    return max(-1.0, up - down - half), min(1.0, up - down + half)
+
+
+def resampled(score: Callable[[np.ndarray], float], images: int) -> np.ndarray:
+    """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the positions of a sample, int64 [images].
+
+    The samples depend on the number of images alone, so that the difference of two models' values, sample by sample, is
+    the paired bootstrap of their difference.
+    """
+    draw = np.random.default_rng(images)
+    return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
+
+
+def around(value: float, replicates: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Return value +- 1.96 standard errors, the standard deviation of bootstrap values.
+
+    Not their percentiles: a mean average precision of a resample is larger than that of distinct images.
+    """
+    half = Z * float(np.std(np.asarray(replicates, np.float64), ddof=1))
+    return value - half, value + half
+
+
+def verdict(low: float, high: float) -> str:
+    """Return what the interval of a difference says of the first model: better, worse, or that it does not say."""
+    return "better" if low > 0 else "worse" if high < 0 else "no difference shown"

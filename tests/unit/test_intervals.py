@@ -1,0 +1,82 @@
+"""Intervals of scores: against published numbers, and how often they hold the truth."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kd.intervals import RESAMPLES, around, paired, resampled, verdict, wilson
+
+
+@pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
+def test_wilson_is_newcombes_method_3(right, images, low, high):
+    """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four digits."""
+    assert wilson(right / images, images) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+def test_wilson_at_the_ends():
+    assert wilson(0.0, 20) == (0.0, pytest.approx(0.1611, abs=5e-5))  # the same table: 0 of 20
+    assert wilson(1.0, 29) == (pytest.approx(1 - 0.1170, abs=5e-5), pytest.approx(1.0))
+    assert wilson(0.5, 0) == (0.0, 1.0)
+
+
+def test_paired_is_that_of_bonett_and_price():
+    """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7 discordant pairs."""
+    assert paired(1, 7, 21) == (pytest.approx(-0.508, abs=1e-3), pytest.approx(-0.013, abs=1e-3))
+    assert paired(7, 1, 21) == tuple(-end for end in reversed(paired(1, 7, 21)))
+    assert paired(3, 3, 0) == (-1.0, 1.0)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return the two-sided p of the exact test: a fair coin for each discordant image."""
+    few, both = min(gained, lost), gained + lost
+    return min(1.0, 2 * sum(math.comb(both, k) for k in range(few + 1)) / 2**both)
+
+
+@pytest.mark.parametrize("images", [111, 1200, 10_000])
+def test_better_is_what_mcnemars_exact_test_confirms(images):
+    """The two may differ at the edge alone: nothing with p > 0.1 is called better, nothing with p < 0.02 is missed."""
+    for gained in range(40):
+        for lost in range(40):
+            shown, p = verdict(*paired(gained, lost, images)) != "no difference shown", mcnemar(gained, lost)
+            assert not (shown and p > 0.1), (gained, lost)
+            assert shown or p >= 0.02, (gained, lost)
+
+
+def test_verdict():
+    assert [verdict(0.01, 0.2), verdict(-0.2, -0.01), verdict(-0.1, 0.1), verdict(0.0, 0.1)] == [
+        "better",
+        "worse",
+        "no difference shown",
+        "no difference shown",
+    ]
+
+
+@pytest.mark.parametrize("truth", [0.15, 0.5, 0.9, 0.97])
+def test_wilson_holds_the_truth_in_93_of_100_samples(truth):
+    draw = np.random.default_rng(0)
+    ends = np.array([wilson(right / 200, 200) for right in draw.binomial(200, truth, 2000)])
+    assert 0.93 <= ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean() <= 0.98
+
+
+def test_paired_holds_the_truth_in_93_of_100_samples():
+    draw = np.random.default_rng(1)
+    table = draw.multinomial(200, [0.06, 0.03, 0.91], 2000)
+    ends = np.array([paired(gained, lost, 200) for gained, lost, _ in table])
+    assert 0.93 <= ((ends[:, 0] <= 0.03) & (ends[:, 1] >= 0.03)).mean() <= 0.98
+
+
+def test_the_bootstrap_of_a_mean_is_its_standard_error():
+    values = np.random.default_rng(2).normal(3.0, 2.0, 500)
+    replicates = resampled(lambda ids: values[ids].mean(), len(values))
+    low, high = around(values.mean(), replicates)
+    assert len(replicates) == RESAMPLES
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / math.sqrt(500), rel=0.15)  # 200 resamples: +- 10 %
+    assert (low + high) / 2 == pytest.approx(values.mean())
+
+
+def test_the_same_samples_for_all_models():
+    """So that their difference is paired: two models that differ by a constant have no spread between them."""
+    values = np.random.default_rng(3).random(300)
+    one, other = (resampled(lambda ids, add=add: values[ids].mean() + add, 300) for add in (0.0, 0.1))
+    assert around(0.1, other - one) == (pytest.approx(0.1), pytest.approx(0.1))
