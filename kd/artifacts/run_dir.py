@@ -59,11 +59,7 @@ class RunDir:
         return self._mirror.read(name) if self._mirror is not None else ""
 
     def restore_copy(self) -> None:
-        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`.
-
-        Raises:
-            RunError: another process writes the folder, or the copy does not fit it.
-        """
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`."""
         if self._mirror is not None:
             self._enter()
             self._mirror.open()
@@ -206,11 +202,7 @@ class RunDir:
         return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
 
     def complete_copy(self) -> None:
-        """Wait until the copy is complete.
-
-        Raises:
-            RunError: it is not.
-        """
+        """Wait until the copy is complete."""
         if self._mirror is not None:
             self._mirror.finish()
 

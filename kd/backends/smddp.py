@@ -69,12 +69,7 @@ class SMDDP(DDPBackend):
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:
-    """Build the smddp backend; `setup` joins the world.
-
-    Raises:
-        MissingExtra: the library is not installed and no fallback is allowed.
-        BackendError: no GPU for this rank.
-    """
+    """Build the smddp backend; `setup` joins the world."""
     try:
         importlib.import_module(LIBRARY)
     except ImportError as error:

@@ -36,10 +36,6 @@ def load(
         overrides: `key=value`, the key dotted (`optimizer.lr=1e-3`, `losses.0.weight=2`, `losses[0].weight=2`).
         here: require the packages that it names; False for the record of a run that was made elsewhere.
         cluster: also require the address of the cluster, where the run decodes on one; False for who starts it.
-
-    Raises:
-        ConfigErrors: everything that is wrong with it, one line each.
-        MissingExtra: a package is not installed, and nothing else is wrong.
     """
     errors: list[KdError] = []
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)

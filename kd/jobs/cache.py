@@ -58,11 +58,6 @@ def cache(settings: Config, export: str = "") -> Cached:
     """Fill the cache of a configuration, all views; what is whole already is not computed again.
 
     `export` is a .safetensors file into which all answers are written too, by the images' names.
-
-    Raises:
-        ConfigError: no teacher, or no views to cache.
-        ModelError: a record is not what the teacher answers.
-        RunError: the cache cannot be written.
     """
     count = settings.teacher.cache.views
     if not count or not settings.teacher.model:

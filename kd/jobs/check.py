@@ -30,9 +30,6 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
     """
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)

@@ -15,11 +15,7 @@ from kd.setup.recipe import resolve
 
 
 def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:
-    """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split.
-
-    Raises:
-        RunError: it is no run folder, or needs trust.
-    """
+    """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))

@@ -23,11 +23,7 @@ LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
 
 
 def forecast(recipe: Recipe, path: str = "given") -> str:
-    """Check a recipe, look for damaged images, and time a few steps with random weights.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
-    """
+    """Check a recipe, look for damaged images, and time a few steps with random weights."""
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *_images((data.train, data.val), section.on_corrupt)]

@@ -66,11 +66,7 @@ class Graph(nn.Module):
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
-    """Trace a classifier with a dynamic batch dimension.
-
-    Raises:
-        ModelError: the network cannot be traced.
-    """
+    """Trace a classifier with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # Traced with two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(2, 3, size, size, dtype=torch.uint8),)
@@ -88,12 +84,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
-    """Write one ONNX file, including the weights.
-
-    Raises:
-        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
-        ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
-    """
+    """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
         wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
         raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
@@ -119,9 +110,6 @@ def write_int8(source: Path, path: Path) -> None:
     """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs.
 
     Convolutions stay float32, because onnxruntime's integer convolution is slower.
-
-    Raises:
-        MissingExtra: onnx or onnxruntime is not installed.
     """
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
@@ -136,11 +124,7 @@ def write_int8(source: Path, path: Path) -> None:
 
 
 def write_openvino(source: Path, path: Path) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-    """
+    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights."""
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
         openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=False)
@@ -153,9 +137,6 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
         source: the file, or its bytes.
         threads: of the session, including the caller's.
         spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
     """
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
@@ -168,12 +149,7 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
 
 
 def open_session(path: Path, threads: int, where: str) -> Any:
-    """Open somebody's graph on the CPU.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
-        ModelError: onnxruntime cannot run the graph.
-    """
+    """Open somebody's graph on the CPU."""
     runtime = require("onnxruntime", where)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
@@ -190,12 +166,7 @@ def _no_graph(where: str, path: Path, error: Exception) -> ModelError:
 
 
 def graph_files(path: Path, where: str) -> list[Path]:
-    """Return an ONNX file and those beside it that hold its weights.
-
-    Raises:
-        MissingExtra: onnx is not installed.
-        ModelError: it is no graph, or names weights that are no regular file in its folder.
-    """
+    """Return an ONNX file and those beside it that hold its weights."""
     onnx = require("onnx", where)
     try:
         names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
@@ -233,10 +204,6 @@ def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) 
         source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
         threads: number of threads; 0: OpenVINO's default.
         bf16: compute matrix products in bfloat16 instead of float32.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
     """
     openvino = require("openvino", "--openvino", "openvino")
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
@@ -260,11 +227,7 @@ def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def require(name: str, option: str, extra: str = "") -> Any:
-    """Import a package.
-
-    Raises:
-        MissingExtra: it is not installed; the remedy names the extra or package.
-    """
+    """Import a package."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -309,11 +272,6 @@ class Exported(nn.Module):
             runtime: "onnxruntime" or "openvino".
             precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
                 dynamically; "bf16" with openvino.
-
-        Raises:
-            MissingExtra: a package is not installed.
-            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
-                with its own error.
         """
         super().__init__()
         self.runtime, self.bf16 = runtime, precision == "bf16"

@@ -127,9 +127,6 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
         where: config path of its section.
         name: what a user calls it.
         size: of the data's images, pixels.
-
-    Raises:
-        ModelError: it fails on images of this size, or its second answer is another one.
     """
     noise = torch.randint(256, (2, 3, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     try:

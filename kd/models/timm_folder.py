@@ -18,11 +18,7 @@ PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classi
 
 
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
-    """Return the config.json of a folder; empty where it has none.
-
-    Raises:
-        ModelError: it is not whole.
-    """
+    """Return the config.json of a folder; empty where it has none."""
     config = folder / "config.json"
     if not config.is_file():
         return {}
@@ -35,11 +31,7 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
 
 
 def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
-    """Return the class names that an exported folder records, or None.
-
-    Raises:
-        ModelError: its config.json is not whole.
-    """
+    """Return the class names that an exported folder records, or None."""
     content = folder_config(folder, where)
     names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
     return list(names) if names else None

@@ -18,11 +18,7 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archive(export: Path) -> Path:
-    """Write `container/model.tar.gz` into `<export>-sagemaker` and return its path.
-
-    Raises:
-        RunError: that folder holds something else, the disk is full or not writable.
-    """
+    """Write `container/model.tar.gz` into `<export>-sagemaker` and return its path."""
     folder = export.parent / f"{export.name}-sagemaker"
     refuse_unlisted(folder, [NAME, "pytorch/model.tar.gz"], "--sagemaker")  # older versions wrote a second one
     with atomic_folder(folder, where="--sagemaker") as draft:

@@ -39,12 +39,7 @@ BANK = 10_000
 
 @contextmanager
 def distributed(section: BackendSection) -> Iterator[Backend]:
-    """Join the world of a backend, and leave it again.
-
-    Raises:
-        BackendError: the world is not whole, or another rank is gone.
-        RunError: a worker process of the data has ended.
-    """
+    """Join the world of a backend, and leave it again."""
     backend = build_backend(section)
     backend.setup()
     try:

@@ -82,9 +82,6 @@ def build_criterion(
         seed: of the run.
         shares: of each teacher in a term on features; their sum is 1.
         labelled: share of the training images that have a label.
-
-    Raises:
-        ModelError: a term needs features that a model does not have.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
     terms, members = [], []
@@ -126,9 +123,6 @@ def choose_student(
         teacher: answers in the trials.
         images: how many this rank will train on; with none nothing is compiled to see whether it pays.
         recorded: the mode of an earlier start of this run.
-
-    Raises:
-        ModelError: `student.compile` is on, or was chosen when the run began, and the student cannot be compiled.
     """
     backend, size, section = session.backend, session.image_size, plan.section
     count = trial_images(session.split.micro_batch, backend)

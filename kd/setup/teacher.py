@@ -58,9 +58,6 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
     """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
 
     `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
-
-    Raises:
-        ModelError: unknown model, unreadable weights, other classes than the data's.
     """
     models: list[TeacherModel] = []
     for where, section in plan.members.items():
@@ -143,9 +140,6 @@ def choose_teacher(
 
     `images` is what this rank will ask of it: with none, no compiler and no runtime is tried. `recorded` is the mode of
     an earlier start of this run.
-
-    Raises:
-        KdError: what is asked for by name, or was chosen when the run began, cannot be run here.
     """
     if model is None:
         return TeacherReport(NoTeacher())
@@ -265,11 +259,7 @@ def validation_views(data: Data, pictures: Sequence[Image.Image]) -> torch.Tenso
 
 
 def validation_pictures(data: Data) -> tuple[list[Image.Image], list[int]]:
-    """Return images from all over the validation split, as they lie, and their ids.
-
-    Raises:
-        CorruptImage: none of those looked at can be decoded.
-    """
+    """Return images from all over the validation split, as they lie, and their ids."""
     found, ids, broken = [], [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:
