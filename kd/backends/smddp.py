@@ -1,7 +1,7 @@
 """AWS P4d and P4de: NVIDIA GPUs over SageMaker's collectives library (smddp).
 
 The library is a torch.distributed backend: importing it registers its name, and plain DDP uses it. It does not support
-a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_shards.py`.
+a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_optimizers.py`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if options.sagemaker:
-            from kd.sagemaker.archives import sagemaker_archive
+            from kd.sagemaker.aws import sagemaker_archive
 
             print(f"wrote {sagemaker_archive(exported.folder)}")
         print(f"load it:  {exported.load}")

@@ -38,10 +38,7 @@ class Shard:
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
     """Return the shards that a pattern names, in its order; copy those that are not on this machine.
 
-    Args:
-        pattern: a path or URL with braces (`train-{000..009}.tar`) or wildcards (`train-*.tar`).
-        where: config path for messages.
-        copies: folder of the copies. A copy stays until it is removed by hand; a shard that has changed is copied anew.
+    Copies stay in `copies` until they are removed by hand; a shard that has changed is copied anew.
     """
     if pattern.startswith("pipe:"):
         raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")

@@ -63,9 +63,7 @@ class Result:
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        Args:
-            target: the new folder; None: `export` in the run folder.
-            options: fields of `kd.export.export.Options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `kd.export.export.Options`, such as `int8=True`.
         """
         from kd.export.export import Options, export  # most runs end without one
 

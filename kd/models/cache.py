@@ -51,11 +51,8 @@ class Codec:
     ) -> None:
         """Lay out a record.
 
-        Args:
-            num_classes: C; 0: no logits are kept.
-            dtype: of logits and features, "fp16" or "fp32".
-            topk: K; 0: all logits.
-            features: shape of one image's features, by name.
+        `num_classes` is C, 0: no logits are kept; `dtype` "fp16" or "fp32"; `topk` K, 0: all logits; `features` the
+        shape of one image's, by name.
         """
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
         self.features = dict(features or {})
@@ -212,10 +209,7 @@ class CachedTeacher:
     def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False) -> None:
         """Put a store before a live teacher.
 
-        Args:
-            live: asked for missing images.
-            store: opened; read-only where another run owns it.
-            fixed_shape: run the live teacher on whole micro-batches only (a compiler would make a graph a shape).
+        `fixed_shape`: run it on whole micro-batches only, since a compiler would make a graph a shape.
         """
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []

@@ -69,8 +69,7 @@ class Spec:
     def require_meaning(self, problem_type: str) -> None:
         """Require that logits mean what the losses take them for.
 
-        Args:
-            problem_type: as a config.json of transformers or of kd names it; empty, or another word: nobody knows.
+        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: nobody knows.
         """
         if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
             return
@@ -83,10 +82,7 @@ class Spec:
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
     """Build a model and load its weights.
 
-    Args:
-        spec: what to load.
-        image_size: what the data delivers, pixels; taken as the model's input size where the model can choose it.
-        features: names of the features to return beside the logits.
+    `image_size` is what the data delivers, taken as the model's input size where the model can choose it.
     """
     if not spec.logits:
         spec = replace(spec, exact_head=False)
@@ -167,7 +163,7 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 
 
 def _require_safetensors(spec: Spec, folder: Path) -> None:
-    """Refuse a folder whose weights are not safetensors: other formats are pickles, and loading one may run its code."""
+    """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
     if not (folder / "model.safetensors").is_file():
         raise ModelError(
             f"{spec.where}.model",

@@ -59,11 +59,7 @@ def export_files(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of an export; `timm.create_model('local-dir:...')` loads that of a timm model.
 
-    Args:
-        student: what is exported.
-        classes: written as `label_names`, in the order of the logits.
-        crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
-        problem_type: what the logits answer; "": there are none.
+    `crop` is the share of the shorter side that evaluation's centre crop keeps; `problem_type` "": there are no logits.
     """
     network: Any = student.network
     content = _timm_config(network, classes, crop) if is_timm(network) else _own_config(student, classes, crop)

@@ -20,11 +20,6 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
     """Require what `timm.create_model` would fetch; nothing is downloaded.
 
     Not looked for: the weights of the one model in a hundred that lie at an address of their own.
-
-    Args:
-        where: config path of the model.
-        source: a name of timm, or `hf-hub:ID`.
-        endings: of the files that are needed.
     """
     from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]

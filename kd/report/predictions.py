@@ -23,8 +23,7 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import fit_folders, is_fitted
-from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.recipe import StudentPlan, TeacherPlan, fit_folders, is_fitted
 from kd.setup.teacher import load_teachers
 
 FILE = "answers.json"

@@ -23,7 +23,7 @@ from kd.engine.run import Run, RunLength
 from kd.evaluation import Evaluation, Evaluator, Split
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.monitor.region import region
+from kd.monitor.timeline import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter

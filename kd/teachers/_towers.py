@@ -98,11 +98,7 @@ def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[d
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
     """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked.
 
-    Args:
-        spec: `pretrained` False: another rank has the weights.
-        hub: transformers.
-        auto: the name of its class.
-        config: of the model.
+    `spec.pretrained` is False where another rank has the weights.
     """
     cls: Any = getattr(hub, auto)
     try:

@@ -126,7 +126,7 @@ def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
 
 
 def test_sagemakers_archive_is_the_same_bytes_each_time(exported, tmp_path):
-    from kd.sagemaker.archives import sagemaker_archive
+    from kd.sagemaker.aws import sagemaker_archive
 
     export = Path(shutil.copytree(exported, tmp_path / "export"))
     file = sagemaker_archive(export)

@@ -308,7 +308,7 @@ def test_without_a_compiler(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
     script = (
         "import sys; from kd import config; from kd.errors import KdError\n"
-        "from kd.artifacts.memory import Memory; from kd.progress.console import Console\n"
+        "from kd.artifacts.run_dir import Memory; from kd.progress.console import Console\n"
         "from kd.jobs.teach import obtain_teachers\n"
         "from kd.setup.build import Results, Setting, build_backend, build_run\n"
         "from kd.setup.data import open_sources; from kd.setup.recipe import resolve\n"
