@@ -79,7 +79,7 @@ def test_each_rule_says_what_to_set():
         assert key in known
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
-    assert len(rules.RULES) == 9
+    assert len(rules.RULES) == 8
 
 
 def test_a_healthy_run_has_no_finding():
