@@ -179,8 +179,9 @@ class Pool:
                 slot.ping()
             return
         ours = decoding_versions()
-        other = [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]
-        if other:
+        if other := [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]:
+            remedy = "Install the same packages on all hosts, or use one image for all"
+            raise RunError(WHERE, f"the host {slot.address} decodes with {', '.join(other)}", "", remedy)
             remedy = "Install the same packages on all hosts, or use one image for all"
             raise RunError(WHERE, f"the host {slot.address} decodes with {', '.join(other)}", "", remedy)
         slot.probe = None
