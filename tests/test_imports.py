@@ -21,6 +21,7 @@ VALUES = {
     "references",
     "host",
     "instances",
+    "cluster",
     "files",
     "contracts",
     "evaluation",
@@ -39,6 +40,7 @@ MAY_IMPORT = {
     "instances": set(),
     "references": set(),
     "host": {"references"},
+    "cluster": {"errors", "host"},
     "files": {"errors"},
     "contracts": {"errors", "scores", "types"},
     "evaluation": {"contracts", "scores", "types"},
@@ -56,7 +58,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
     "serve": {"errors", "files", "host"},
-    "predict": {"errors", "files", "host", "serve"},
+    "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
 MAY_IMPORT_OUTSIDE = {
@@ -74,7 +76,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
     "openvino": ("models/runtimes.py", "serve/model.py"),
-    "ray": ("data/decoders.py",),
+    "ray": ("cluster.py", "data/decoders.py", "predict/hosts.py"),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),
     "transformers": ("teachers/_towers.py",),

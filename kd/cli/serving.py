@@ -168,6 +168,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
+    add("--ray", action="store_true", help="use all hosts of the Ray cluster that RAY_ADDRESS names")
     options = parser.read(argv)
 
     def command() -> None:
@@ -176,7 +177,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
         result = predict(taken(Settings, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s: {options.to}")
+        hosts = f" on {result.hosts} hosts" if options.ray else ""
+        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -1,11 +1,12 @@
-"""A model and the images that it classifies: the rows of some of them."""
+"""A model and the images that it classifies: the rows of some of them, and the rows of all in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kd.serve.problems import Problem
 STAMP = "stamp"
 """Key of an image's stamp. Only rows of the journal have it."""
 Row = dict[str, Any]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,16 @@ class Classifier:
             for row, answer in zip(usable, answers, strict=True):
                 row |= answer
         return made
+
+
+def in_order(
+    ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: Callable[[], int]
+) -> Iterator[Result]:
+    """Submit ids in chunks and yield the results in their order; `ahead()` are under way at the same time."""
+    window: deque[Future[Result]] = deque()
+    for first in range(0, len(ids), chunk):
+        window.append(submit(ids[first : first + chunk]))
+        while len(window) > ahead():
+            yield window.popleft().result()
+    while window:
+        yield window.popleft().result()

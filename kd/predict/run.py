@@ -1,4 +1,4 @@
-"""Classify many images, on as many threads as there are cores, into one file."""
+"""Classify many images, on as many threads as there are cores or on the hosts of a Ray cluster, into one file."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import shutil
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.errors import RunError
+from kd.errors import MissingExtra, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import Classifier, Row
+from kd.predict.classifier import Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
-from kd.serve.model import describe, load
+from kd.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
@@ -46,6 +46,8 @@ class Settings:
     cores: int = 0
     """0: as many as the affinity and the cgroup allow."""
     max_pixels: int = 100_000_000
+    ray: bool = False
+    """Use all hosts of the cluster that RAY_ADDRESS names, and not the cores of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Summary:
     """Name and error of the first few."""
     num_unreadable: int
     seconds: float
+    hosts: int
+    """Machines that have classified some."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
@@ -67,7 +71,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     Raises:
         ModelError: the folder is not a whole export.
         DataError: there are no images, or the storage is away.
-        RunError: the disk is full, the result exists or belongs to something else.
+        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
         MissingExtra: a package is not installed.
     """
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
@@ -87,10 +91,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
     }
-    cores = settings.cores or usable_cores()
-    model = load(described, threads=1, slots=cores)
-    model.warm_up(1)
-    classifier = Classifier(images, model, Limits(max_pixels=settings.max_pixels), top)
+    rows, hosts = _classify(settings, described, images, top)
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -98,7 +99,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         if journal.changed:
             note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
             print(note, file=sys.stderr, flush=True)
-        for row in chain.from_iterable(rows_of_all(classifier, resumed, cores)):
+        for row in chain.from_iterable(rows(resumed)):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
                 printed = now
@@ -113,10 +114,27 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         journal.finish(settings.to, 0 if several else top, scored)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds)
+    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds, len(hosts) or 1)
 
 
-def rows_of_all(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
+def _classify(
+    settings: Settings, described: Description, images: listing.Images, top: int
+) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help."""
+    limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
+    if settings.ray:
+        try:
+            from kd.predict.hosts import Job, by_hosts
+        except ImportError as error:
+            raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
+        return partial(by_hosts, Job.of(described, images, limits, top), hosts), hosts
+    cores = settings.cores or usable_cores()
+    model = load(described, threads=1, slots=cores)
+    model.warm_up(1)
+    return partial(_by_threads, Classifier(images, model, limits, top), cores=cores), hosts
+
+
+def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order, a chunk at a time."""
     images, workers, readers = classifier.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
 
@@ -126,13 +144,7 @@ def rows_of_all(classifier: Classifier, start: int, cores: int) -> Iterator[list
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:
-        window: deque[Future[list[Row]]] = deque()
-        for first in range(start, len(images.names), CHUNK):
-            window.append(submit(range(first, min(first + CHUNK, len(images.names)))))
-            while len(window) > ahead:
-                yield window.popleft().result()
-        while window:
-            yield window.popleft().result()
+        yield from in_order(range(start, len(images.names)), CHUNK, submit, lambda: ahead)
     finally:  # nobody waits for a storage that does not answer
         for pool in (workers, readers):
             pool.shutdown(wait=False, cancel_futures=True)
