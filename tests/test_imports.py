@@ -65,7 +65,7 @@ MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("backends/xla.py",),
     "smdistributed": ("backends/smddp.py",),
     "accelerate": ("progress/trackers.py",),
-    "timm": ("models/", "export/calibrate.py", "data/views.py"),
+    "timm": ("models/", "export/calibrate.py", "sagemaker/handler.py", "data/views.py"),
     "omegaconf": ("config/", "setup/finished.py"),
     "safetensors": ("models/", "artifacts/", "export/"),
     "boto3": ("sagemaker/",),

@@ -34,9 +34,10 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if options.sagemaker:
-            from kd.sagemaker.aws import sagemaker_archive
+            from kd.sagemaker.archives import sagemaker_archives
 
-            print(f"wrote {sagemaker_archive(exported.folder)}")
+            for path in sagemaker_archives(exported.folder):
+                print(f"wrote {path}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -22,6 +23,7 @@ from kd import config
 from kd.errors import KdError, ModelError
 from kd.export.export import Options, export
 from kd.jobs.train import train
+from kd.sagemaker import handler
 from kd.serve import client
 
 
@@ -112,7 +114,9 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
     assert "| model | mAP | F1 (macro) | F1 (micro) |" in " ".join(card.split())
 
 
-def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(trays, made, command, tmp_path):
+def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_thresholds(
+    trays, made, command, tmp_path
+):
     folder, root = trays / "export", Path(made["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
@@ -132,6 +136,7 @@ def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(t
     assert command("predict", folder, tmp_path / "some", "--to", tmp_path / "all.csv", "--top", "0").code == 0
     scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
     assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
+    model = handler.model_fn(str(folder))
     with Running(folder) as server:
         for photo, crop, row, line, whole in zip(photos, crops, predicted, rows, scored, strict=True):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
@@ -145,6 +150,9 @@ def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(t
             assert sorted(said) == sorted(above)
             (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[0].astype(np.float64)
             assert scores == pytest.approx(dict(zip(CLASSES, 1 / (1 + np.exp(-logits)), strict=True)), abs=1e-5)
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            assert [pair["label"] for pair in other["labels"]] == list(said)
         assert server.get("/").status == 200
         with pytest.raises(KdError, match="several labels"):
             client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
