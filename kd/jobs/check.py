@@ -17,10 +17,9 @@ from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
-from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
+from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -30,9 +29,6 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
     """
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)

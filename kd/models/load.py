@@ -70,11 +70,7 @@ class Spec:
     def require_meaning(self, problem_type: str) -> None:
         """Require that logits mean what the losses take them for.
 
-        Args:
-            problem_type: as a config.json of transformers or of kd names it; empty, or another word: nobody knows.
-
-        Raises:
-            ModelError: answers to one label are read as answers to several, or the other way round.
+        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: nobody knows.
         """
         if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
             return
@@ -87,13 +83,7 @@ class Spec:
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
     """Build a model and load its weights.
 
-    Args:
-        spec: what to load.
-        image_size: what the data delivers, pixels; taken as the model's input size where the model can choose it.
-        features: names of the features to return beside the logits.
-
-    Raises:
-        ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
+    `image_size` is what the data delivers, taken as the model's input size where the model can choose it.
     """
     if not spec.logits:
         spec = replace(spec, exact_head=False)
@@ -158,11 +148,7 @@ def _source(spec: Spec) -> str:
 
 
 def require_weights(spec: Spec) -> None:
-    """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded.
-
-    Raises:
-        ModelError: naming the key.
-    """
+    """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded."""
     if spec.checkpoint:
         _weights_file(spec)
     else:
@@ -178,11 +164,7 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 
 
 def _require_safetensors(spec: Spec, folder: Path) -> None:
-    """Refuse a folder whose weights are not safetensors: other formats are pickles, and loading one may run its code.
-
-    Raises:
-        ModelError: there is no model.safetensors.
-    """
+    """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
     if not (folder / "model.safetensors").is_file():
         raise ModelError(
             f"{spec.where}.model",
@@ -201,11 +183,7 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
 
 
 def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
-    """Return the names of a model's own classes, from its folder or its checkpoint; None: timm knows their number.
-
-    Raises:
-        ModelError: it has no classes.
-    """
+    """Return the names of a model's own classes, from its folder or its checkpoint; None: timm knows their number."""
     import timm
 
     tensors, names = weights or ({}, None)
@@ -283,11 +261,7 @@ def read_tensors(spec: Spec) -> Any:
 
 
 def _weights_file(spec: Spec) -> Path:
-    """Return the file of the checkpoint.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the file of the checkpoint."""
     path = Path(spec.checkpoint)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -321,11 +295,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Require the model's class names to be the data's, in the same order.
-
-    Raises:
-        ModelError: naming the first difference.
-    """
+    """Require the model's class names to be the data's, in the same order."""
     _check_count(where, len(names), classes)
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:

@@ -49,11 +49,7 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` where its models and images must be built again from files.
-
-    Raises:
-        RunError: it is one.
-    """
+    """Refuse a run of `kd.distill` where its models and images must be built again from files."""
     if data.kind == MAP_DATASET:
         raise RunError(
             "run",
@@ -129,11 +125,7 @@ class Trust:
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
     def check_teacher(self, plan: TeacherPlan) -> None:
-        """Refuse to build a teacher that is code.
-
-        Raises:
-            RunError: naming the key.
-        """
+        """Refuse to build a teacher that is code."""
         for where, one in plan.members.items():
             facts = parts.facts("teachers", one.kind, one.options, f"{where}.kind")
             if facts.runs_code and not self.code:
@@ -147,11 +139,7 @@ class Trust:
             raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
-        """Refuse a folder of images with links out of it.
-
-        Raises:
-            RunError: naming the first.
-        """
+        """Refuse a folder of images with links out of it."""
         section = plan.section
         root = parts.facts("datasets", section.kind, section.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
