@@ -88,7 +88,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if isinstance(weights, Path):
         spec = replace(spec, model=str(weights), args={}, checkpoint="", pretrained=True)
     elif weights != REAL:
-        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
+        free = where in plan.fits and not section.pretrained
+        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
     with torch.device("meta") if weights == META else torch.device("cpu"):
         size, features = data.section.image_size, plan.features
         kind = f"{where}.kind"
