@@ -81,8 +81,7 @@ def best_student(
 ) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(plan.section, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(replace(plan, section=section, features=()), classes, data.image_size)
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {

@@ -18,7 +18,7 @@ from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.contracts import Backend, Noted, TeacherModel
-from kd.errors import ModelError, RunError
+from kd.errors import CorruptImage, ModelError, RunError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
@@ -99,7 +99,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if isinstance(weights, Path):
         spec = replace(spec, model=str(weights), args={}, checkpoint="", pretrained=True)
     elif weights != REAL:
-        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
+        free = where in plan.fits and not section.pretrained
+        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
     with torch.device("meta") if weights == META else torch.device("cpu"):
         size, features = data.section.image_size, plan.features
         kind = f"{where}.kind"
