@@ -33,6 +33,7 @@ def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
         sections.operators(runs),
         sections.sifting(runs),
         answers(runs),
+        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
         _notes(runs),
