@@ -1,10 +1,11 @@
 """Which file to ship: every graph of three trained students, right and fast; and what one client of kd-serve sees.
 
-Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0 1 2] [--part table client]
+Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0] [--part table client]
 
 Students: `xcit` is the one of configs/vit_food.yaml (64 px), `vit_ti` has the shape of ViT-Ti (192 wide, 12 deep, 197
-tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px. Part `table` trains each with each seed and exports it with `--compare`; part `client` starts
-`kd-serve --threads 1` once more for each file and asks it with another client, in turns with the table's way.
+tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px. Part `table`
+trains each with each seed and exports it with `--compare`; part `client` starts `kd-serve --threads 1` once more for
+each file and asks it with another client, in turns with the table's way.
 
 What is in FOLDER is not done again, so an interrupted command goes on, and the CSV has the rows of all that is there.
 """
@@ -35,13 +36,19 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
     "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
     "vit_ti": (
         "cifar10.yaml",
-        [*ON_LABELS, "data.image_size=112", "data.batch_size=32", "run.epochs=2", "optimizer.lr=5e-4"]
-        + ["student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}"],
+        [
+            *ON_LABELS,
+            *("data.image_size=112", "data.batch_size=32", "run.epochs=2", "optimizer.lr=5e-4"),
+            "student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}",
+        ],
     ),
     "repvit": (
         "cifar10.yaml",
-        [*ON_LABELS, "data.image_size=64", "data.batch_size=32", "run.epochs=2", "optimizer.lr=1e-3"]
-        + ["student.model=repvit_m0_9", "student.args={}"],
+        [
+            *ON_LABELS,
+            *("data.image_size=64", "data.batch_size=32", "run.epochs=2", "optimizer.lr=1e-3"),
+            *("student.model=repvit_m0_9", "student.args={}"),
+        ],
     ),
 }
 """Configuration and keys by name."""
