@@ -38,7 +38,7 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
     assert answer.code == 0, answer
     assert "left out: OpenVINO's variants, because openvino is not installed: pip install 'kd[openvino]'" in answer.out
     manifest = json.loads((target / "manifest.json").read_text())
-    assert list(manifest["variants"]) == ["model.onnx", "model.int8.onnx"]
+    assert set(manifest["variants"]) == {"model.onnx", "model.int8.onnx"}
     assert describe(target).file == manifest["pick"]
     assert f"picked: {manifest['pick']}, which kd-serve now loads" in answer.out
     parity = manifest["parity"]
