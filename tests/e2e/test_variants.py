@@ -141,3 +141,15 @@ def test_the_page_draws_the_table(distilled):
     html = drawn([replace(run, exported=facts)])
     assert "model.onnx (picked)" in html
     assert "Accuracy against time" in html
+
+
+def test_timmx_takes_an_export_over(exported, photos, tmp_path):
+    """Its format without a runtime of its own; the other converters take the same module from the same folder."""
+    timmx = pytest.importorskip("timmx", reason="timmx is not installed")
+    path = timmx.export_model(
+        "torch-export", f"local-dir:{exported}", pretrained=True, normalize=True, output=str(tmp_path / "student.pt2")
+    )
+    image = np.random.default_rng(0).integers(0, 256, (1, 3, 16, 16), np.uint8)
+    found = torch.export.load(path).module()(torch.from_numpy(image) / 255).detach().numpy()
+    (expected,) = onnxruntime.InferenceSession(exported / "model.onnx").run(None, {"image": image})
+    np.testing.assert_allclose(found, expected, atol=1e-5)
