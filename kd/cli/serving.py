@@ -43,10 +43,6 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
-        if options.push:
-            from kd.export.hub import push
-
-            print(f"uploaded to {push(exported.folder, options.push)}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -80,7 +76,6 @@ def _export_parser() -> Parser:
     add("--defer", metavar="X", type=float, default=0.0, help=text)
     add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
     text = "measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"
     add("--compare", action="store_true", help=text)

@@ -65,14 +65,13 @@ def teach(argv: Sequence[str] | None = None) -> int:
 
 
 def cache(argv: Sequence[str] | None = None) -> int:
-    """`kd-cache CONFIG [key=value ...] [--verify] [--export FILE]`: compute the teacher's logits before training."""
+    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits before training."""
     parser = new_parser(
         "kd-cache",
         "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. Interrupted, the same command "
         "goes on.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
-    parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
     text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
     options = parser.read(argv)
@@ -81,15 +80,13 @@ def cache(argv: Sequence[str] | None = None) -> int:
         settings = load_config(options)
         from kd.jobs.cache import cache
 
-        filled = cache(settings, options.verify, options.export)
+        filled = cache(settings, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
         )
         if options.export:
             print(f"cache: wrote '{options.export}'")
-        if options.verify:
-            print(f"cache: largest difference between a stored logit and the teacher's: {filled.difference:.3g}")
 
     return guarded(command, resumable=True)
 

@@ -99,11 +99,7 @@ class Distillation(nn.Module):
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
-    """Require a number an image that the student can learn from.
-
-    Raises:
-        ModelError: a loss returns something else.
-    """
+    """Require a number an image that the student can learn from."""
     if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
         found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
         allowed = f"float32 [{len(batch.weight)}], one number an image"

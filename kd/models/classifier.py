@@ -151,11 +151,7 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 
 def main_output(answer: Any, where: str) -> Tensor:
-    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`."""
     if isinstance(answer, Mapping):
         answer = SimpleNamespace(**answer)
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
@@ -174,9 +170,6 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
     Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
     places, row by row.
-
-    Raises:
-        ModelError: it returns something else.
     """
     if isinstance(inner, Tensor) and inner.ndim == 3:
         return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]

@@ -219,33 +219,6 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     )
 
 
-def operators(runs: Sequence[RunRecord]) -> str:
-    """Show the operators that took the most time; of two runs, before and after."""
-    profiled = [run for run in runs if run.operators.get("operators")][:2]
-    if not profiled:
-        return ""
-    times = [
-        {str(row["name"]): float(row[run.operators["by"]]) for row in run.operators["operators"]} for run in profiled
-    ]
-    names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
-    rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
-    legend_of_runs = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
-    totals = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
-    hint = (
-        f"Own time of each operator in the profiled steps (in all {totals}). profile/trace.json.gz opens in Perfetto."
-    )
-    memory = [
-        Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])
-        for i, run in enumerate(profiled)
-        if run.memory
-    ]
-    cards = [card("Top operators", bars(rows, "ms"), legend_of_runs)]
-    if memory:
-        curve = lines(memory, 1060, 180, "milliseconds of the profile", "MiB", True)
-        cards.append(card("Allocated memory, MiB", curve, legend_of_runs))
-    return section("Operators", hint, *cards)
-
-
 def variants(runs: Sequence[RunRecord]) -> str:
     """Show what `kd-export --compare` measured: a table, and the score of each graph against its time on one thread."""
     cards = []

@@ -23,7 +23,7 @@ from kd.engine.run import Run, RunLength
 from kd.evaluation import Evaluation, Evaluator, Split, Task
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.monitor.region import region
+from kd.monitor.timeline import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter
@@ -39,12 +39,7 @@ BANK = 10_000
 
 @contextmanager
 def distributed(section: BackendSection) -> Iterator[Backend]:
-    """Join the world of a backend, and leave it again.
-
-    Raises:
-        BackendError: the world is not whole, or another rank is gone.
-        RunError: a worker process of the data has ended.
-    """
+    """Join the world of a backend, and leave it again."""
     backend = build_backend(section)
     backend.setup()
     try:

@@ -151,9 +151,6 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     """List all splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
 
     All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
-
-    Raises:
-        KdError: the data is not usable, or the store does not fit.
     """
     data = open_sources(plan)
     if backend.rank == 0:

@@ -50,11 +50,7 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` where its models and images must be built again from files.
-
-    Raises:
-        RunError: it is one.
-    """
+    """Refuse a run of `kd.distill` where its models and images must be built again from files."""
     if data.kind == MAP_DATASET:
         raise RunError(
             "run",
@@ -86,8 +82,7 @@ def best_student(
 ) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(plan.section, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(replace(plan, section=section, features=()), classes, data.image_size)
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
@@ -152,11 +147,7 @@ class Trust:
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
     def check_teacher(self, plan: TeacherPlan) -> None:
-        """Refuse to build a teacher that is code.
-
-        Raises:
-            RunError: naming the key.
-        """
+        """Refuse to build a teacher that is code."""
         for where, one in plan.members.items():
             facts = parts.facts("teachers", one.kind, one.options, f"{where}.kind")
             if facts.runs_code and not self.code:
@@ -170,11 +161,7 @@ class Trust:
             raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
-        """Refuse a folder of images with links out of it.
-
-        Raises:
-            RunError: naming the first.
-        """
+        """Refuse a folder of images with links out of it."""
         section = plan.section
         root = parts.facts("datasets", section.kind, section.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
