@@ -58,6 +58,10 @@ def test_a_row_of_the_table(tmp_path):
     assert variant_rows({}) == []
 
 
+def test_float32_is_there_whatever_may_be_lost():
+    assert pick(ROWS, 1, -1.0) == "openvino.xml"
+
+
 @pytest.mark.parametrize("name", ["repvit_m0_9", "fastvit_t8"])
 def test_branches_are_merged_and_the_student_stays(name):
     torch.manual_seed(0)
