@@ -67,6 +67,8 @@ def _export_parser() -> Parser:
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
     add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
+    add("--index", action="store_true", help=text)
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)

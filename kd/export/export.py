@@ -30,7 +30,7 @@ from kd.references import written
 from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.finished import Trust, best_student, opened_run, require_files
+from kd.setup.finished import Trust, best_projector, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
 from kd.text import variant_rows
 
@@ -44,6 +44,8 @@ class Options:
     int8: bool = False
     """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
     openvino: bool = False
+    index: bool = False
+    """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
     pt2: bool = False
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
@@ -142,6 +144,11 @@ def export(
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
+    if options.index:
+        if student.num_classes:
+            wrong = "this student answers with classes, not with vectors"
+            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
         student=student,
@@ -194,7 +201,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         facts = {
             "format": 1,
             "name": recipe.record.name,
-            "version": provenance["digest"][:12],
+            "version": provenance["digest"][:12] + ("-index" if student.project is not None else ""),
             "input": _input(student, section),
             "output": _output(student, made),
             "parity": made.parity,
@@ -228,6 +235,7 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
+        index=student.project is not None,
         metrics=subject.provenance["metrics"],
         baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
         graphs=made.parity,
@@ -286,7 +294,9 @@ def _output(student: Classifier, made: Made) -> dict[str, Any]:
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    return {"name": runtimes.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
+    space = "teacher" if student.project is not None else "student"
+    layout = f"float32 [batch, {width}], each of length 1"
+    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, "space": space}
 
 
 def _environment() -> dict[str, Any]:

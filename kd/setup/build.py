@@ -242,6 +242,7 @@ def evaluation_of(
         bank=partial(bank_split, session, setting.section.timeout_seconds),
         bank_teacher=live,
         agreement=distillation.criterion.agreement,
+        projected=distillation.criterion.projected,
         members=len(setting.teachers.members),
     )
 
