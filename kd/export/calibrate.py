@@ -11,7 +11,21 @@ from typing import Any
 
 import torch
 from timm.layers import Linear
-from torch import nn
+from torch import Tensor, nn
+
+from kd.tasks.single_label import temperature
+
+
+def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
+    """Return logits [N, C], each divided by a temperature that was fitted on the half in which its image is not.
+
+    So what is said of them holds for images that chose nothing. The halves are every second image.
+    """
+    first_N = torch.arange(len(label_N)) % 2 == 0
+    divided_NC = logits_NC.clone()
+    for half_N in (first_N, ~first_N):
+        divided_NC[~half_N] /= temperature(logits_NC[half_N], label_N[half_N])
+    return divided_NC
 
 
 def divide_logits(network: nn.Module, by: float) -> bool:

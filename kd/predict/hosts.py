@@ -47,7 +47,7 @@ class Job:
     @staticmethod
     def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
         """Read the graph; `load` compares it with the manifest where it is used."""
-        names = [description.file, *(["openvino.bin"] if description.file.endswith(".xml") else [])]
+        names = [description.file, *([f"{description.file[:-4]}.bin"] if description.file.endswith(".xml") else [])]
         graph = {name: (description.folder / name).read_bytes() for name in names}
         return Job(images, description, graph, limits, top)
 

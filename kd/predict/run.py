@@ -40,7 +40,8 @@ class Settings:
     export: Path
     images: str
     to: Path = Path("predictions.csv")
-    file: str = "model.onnx"
+    file: str = ""
+    """As `kd.serve.model.describe` takes it."""
     second: Path | None = None
     """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
     top: int = 1

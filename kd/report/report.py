@@ -123,6 +123,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         operators=content(path / "profile" / "operators.json", {}),
         memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
+        scored=folder.scored(),
         exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
