@@ -16,12 +16,11 @@ import torch
 
 from _record import write
 from kd.export import parity as _parity
-from kd.export.calibrate import temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
-from kd.tasks.single_label import calibration_error
+from kd.tasks.single_label import calibration_error, temperature
 from kd.text import table
 
 

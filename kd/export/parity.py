@@ -14,13 +14,13 @@ import torch
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.evaluation import Task
-from kd.export.calibrate import divide_logits, exchanged, temperature
+from kd.export.calibrate import divide_logits, exchanged
 from kd.intervals import around, resampled, wilson
 from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
-from kd.tasks.single_label import calibration_error
+from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
