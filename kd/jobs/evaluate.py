@@ -1,7 +1,8 @@
-"""Evaluate the best student of a run, its teacher and their agreement."""
+"""Evaluate the best student of a run, its teacher and their agreement; audit its data."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from kd.setup.data import open_data
 from kd.setup.finished import Trust, load_distillation, opened_run, require_files
 from kd.setup.recipe import resolve
 
+log = logging.getLogger("kd")
 
-def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:
+
+def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False, audit: bool = False) -> dict[str, float]:
     """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split.
+
+    `audit`: also list labels that the teacher doubts and images that repeat; what it found is logged.
 
     Raises:
         RunError: it is no run folder, or needs trust.
@@ -36,4 +41,10 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> 
         setting = Setting(teachers, backend, recipe.backend)
         run = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results).run
         load_distillation(run.distillation, best)
-        return run.evaluator(run.distillation.student)
+        values = run.evaluator(run.distillation.student)
+        if audit:
+            from kd.jobs.audit import audit as audited  # only where it is asked for
+
+            for line in audited(run, recipe, teachers.data, folder.path):
+                log.info(line)
+        return values

@@ -68,6 +68,11 @@ class Data:
         return self.classes if self.labelled else self.teacher_classes or None
 
     @property
+    def splits(self) -> dict[str, Source]:
+        """The splits by name, in the order in which they are used."""
+        return {"train": self.train, "val": self.val}
+
+    @property
     def notes(self) -> list[str]:
         """What the listings left out, a line each."""
         return [*dict.fromkeys(note for one in (self.train, self.val) if isinstance(one, Noted) for note in one.notes)]
@@ -137,6 +142,10 @@ def open_sources(plan: DataPlan) -> Data:
         )
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
+    if section.exclude:
+        from kd.data.excluded import without  # only where images are left out
+
+        train, val = without(section.exclude, {"train": train, "val": val}).values()
     return Data(plan, train, val)
 
 
