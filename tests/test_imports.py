@@ -27,7 +27,7 @@ VALUES = {
     "evaluation",
 }
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "tasks", "backends"}
-FLOOR = ("models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
+FLOOR = ("audit", "models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
 BELOW_SETUP = VALUES | {"parts", "config", *FLOOR}
 SETUP = BELOW_SETUP | {"setup"}
 MAY_IMPORT = {
