@@ -30,6 +30,7 @@ from kd.files.storage import (
     write_json,
     write_text,
 )
+from kd.scores import Scored
 from kd.types import State
 
 CHECKSUM = "choices_crc32"
@@ -200,6 +201,28 @@ class RunDir:
         """Return a hash of the best checkpoint; empty before the first one."""
         folder = self._best()
         return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
+
+    def write_scored(self, scored: Scored) -> None:
+        """Write the score of the best checkpoint, scored.json."""
+        write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
+
+    def scored(self) -> Scored | None:
+        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        file = self.path / "scored.json"
+        if not file.is_file():
+            return None
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            best = self.best_weights()  # "": the checkpoints were removed
+            same = content.pop("weights") == best or not best
+            return Scored.read(content) if same else None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
+            raise RunError("run.folder", wrong, "", "Remove the file") from error
 
     def complete_copy(self) -> None:
         """Wait until the copy is complete."""

@@ -88,7 +88,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     """`kd-evaluate RUN [key=value ...]`: score student and teacher; with `--endpoint`, a running endpoint."""
     parser = new_parser(
         "kd-evaluate",
-        "Evaluate the best student of a run folder, its teacher and their agreement on the validation split; or, with "
+        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals; or, with "
         "--endpoint and --data, a running endpoint on a folder of class folders.",
         "kd-evaluate runs/vit_food data.workers=2\n"
         "         kd-evaluate --endpoint http://localhost:8080 --data images/val",
@@ -96,6 +96,8 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run folder")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
+    text = "the images: val (default), or test, on which nothing was chosen"
+    parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
     add_trust(parser)
@@ -107,13 +109,17 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         if options.endpoint:
             from kd.serve import client
 
-            values = client.evaluate(options.endpoint, options.data)
+            values, samples = client.evaluate(options.endpoint, options.data), {}
         else:
             from kd.jobs.evaluate import evaluate
 
-            values = evaluate(options.run, options.overrides, options.trust)
+            scored = evaluate(options.run, options.overrides, options.trust, options.split)
+            values, samples = scored.row, scored.samples
         for name, value in values.items():
-            print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
+            ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
+            print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
+        if not options.endpoint:
+            print(f"\n{scored.note}" if options.split == "test" else f"\n{scored.images} {scored.title} images")
 
     return guarded(command)
 

@@ -14,22 +14,25 @@ import numpy as np
 from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.config.schema import BackendSection, DataSection, StudentSection
-from kd.errors import RunError
-from kd.export import graphs
+from kd.errors import ConfigError, RunError
+from kd.export import graphs, variants
 from kd.export.card import WITH_TIMM, Card, render
-from kd.export.folder import complete, new_export, refuse_other
+from kd.export.folder import complete, new_export, refuse_other, seal
 from kd.export.graphs import Made
 from kd.export.parity import validation_images
-from kd.host import environment, processor, versions
+from kd.export.teacher import teacher_of
+from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
+from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
 from kd.setup.finished import Trust, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.text import variant_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,16 @@ class Options:
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
     Where these are not read (no graph is written), nothing is divided."""
+    compare: bool = False
+    """Every graph that this machine can run, each measured; the fastest that loses at most `max_drop` is picked."""
+    budget: float = 0.0
+    """Of `compare`: milliseconds within which a client has its answer; the most accurate graph that fits is picked."""
+    threads: int = 1
+    """Of `compare`: on how many threads an image is computed for the pick."""
+    defer: float = 0.0
+    """The largest share of wrong answers among those that are sure: see `kd.export.defer`; 0: none says so."""
+    defer_share: float = 0.0
+    """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
     tolerance: float = 1e-3
     images: int = 2000
@@ -61,6 +74,8 @@ class Exported:
     """One for each graph, for a person."""
     load: str
     """Python that loads the student."""
+    manifest: Mapping[str, Any]
+    """What manifest.json says, without files and checksum."""
 
 
 Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
@@ -85,6 +100,8 @@ class Subject:
     """Opens the validation images with which the graphs are compared."""
     baseline: Sequence[Mapping[str, Any]] = ()
     """Validation rows of the same student trained on labels alone."""
+    scored: tuple[Scored | None, Scored | None] = (None, None)
+    """The last scores of the student and of the one trained on labels alone."""
 
 
 def export(
@@ -93,15 +110,17 @@ def export(
     options: Options | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
+    teacher: bool = False,
 ) -> Exported:
-    """Export the best student of a run folder.
+    """Export the best student of a run folder, or its teacher.
 
     Args:
         path: the run folder.
-        target: where; None: `export` in the run folder.
+        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
+        teacher: export the teacher in place of the student.
 
     Raises:
         RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
@@ -115,7 +134,8 @@ def export(
     if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     options, section = options or Options(), recipe.data.section
-    refuse_other(target or path / "export")  # before minutes of work, not after
+    target = target or path / ("export-teacher" if teacher else "export")
+    refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
     if options.onnx or options.pt2:  # they are compared on images
@@ -129,10 +149,11 @@ def export(
         data=manifest.get("data", "not recorded"),
         provenance=provenance,
         baseline=RunDir(path / BASELINE).metrics("val"),
+        scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
     )
-    return write(subject, target or path / "export", options)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 @contextmanager
@@ -161,6 +182,9 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
     """
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data.section
+    if options.compare and not 1 <= options.threads <= cores():
+        allowed = f"1 to {cores()}, which this process may use"
+        raise ConfigError("--threads", f"is {options.threads}", allowed, "Measure where the endpoint will run")
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options)
         if made.calibration:
@@ -172,16 +196,20 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "name": recipe.record.name,
             "version": provenance["digest"][:12],
             "input": _input(student, section),
-            "output": _output(student, made.thresholds),
+            "output": _output(student, made),
             "parity": made.parity,
             "environment": _environment(),
         }
+        complete(draft, content, weights, provenance, facts)
+        if options.compare:
+            facts |= variants.compare(draft, made.qualities, made.image, options)
         timm_builds_it = is_timm(student.network)
         used = _commands(target.name, options.onnx, timm_builds_it)
-        card = _card(subject, made, license=options.license, commands=used, version=facts["version"])
+        more = {"version": facts["version"], "variants": variant_rows(facts)}
+        card = _card(subject, made, license=options.license, commands=used, **more)
         (draft / "README.md").write_text(render(card), encoding="utf-8")
-        complete(draft, content, weights, provenance, facts)
-    return Exported(target, made.lines, _loading(str(target), timm_builds_it))
+        seal(draft, facts)
+    return Exported(target, made.lines, _loading(str(target), timm_builds_it), facts)
 
 
 def _card(subject: Subject, made: Made, **own: Any) -> Card:
@@ -197,6 +225,7 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         data=f"{section.kind}, content hash {subject.data[:12]}",
         labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
+        defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
         metrics=subject.provenance["metrics"],
@@ -208,6 +237,8 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         crop=section.eval_crop,
         weights_from=subject.origin,
         scores=task.scores,
+        scored=subject.scored[0],
+        baseline_scored=subject.scored[1],
         **own,
     )
 
@@ -249,9 +280,9 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _output(student: Classifier, made: Made) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": thresholds} if thresholds else {}
+        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features

@@ -58,7 +58,13 @@ def complete(
     (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
     write_json(draft / "config.json", config)
     write_json(draft / "kd.json", provenance)
-    content = json.loads(json.dumps({**(facts or {}), "files": _listing(draft)}))  # as it will be read
+    seal(draft, facts or {})
+
+
+def seal(draft: Path, facts: dict[str, Any]) -> None:
+    """Write manifest.json, after which `kd-serve` serves the folder: facts, all files, a checksum."""
+    (draft / MANIFEST).unlink(missing_ok=True)
+    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as it will be read
     write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
 
 

@@ -17,9 +17,10 @@ from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
+from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
-from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
+from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 

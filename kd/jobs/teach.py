@@ -20,7 +20,8 @@ from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
+from kd.setup.fit import fit_folders, is_fitted
+from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
 POLL = 0.5
@@ -70,7 +71,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 log.info("teacher: reusing '%s'", target)
             return target
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
-        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
+        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final=False)
         if backend.rank == 0:
             from kd.export.folder import write_folder  # these two only where a teacher was fitted
             from kd.setup.finished import best_student

@@ -251,9 +251,9 @@ class Ensemble(nn.Module):
         self.runtime = " and ".join(others) or "torch"
         self.reads_ids = any(member.reads_ids for member in members)
 
-    def validation(self) -> Ensemble:
+    def validation(self, test: bool = False) -> Ensemble:
         """Return the same, asked with the ids of validation images."""
-        members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
+        members = [one.validation(test) if one.reads_ids else one for one in self.members]  # type: ignore[operator]
         return Ensemble(members, self.shares, self.average)
 
     @property

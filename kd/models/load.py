@@ -33,6 +33,7 @@ class Images:
     """How many views a training image has; 0: a fresh one every epoch."""
     transform: dict[str, Any]
     """What a training image goes through, as JSON values."""
+    test: Source | None = None
 
     def shown(self) -> dict[str, Any]:
         """Return all that the pixels of the views depend on beside the files, as JSON values."""

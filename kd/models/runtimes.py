@@ -9,12 +9,13 @@ onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from kd.errors import MissingExtra, ModelError
 from kd.models.classifier import Classifier
+from kd.models.timm_folder import is_timm
 from kd.types import Outputs
 
 OPSET = 20
@@ -63,6 +65,21 @@ class Graph(nn.Module):
             pixels = planes.unflatten(0, (-1, 3)).clamp(0, 255)
         model = self.model
         return model.head(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
+
+
+def reparameterized(model: Classifier) -> Classifier:
+    """Return a copy whose branches are merged where timm can (repvit, fastvit, mobileone): fewer layers, same answers.
+
+    The model itself stays as it was trained. One without such layers is returned itself.
+    """
+    from timm.utils.model import reparameterize_model  # only exports need it
+
+    branches, network = ("fuse", "reparameterize", "switch_to_deploy"), getattr(model.network, "inner", model.network)
+    if not is_timm(network) or not any(hasattr(layer, name) for layer in network.modules() for name in branches):
+        return model
+    merged = copy.copy(model)
+    merged._modules = {**model._modules, "network": reparameterize_model(model.network.eval())}
+    return merged
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
@@ -123,17 +140,20 @@ def write_int8(source: Path, path: Path) -> None:
         )
 
 
-def write_openvino(source: Path, path: Path) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights."""
+def write_openvino(source: Path, path: Path, half: bool = False) -> None:
+    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`."""
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
-        openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=False)
+        openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)
 
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
 
-    `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
+    Args:
+        source: the file, or its bytes.
+        threads: of the session, including the caller's.
+        spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
     """
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
@@ -197,16 +217,34 @@ def _external(message: Any) -> Iterator[str]:
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
-    `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
+    Args:
+        source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
+        threads: number of threads; 0: OpenVINO's default.
+        bf16: compute matrix products in bfloat16 instead of float32.
     """
     openvino = require("openvino", "--openvino", "openvino")
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
-    if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if bf16 and not has_bf16():
         wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
         raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
+
+
+def installed(name: str) -> bool:
+    """Return whether a package can be imported."""
+    with suppress(ImportError):
+        return importlib.import_module(name) is not None
+    return False
+
+
+def has_bf16() -> bool:
+    """Return whether OpenVINO is installed and finds bfloat16 units in this processor."""
+    if not installed("openvino"):
+        return False
+    core = importlib.import_module("openvino").Core()
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
@@ -260,8 +298,12 @@ class Exported(nn.Module):
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
-        The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
-        the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
+        Args:
+            model: in eval mode, float32, on the CPU, without features.
+            size: S.
+            runtime: "onnxruntime" or "openvino".
+            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
+                dynamically; "bf16" with openvino.
         """
         super().__init__()
         self.runtime, self.bf16 = runtime, precision == "bf16"

@@ -33,8 +33,8 @@ class Uncached:
     def flush(self) -> None:
         """Do nothing: no outputs are stored."""
 
-    def validation(self) -> Any:
-        """Return the teacher of the validation images; the same one, where it looks at pixels."""
+    def validation(self, test: bool = False) -> Any:
+        """Return the teacher of the validation images, or of the test images; the same one where it looks at pixels."""
         return self
 
 
@@ -84,12 +84,12 @@ class LiveTeacher(Uncached):
             self.model = remake(self.model)
         self.micro_batch = micro_batch
 
-    def validation(self) -> LiveTeacher:
-        """Return the teacher of the validation images: where it answers by ids, they are those of another listing."""
+    def validation(self, test: bool = False) -> LiveTeacher:
+        """Return the teacher of other images: where it answers by ids, they are those of another listing."""
         if not self.reads_ids:
             return self
         other = copy.copy(self)
-        other.model = self.model.validation()  # type: ignore[operator]
+        other.model = self.model.validation(test)  # type: ignore[operator]
         return other
 
     def _forward(self, batch: Batch) -> list[Outputs]:

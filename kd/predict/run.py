@@ -8,20 +8,20 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.errors import RunError
+from kd.errors import ModelError, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import Classifier, Row
+from kd.predict.classifier import BY, Classifier, Row
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
-from kd.serve.model import describe, load
+from kd.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
@@ -40,7 +40,10 @@ class Settings:
     export: Path
     images: str
     to: Path = Path("predictions.csv")
-    file: str = "model.onnx"
+    file: str = ""
+    """As `kd.serve.model.describe` takes it."""
+    second: Path | None = None
+    """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
     top: int = 1
     """Labels of each image, best first. 0: all."""
     cores: int = 0
@@ -59,13 +62,15 @@ class Summary:
     """Name and error of the first few."""
     num_unreadable: int
     seconds: float
+    passed_on: int
+    """Images for which the second model answered."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     """Classify images, or embed them, and write one row for each, in the order of their names.
 
     Raises:
-        ModelError: the folder is not a whole export.
+        ModelError: the folder is not a whole export, or the second model does not go with the first.
         DataError: there are no images, or the storage is away.
         RunError: the disk is full, the result exists or belongs to something else.
         MissingExtra: a package is not installed.
@@ -76,6 +81,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
+    second = _second(settings, described)
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
@@ -86,11 +92,13 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         "images": len(images.names),
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
+        **({"unsure": _bands(described)} if described.output.unsure else {}),
+        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
     }
     cores = settings.cores or usable_cores()
-    model = load(described, threads=1, slots=cores)
-    model.warm_up(1)
-    classifier = Classifier(images, model, Limits(max_pixels=settings.max_pixels), top)
+    classifier = _classifier(
+        [described, *([second] if second else [])], images, Limits(max_pixels=settings.max_pixels), top, cores
+    )
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -110,10 +118,52 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         seconds = time.monotonic() - started
         several = bool(described.output.thresholds)
         scored = described.labels if several and top == len(described.labels) else ()
-        journal.finish(settings.to, 0 if several else top, scored)
+        more = [*(["sure"] if described.output.unsure else []), *([BY] if second else [])]
+        journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds)
+    counted = (journal.num_unreadable, seconds, journal.passed_on)
+    return Summary(len(images.names), resumed, unreadable, *counted)
+
+
+def _bands(described: Description) -> list[list[float]]:
+    return [list(band) for band in described.output.unsure]
+
+
+def _second(settings: Settings, first: Description) -> Description | None:
+    """Read the manifest of the second model.
+
+    Raises:
+        ModelError: it is no export, it has other classes than the first, or the first never says that it is unsure.
+    """
+    if settings.second is None:
+        return None
+    if not first.output.unsure:
+        wrong = f"'{settings.export}' does not say which of its answers are sure"
+        raise ModelError("--second", wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
+    if not (settings.second / "model.onnx").is_file():
+        remedy = "A teacher is written by `kd-export RUN --teacher`"
+        raise ModelError("--second", f"'{settings.second}' is no export: it has no model.onnx", "", remedy)
+    second = describe(settings.second)
+    if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
+        other = [*(set(second.labels) ^ set(first.labels)), ""][0]
+        differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
+        wrong = differ if other else "one of the two answers with one label an image, the other with several"
+        raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
+    return second
+
+
+def _classifier(
+    described: Sequence[Description], images: listing.Images, limits: Limits, top: int, cores: int
+) -> Classifier:
+    """Load the first model, and the second if there is one."""
+    classifier = None
+    for one in reversed(described):
+        model = load(one, threads=1, slots=cores)
+        model.warm_up(1)
+        classifier = Classifier(images, model, limits, top, classifier)
+    assert classifier is not None
+    return classifier
 
 
 def rows_of_all(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:

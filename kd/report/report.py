@@ -115,6 +115,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
         answers=counted,
+        scored=folder.scored(),
         exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,

@@ -28,7 +28,8 @@ class Settings:
     """How to serve."""
 
     folder: Path
-    file: str = "model.onnx"
+    file: str = ""
+    """Of the graph; "": the one that `kd-export --compare` picked, or model.onnx."""
     host: str = "127.0.0.1"
     port: int = 8080
     cores: int = 0

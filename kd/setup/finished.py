@@ -147,7 +147,8 @@ class Trust:
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
         """Refuse other images than those that the run recorded."""
-        if not self.images and data.fingerprint != manifest.get("data"):
+        test = data.test.fingerprint if data.test is not None else ""
+        if not self.images and (data.fingerprint, test) != (manifest.get("data"), manifest.get("test", "")):
             wrong = "the images are not those that the run recorded (their content hash differs)"
             raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kd.contracts import Backend, Teacher
 from kd.errors import DataError
 from kd.evaluation import Evaluation, Split
+from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.types import Batch, Outputs
 
@@ -135,6 +136,8 @@ class Evaluator:
         self._bytes = 0
         self._searched: dict[str, Tensor] = {}
         """The teachers' vectors of the bank."""
+        self._right: dict[str, Tensor] = {}
+        """Of the last evaluation: which images are right, bool [M] by key."""
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -162,6 +165,10 @@ class Evaluator:
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {}
+
+    def samples(self) -> dict[str, Samples]:
+        """Return which images are right, of each accuracy."""
+        return {key: Samples(one.double().mean().item(), right=one.numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
         """Return all values, or none where `stop` said so."""
@@ -201,7 +208,8 @@ class Evaluator:
         for name, bank_ND in {"": student_ND, **self._searched}.items():
             for kind, classify in (("knn", nearest), ("probe", ridge)):
                 votes_MC = classify(bank_ND[use_N], label_N[use_N], asking_MD[name][use_M], self.num_classes)
-                scores[_key(name, kind)] = (votes_MC.argmax(-1) == wanted_M[use_M]).double().mean().item()
+                self._right[_key(name, kind)] = right_M = votes_MC.argmax(-1) == wanted_M[use_M]
+                scores[_key(name, kind)] = right_M.double().mean().item()
         return scores
 
     def _ask(self, number: int, batch: Batch) -> Outputs:
