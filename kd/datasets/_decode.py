@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.files.pixels import MAX_BYTES, to_rgb
-from kd.files.retry import REMEDY, retried
+from kd.files.storage import REMEDY, retried
 from kd.types import Decoded
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None

@@ -13,7 +13,7 @@ import numpy as np
 from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Names, fingerprint, first_few, read_file, stamp
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
-from kd.files.retry import retried
+from kd.files.storage import retried
 from kd.types import Decoded, Label
 
 WHERE = "data.root"

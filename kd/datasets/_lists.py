@@ -115,7 +115,7 @@ class Lists:
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:
-    """Return what `read` makes of a text file with one of these endings; it raises ValueError where that is not `form`."""
+    """Return what `read` makes of a text file with one of these endings; ValueError: that is not `form`."""
     if not path.lower().endswith(tuple(endings)):
         raise DataError(where, f"is '{path}'", f"A file that ends in {', '.join(endings)}", "Write it as one of them")
     try:
