@@ -1,9 +1,11 @@
 """A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
 
-Stages, one per rank: each rank has its own images. All images are gathered and run through the stages, one micro-batch per rank. The last
-stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point sends are used.
-Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process group
-is created: rank 0 broadcasts one tensor at a time in the default group.
+Stages: each rank has one, and its own images. The images of all are gathered and run through the stages, one micro-batch
+per rank. The last stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point
+sends are used.
+
+Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process
+group is created: rank 0 broadcasts one tensor at a time in the default group.
 """
 
 from __future__ import annotations

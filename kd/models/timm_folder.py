@@ -1,4 +1,4 @@
-"""A model as a folder that timm loads: what its config.json says, how it is written, whether weights are there and fit."""
+"""A model as a folder that timm loads: its config.json, how it is written, and whether weights are there and fit."""
 
 from __future__ import annotations
 
