@@ -1,6 +1,6 @@
 """A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
 
-Stages: each rank has one, and its own images. The images of all are gathered and run through the stages, one micro-batch
+Stages: each rank has one, and its own images. Those of all are gathered and run through the stages, one micro-batch
 per rank. The last stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point
 sends are used.
 
