@@ -1,4 +1,4 @@
-"""`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`: SageMaker."""
+"""`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform EXPORT IMAGES`: SageMaker."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def launch(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["deploy"]:
         return _deploy(argv[1:])
+    if argv[:1] == ["transform"]:
+        return _transform(argv[1:])
     return _train(argv)
 
 
@@ -36,7 +38,7 @@ def _train(argv: Sequence[str]) -> int:
     parser = new_parser(
         "kd-launch",
         "Train CONFIG on SageMaker and follow its log. A value s3://... of the configuration becomes a channel of the "
-        "job. Also: kd-launch deploy EXPORT.",
+        "job. Also: kd-launch deploy EXPORT, kd-launch transform EXPORT IMAGES.",
         "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge --count 4 --spot --dry-run",
     )
     parser.add_argument("--instance", metavar="TYPE", default="", help="instance type of the trainers")
@@ -123,6 +125,37 @@ def _deploy(argv: Sequence[str]) -> int:
             from kd.sagemaker import aws
 
             print(aws.deploy(requests, options.export, model.labels))
+
+    return guarded(command)
+
+
+def _transform(argv: Sequence[str]) -> int:
+    parser = new_parser(
+        "kd-launch transform",
+        "Classify all images below an S3 prefix in a batch transform job. Each image gets a file NAME.out (JSON).",
+        "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance ml.c5.2xlarge --count 4",
+        with_config=False,
+    )
+    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
+    parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
+    _add_hosting_options(parser)
+    parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
+    text = "requests at once per instance (default 8)"
+    parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
+    options = parser.read(argv)
+
+    def command() -> None:
+        from kd.sagemaker.requests import transform_requests
+        from kd.serve.model import describe
+
+        hosting = _hosting(options, describe(options.export).name)
+        output = options.to or f"{options.output}/transform/{hosting.name}"
+        requests = transform_requests(hosting, options.images, output, options.at_once)
+        if _validate(requests, options.dry_run):
+            from kd.sagemaker import aws
+
+            aws.transform(requests, options.export)
+            print(f"results: {output}")
 
     return guarded(command)
 

@@ -76,6 +76,20 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
     return f"endpoint {name} is in service; a grey image is '{label}'. {remove}"
 
 
+def transform(requests: Mapping[str, Request], export: Path) -> None:
+    """Upload an export, send `requests.transform_requests`, and wait for the end of the job."""
+    name = requests["CreateTransformJob"]["TransformJobName"]
+    with _aws_errors("transform"):
+        sagemaker = _create(requests, export)
+        print(f"transform job {name} is created", flush=True)
+        try:
+            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name)
+        except KeyboardInterrupt:
+            stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            print(f"transform job {name} goes on. {stop}", flush=True)
+            raise
+
+
 def _create(requests: Mapping[str, Request], export: Path) -> Any:
     """Upload an export to where CreateModel reads it, send all requests, and return the client."""
     sagemaker = _client("sagemaker")

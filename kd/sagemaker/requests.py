@@ -1,6 +1,6 @@
-"""Requests to SageMaker as plain data: a training job, an endpoint. `aws` sends them.
+"""Requests to SageMaker as plain data: a training job, an endpoint, a batch transform. `aws` sends them.
 
-Source: the API reference of CreateTrainingJob, CreateModel, and CreateEndpointConfig, as botocore's
+Source: the API reference of CreateTrainingJob, CreateModel, CreateEndpointConfig and CreateTransformJob, as botocore's
 service model has it. `validate` checks a request against that model.
 """
 
@@ -205,12 +205,12 @@ def _channel(name: str, uri: str) -> dict[str, Any]:
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
-# --------------------------------------------------------------------------------------------- endpoint
+# --------------------------------------------------------------------------------------------- endpoint, transform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosting:
-    """An export on SageMaker, as an endpoint."""
+    """An export on SageMaker: an endpoint or a batch transform."""
 
     name: str
     image: str
@@ -245,6 +245,26 @@ def model_request(hosting: Hosting) -> dict[str, Any]:
         "ExecutionRoleArn": hosting.role,
         "PrimaryContainer": {"Image": hosting.image, "ModelDataUrl": hosting.model},
     }
+
+
+def transform_requests(hosting: Hosting, images: str, output: str, at_once: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments of CreateModel and CreateTransformJob: each image is one request to kd-serve.
+
+    `images` and `output` are `s3://bucket/prefix`. Each image gets a file `NAME.out` with one JSON prediction. An
+    instance gets `at_once` requests at a time; kd-serve lets up to 32 wait.
+    """
+    source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": images}}
+    job = {
+        "TransformJobName": hosting.name,
+        "ModelName": hosting.name,
+        "MaxConcurrentTransforms": at_once,
+        "MaxPayloadInMB": 6,
+        "BatchStrategy": "SingleRecord",
+        "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
+        "TransformOutput": {"S3OutputPath": output, "Accept": "application/json"},
+        "TransformResources": {"InstanceType": hosting.instance, "InstanceCount": hosting.count},
+    }
+    return {"CreateModel": model_request(hosting), "CreateTransformJob": job}
 
 
 # -------------------------------------------------------------------------------------------------------- validation

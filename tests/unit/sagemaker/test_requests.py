@@ -331,15 +331,19 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
 
 
-def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "more", "told"),
+    [("deploy", (), "delete-endpoint --endpoint-name fruit"), ("transform", ("s3://bucket/in",), "stop-transform-job")],
+)
+def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch, what, more, told):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sending, "_wait", interrupted)
-    answer = command("launch", "deploy", exported, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
+    answer = command("launch", what, exported, *more, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
     assert (answer.code, answer.err) == (130, "interrupted\n")
     assert "fruit goes on" in answer.out
-    assert "delete-endpoint --endpoint-name fruit" in answer.out
+    assert told in answer.out
 
 
 def test_what_aws_refuses_is_one_line(aws, exported, refused):
@@ -352,3 +356,13 @@ def test_an_endpoint_that_answers_something_else_is_named(aws, exported):
     hosting = requests.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name odd"):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
+
+
+def test_a_batch_transform(aws, exported, command):
+    options = ("--instance", "ml.c5.xlarge", "--name", "all-fruit", *GIVEN)
+    answer = command("launch", "transform", exported, "s3://bucket/images", *options)
+    assert answer.code == 0, answer
+    assert "results: s3://bucket/kd/transform/all-fruit" in answer.out
+    told = aws("sagemaker").describe_transform_job(TransformJobName="all-fruit")
+    assert told["TransformInput"]["ContentType"] == "application/x-image"
+    assert told["TransformJobStatus"] == "Completed"
