@@ -27,10 +27,8 @@ Settings = TypeVar("Settings")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 REMOVED = {
     "--verify": "each command that opens a cache compares a sample",
-    "--compile-only": "a run of a few steps fills the compiler's cache",
     "--push": "`hf upload OWNER/NAME FOLDER` does the same",
     "--live": "kd-report writes the page of a run that goes, too",
-    "--ray": "run kd-predict on each host, on its part of the list",
 }
 """Flags of earlier versions, and what to do instead."""
 

@@ -39,9 +39,10 @@ def export(argv: Sequence[str] | None = None) -> int:
         if rows := variant_rows(exported.manifest):
             print(f"{table(rows)}\n{VARIANTS_NOTE}\npicked: {exported.manifest['pick']}, which kd-serve now loads")
         if options.sagemaker:
-            from kd.sagemaker.aws import sagemaker_archive
+            from kd.sagemaker.archives import sagemaker_archives
 
-            print(f"wrote {sagemaker_archive(exported.folder)}")
+            for path in sagemaker_archives(exported.folder):
+                print(f"wrote {path}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -64,8 +65,15 @@ def _export_parser() -> Parser:
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
+    text = (
+        "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
+    )
+    add("--int8", action="store_true", help=text)
+    text = "of --int8: where none holds, train the quantized student on for so many steps"
+    add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
+    add("--index", action="store_true", help=text)
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
@@ -80,7 +88,8 @@ def _export_parser() -> Parser:
     add("--budget", metavar="TIME", type=_milliseconds, default=0.0, help=text)
     text = "on which an image is computed for the pick (default 1, as kd-serve does)"
     add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
-    add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
+    text = "points of accuracy that int8 may lose on the validation images (default 1)"
+    add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
     add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
     add_trust(parser)
@@ -150,6 +159,13 @@ def _milliseconds(text: str) -> float:
     return float(match[1]) * (1000 if match[2] == "s" else 1)
 
 
+def _points(text: str) -> float:
+    try:
+        return float(text) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5") from None
+
+
 def _cores(text: str) -> int:
     return 0 if text == "auto" else whole_number(1, 4096)(text)
 
@@ -193,6 +209,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
+    add("--ray", action="store_true", help="use all hosts of the Ray cluster that RAY_ADDRESS names")
     options = parser.read(argv)
 
     def command() -> None:
@@ -201,8 +218,9 @@ def predict(argv: Sequence[str] | None = None) -> int:
         result = predict(taken(Settings, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
+        hosts = f" on {result.hosts} hosts" if options.ray else ""
         passed = f", {result.passed_on} of them by the second model" if options.second else ""
-        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s: {options.to}")
+        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -10,7 +10,7 @@ from kd.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`kd-train CONFIG [key=value ...] [--check]`: distill a teacher into a student."""
+    """`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distill a teacher into a student."""
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
@@ -18,6 +18,8 @@ def train(argv: Sequence[str] | None = None) -> int:
     )
     text = "check everything, time a few steps, say what the run takes and costs; train nothing"
     parser.add_argument("--check", action="store_true", help=text)
+    text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
+    parser.add_argument("--compile-only", action="store_true", help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -27,6 +29,11 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.setup.recipe import resolve
 
             print(forecast(resolve(settings), options.config))
+            return
+        if options.compile_only:
+            from kd.jobs.precompile import compile_only
+
+            print(compile_only(settings))
             return
         from kd.jobs.train import train
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -15,16 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-from PIL import features
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
+from kd.cluster import check_versions, connect, decoding_versions
 from kd.contracts import Dataset
 from kd.data.loader import Fetch, Request
-from kd.errors import KdError, RunError
-from kd.host import versions
+from kd.errors import KdError
 from kd.types import TENSORS, Batch
 
 WHERE = "data.loader"
+PACKAGES = ("torch", "timm")
+"""What transforms an image, beside what decodes it."""
 AHEAD = 2
 """Calls for each decoder that are on their way, of all ranks together."""
 
@@ -46,7 +46,7 @@ class Decoder:
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
         """Return the id and the address of this host, and the versions that pixels depend on."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*PACKAGES)
 
     def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
         """Return a batch as arrays, or the error that the dataset raised."""
@@ -119,7 +119,7 @@ class Pool:
 
         A call may take `deadline` seconds.
         """
-        connect()
+        connect(WHERE)
         self.deadline, self.slots = deadline, list[Slot]()
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
@@ -178,11 +178,7 @@ class Pool:
             if time.monotonic() - slot.probed > 1.0:
                 slot.ping()
             return
-        ours = decoding_versions()
-        other = [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]
-        if other:
-            remedy = "Install the same packages on all hosts, or use one image for all"
-            raise RunError(WHERE, f"the host {slot.address} decodes with {', '.join(other)}", "", remedy)
+        check_versions(WHERE, slot.address, theirs, decoding_versions(*PACKAGES))
         slot.probe = None
         if slot.address in self._silent:
             self._silent.remove(slot.address)
@@ -253,27 +249,3 @@ class Pool:
             return call
         self.forget([call])
         return self.send(dataset, call.request)
-
-
-def connect() -> None:
-    """Connect this process to the cluster, once."""
-    if ray.is_initialized():
-        return
-    address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/cluster.md"
-    # Ray puts its own handler in the place of ours, which writes a checkpoint.
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(WHERE, f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})", "", remedy) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-def decoding_versions() -> dict[str, str]:
-    """Return the versions of what decodes and transforms an image here."""
-    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
-    decoders = {name: features.version(name) or "" for name in libraries}
-    return versions("kd", "torch", "timm", "numpy", "pillow", "pillow-heif") | decoders

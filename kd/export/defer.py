@@ -202,4 +202,4 @@ def _unreached(rule: Rule, least: float, images: int, whom: str) -> ModelError:
         f"no confidence holds {rule.wrong:g}{whom}: of the surest answers up to {least:.3g} may be wrong, "
         f"as far as the {images} validation images that choose it can say"
     )
-    return ModelError(rule.where, wrong, "", f"Allow more, take all images (--images 0), or --defer-share 0.1")
+    return ModelError(rule.where, wrong, "", "Allow more, take all images (--images 0), or --defer-share 0.1")

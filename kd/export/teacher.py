@@ -10,7 +10,7 @@ from kd.errors import ModelError
 from kd.models.classifier import Classifier, digest
 from kd.setup.data import open_sources
 from kd.setup.finished import Trust
-from kd.setup.fit import load_fitted
+from kd.setup.teacher import load_fitted
 
 if TYPE_CHECKING:
     from kd.export.export import Subject

@@ -127,6 +127,10 @@ class Measured:
     speed: Mapping[int, Speed]
     """By number of threads: one image at a time on so many."""
 
+    def holds(self, max_drop: float) -> bool:
+        """Return whether it loses at most so much; float32 was compared with PyTorch image by image."""
+        return self.variant.precision == "float32" or self.quality.drop <= max_drop
+
     def facts(self) -> dict[str, Any]:
         """Return all of it as JSON values, for manifest.json."""
         one, quality = self.variant, asdict(self.quality)
@@ -174,12 +178,10 @@ def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, op
         `variants`, `pick` and how it was picked, for manifest.json.
     """
     rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
-    found = {one.variant.name: {**one.facts(), "written": one.quality.drop <= options.max_drop} for one in rows}
+    found = {one.variant.name: {**one.facts(), "written": one.holds(options.max_drop)} for one in rows}
     chosen = pick(rows, options.threads, options.max_drop, options.budget)
-    for one in rows:
-        if not found[one.variant.name]["written"]:
-            for path in one.variant.paths:
-                path.unlink()
+    for path in (path for one in rows if not one.holds(options.max_drop) for path in one.variant.paths):
+        path.unlink()
     picked = {"threads": options.threads, "budget_ms": options.budget, "max_drop": options.max_drop}
     return {"variants": found, "pick": chosen, "picked": picked}
 
@@ -191,7 +193,7 @@ def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: flo
     `max_drop` and are not slower than float32 in onnxruntime.
     """
     limit = next(one for one in rows if one.variant.name == FLOAT32).speed[threads].p50_ms
-    allowed = [one for one in rows if one.quality.drop <= max_drop and one.speed[threads].p50_ms <= limit]
+    allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]
     fastest = min(allowed, key=lambda one: one.speed[threads].p50_ms)
     if not budget_ms:
         return fastest.variant.name

@@ -18,7 +18,11 @@ from kd.setup.recipe import resolve
 
 
 def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val") -> Scored:
-    """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test"."""
+    """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test".
+
+    Raises:
+        RunError: it is no run folder, or needs trust, or has no test split.
+    """
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))

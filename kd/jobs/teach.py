@@ -20,8 +20,7 @@ from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.fit import fit_folders, is_fitted
-from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
+from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
 POLL = 0.5

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ class Spec:
     """A .safetensors file or a folder."""
     pretrained: bool = False
     """Load the weights that come with the name, the folder or the hub id."""
+    free_size: bool = False
+    """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
     exact_head: bool = False
     """The pretrained head must have these very classes in this order; otherwise it is replaced."""
     images: Images | None = None
@@ -113,9 +116,9 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         _load_weights(spec, network, *weights)
     config = data_config(network)
     made = Classifier(
-        network,
+        _laid_out(network),
         num_classes=len(classes),
-        input_size=config["input_size"][-1],
+        input_size=_input_size(spec, network, config, image_size),
         mean=config["mean"],
         std=config["std"],
         features=features,
@@ -124,6 +127,25 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     )
     made.home = _home(config) if spec.exact_head and pretrained else None
     return made
+
+
+def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int) -> int:
+    """Return the size of the images that a network sees: that of its weights, or the data's where it is free."""
+    described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+    fixed = getattr(network, "pretrained_cfg", {}).get("fixed_input_size")
+    return image_size if spec.free_size and not fixed and not described else config["input_size"][-1]
+
+
+def _laid_out(network: nn.Module) -> nn.Module:
+    """Let a convolutional network keep channels last in memory.
+
+    On two AMD EPYC cores in bfloat16 a training step of a ResNet-18 at 64 px then takes 0.83 of the time, that of a
+    ResNet-10 of 24 channels 0.65 (benchmarks/layout.py). Networks of linear layers gain nothing and stay as they are.
+    """
+    convolved = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Conv2d))
+    if 2 * convolved < sum(p.numel() for p in network.parameters()):
+        return network
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _home(config: dict[str, Any]) -> Home:

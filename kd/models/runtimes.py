@@ -141,7 +141,11 @@ def write_int8(source: Path, path: Path) -> None:
 
 
 def write_openvino(source: Path, path: Path, half: bool = False) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`."""
+    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`.
+
+    Raises:
+        MissingExtra: openvino is not installed.
+    """
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
         openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)
@@ -150,10 +154,7 @@ def write_openvino(source: Path, path: Path, half: bool = False) -> None:
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
 
-    Args:
-        source: the file, or its bytes.
-        threads: of the session, including the caller's.
-        spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
+    `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
     """
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
@@ -217,10 +218,7 @@ def _external(message: Any) -> Iterator[str]:
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
-    Args:
-        source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
-        threads: number of threads; 0: OpenVINO's default.
-        bf16: compute matrix products in bfloat16 instead of float32.
+    `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
     """
     openvino = require("openvino", "--openvino", "openvino")
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
@@ -298,12 +296,8 @@ class Exported(nn.Module):
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
-        Args:
-            model: in eval mode, float32, on the CPU, without features.
-            size: S.
-            runtime: "onnxruntime" or "openvino".
-            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
-                dynamically; "bf16" with openvino.
+        The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
+        the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
         """
         super().__init__()
         self.runtime, self.bf16 = runtime, precision == "bf16"

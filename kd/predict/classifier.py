@@ -1,11 +1,12 @@
-"""A model and the images that it classifies: the rows of some of them."""
+"""A model and the images that it classifies: the rows of some of them, and the rows of all in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ STAMP = "stamp"
 BY, FIRST, SECOND = "answered_by", "first", "second"
 """Key of a row where a second model is asked, and its values."""
 Row = dict[str, Any]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +74,16 @@ class Classifier:
         for i, answer in zip(unsure, answers, strict=True):
             made[i] = answer if "error" in answer else {**answer, BY: SECOND}
         return made
+
+
+def in_order(
+    ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: Callable[[], int]
+) -> Iterator[Result]:
+    """Submit ids in chunks and yield the results in their order; `ahead()` are under way at the same time."""
+    window: deque[Future[Result]] = deque()
+    for first in range(0, len(ids), chunk):
+        window.append(submit(ids[first : first + chunk]))
+        while len(window) > ahead():
+            yield window.popleft().result()
+    while window:
+        yield window.popleft().result()

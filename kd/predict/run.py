@@ -1,4 +1,4 @@
-"""Classify many images, on as many threads as there are cores, into one file."""
+"""Classify many images, on as many threads as there are cores or on the hosts of a Ray cluster, into one file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import shutil
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.errors import ModelError, RunError
+from kd.errors import MissingExtra, ModelError, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import BY, Classifier, Row
+from kd.predict.classifier import BY, Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
 from kd.serve.model import Description, describe, load
@@ -49,6 +49,8 @@ class Settings:
     cores: int = 0
     """0: as many as the affinity and the cgroup allow."""
     max_pixels: int = 100_000_000
+    ray: bool = False
+    """Use all hosts of the cluster that RAY_ADDRESS names, and not the cores of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Summary:
     """Name and error of the first few."""
     num_unreadable: int
     seconds: float
+    hosts: int
+    """Machines that have classified some."""
     passed_on: int
     """Images for which the second model answered."""
 
@@ -72,7 +76,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     Raises:
         ModelError: the folder is not a whole export, or the second model does not go with the first.
         DataError: there are no images, or the storage is away.
-        RunError: the disk is full, the result exists or belongs to something else.
+        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
         MissingExtra: a package is not installed.
     """
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
@@ -95,10 +99,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         **({"unsure": _bands(described)} if described.output.unsure else {}),
         **({"second": [second.name, second.version, _bands(second)]} if second else {}),
     }
-    cores = settings.cores or usable_cores()
-    classifier = _classifier(
-        [described, *([second] if second else [])], images, Limits(max_pixels=settings.max_pixels), top, cores
-    )
+    rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -106,7 +107,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         if journal.changed:
             note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
             print(note, file=sys.stderr, flush=True)
-        for row in chain.from_iterable(rows_of_all(classifier, resumed, cores)):
+        for row in chain.from_iterable(rows(resumed)):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
                 printed = now
@@ -122,7 +123,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    counted = (journal.num_unreadable, seconds, journal.passed_on)
+    counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
     return Summary(len(images.names), resumed, unreadable, *counted)
 
 
@@ -153,20 +154,32 @@ def _second(settings: Settings, first: Description) -> Description | None:
     return second
 
 
-def _classifier(
-    described: Sequence[Description], images: listing.Images, limits: Limits, top: int, cores: int
-) -> Classifier:
-    """Load the first model, and the second if there is one."""
+def _classify(
+    settings: Settings, described: Sequence[Description], images: listing.Images, top: int
+) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help.
+
+    `described`: the first model, and the second if there is one.
+    """
+    limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
+    if settings.ray:
+        try:
+            from kd.predict.hosts import Job, by_hosts
+        except ImportError as error:
+            raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
+        first, *others = [Job.of(one, images, limits, top) for one in described]
+        return partial(by_hosts, replace(first, second=next(iter(others), None)), hosts), hosts
+    cores = settings.cores or usable_cores()
     classifier = None
     for one in reversed(described):
         model = load(one, threads=1, slots=cores)
         model.warm_up(1)
         classifier = Classifier(images, model, limits, top, classifier)
     assert classifier is not None
-    return classifier
+    return partial(_by_threads, classifier, cores=cores), hosts
 
 
-def rows_of_all(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
+def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order, a chunk at a time."""
     images, workers, readers = classifier.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
 
@@ -176,13 +189,7 @@ def rows_of_all(classifier: Classifier, start: int, cores: int) -> Iterator[list
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:
-        window: deque[Future[list[Row]]] = deque()
-        for first in range(start, len(images.names), CHUNK):
-            window.append(submit(range(first, min(first + CHUNK, len(images.names)))))
-            while len(window) > ahead:
-                yield window.popleft().result()
-        while window:
-            yield window.popleft().result()
+        yield from in_order(range(start, len(images.names)), CHUNK, submit, lambda: ahead)
     finally:  # nobody waits for a storage that does not answer
         for pool in (workers, readers):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -32,6 +32,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.machine(runs),
         sections.sifting(runs),
         answers(runs),
+        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
         _notes(runs),

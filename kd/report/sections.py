@@ -10,7 +10,7 @@ from kd.progress.sifting import saving_text
 from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
 from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
-from kd.text import clock, percent
+from kd.text import VARIANTS_NOTE, clock, percent, variant_rows
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")
@@ -217,6 +217,26 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     return card(
         title, lines(series, 515, 200, CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
     )
+
+
+def variants(runs: Sequence[RunRecord]) -> str:
+    """Show what `kd-export --compare` measured: a table, and the score of each graph against its time on one thread."""
+    cards = []
+    for run in runs:
+        rows, found = variant_rows(run.exported), run.exported.get("variants", {})
+        if not rows:
+            continue
+        series = []
+        for i, (name, one) in enumerate(found.items()):
+            time, ends = float(one["speed"]["1"]["p50_ms"]), [float(end) for end in one["interval"]]
+            series.append(Series(name, color(i), [time], [float(one["score"])]))
+            series.append(Series(f"{name}, 95 %", color(i), [time, time], ends, dashed=True))
+        first = next(iter(found.values()))
+        plot = lines(series, 515, 240, "p50 on one thread, ms", first["unit"])
+        names = legend([(name, color(i)) for i, name in enumerate(found)])
+        cards.append(card(run.name if len(runs) > 1 else "", table(rows, ["file"])))
+        cards.append(card(f"{first['title'].capitalize()} against time", plot, names))
+    return section("Which file to ship", VARIANTS_NOTE, *cards)
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:

@@ -1,1 +1,1 @@
-"""SageMaker: requests, jobs of several hosts, the archive of an export."""
+"""SageMaker: requests, jobs of several hosts, archives of an export, the handler of its PyTorch container."""

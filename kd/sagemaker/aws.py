@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import io
 import json
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from kd.errors import MissingExtra, RunError
-from kd.files.storage import atomic_folder, refuse_unlisted
+from kd.sagemaker.archives import container_archive
 
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0
@@ -164,32 +162,3 @@ def _aws_errors(step: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         remedy = "Check credentials, region and names, then run the same command again"
         raise RunError(step, reason, "", remedy) from error
-
-
-NAME = "container/model.tar.gz"
-HEAVY = ("model.safetensors", "model.pt2")
-"""What `kd-serve` never reads."""
-
-
-def sagemaker_archive(export: Path) -> Path:
-    """Write `container/model.tar.gz` into `<export>-sagemaker` and return its path."""
-    folder = export.parent / f"{export.name}-sagemaker"
-    refuse_unlisted(folder, [NAME, "pytorch/model.tar.gz"], "--sagemaker")  # older versions wrote a second one
-    with atomic_folder(folder, where="--sagemaker") as draft:
-        (draft / NAME).parent.mkdir()
-        (draft / NAME).write_bytes(container_archive(export))
-    return folder / NAME
-
-
-def container_archive(export: Path) -> bytes:
-    """Return its bytes, the same for the same files: no times, no owners. It unpacks to /opt/ml/model."""
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
-        tarfile.open(fileobj=zipped, mode="w") as tar,
-    ):
-        for path in sorted(path for path in export.iterdir() if path.is_file() and path.name not in HEAVY):
-            entry = tarfile.TarInfo(path.name)
-            entry.size, entry.mode = path.stat().st_size, 0o644
-            tar.addfile(entry, io.BytesIO(path.read_bytes()))
-    return packed.getvalue()

@@ -23,7 +23,7 @@ from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
 from kd.config.load import read_yaml
-from kd.config.schema import DataSection
+from kd.config.schema import DataSection, LossSection
 from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
@@ -31,6 +31,7 @@ from kd.models.classifier import Classifier, digest
 from kd.setup.data import Data, DataPlan
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.student import build_student
+from kd.types import Dims
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
@@ -81,8 +82,7 @@ def best_student(
 ) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(plan.section, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(replace(plan, section=section, features=()), classes, data.image_size)
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
@@ -94,6 +94,28 @@ def best_student(
         "eval_crop": data.eval_crop,
     }
     return student, provenance
+
+
+def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned.
+
+    Raises:
+        RunError: none of the losses has learned one.
+    """
+    _, tensors, _ = folder.best()
+    number = 0
+    for i, section in enumerate(losses):
+        prefix = f"model.criterion.terms.{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        teacher, student = own["project.weight"].shape if "project.weight" in own else (1, 1)
+        dims = Dims(2, student, teacher, (1, student), (1, teacher))
+        term: Any = parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+        if section.weight and hasattr(term, "projected"):
+            term.load_state_dict(own)
+            return term.project
+        number += teachers if term.needs.features else 1
+    wrong = "no loss of this run maps the student's vectors into the teacher's space"
+    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
 
 
 def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:

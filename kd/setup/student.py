@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -23,10 +24,15 @@ from kd.setup.trial import Trial, Work, trial_images
 from kd.types import Dims
 
 
-def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) -> Classifier:
-    """Build the student; its random weights are a function of the run's seed."""
+def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True) -> Classifier:
+    """Build the student; its random weights are a function of the run's seed.
+
+    With `weights=False` they are random also where the plan names others: the caller loads its own, or none.
+    """
     torch.manual_seed(seed_from(plan.seed, "student"))
-    made = {"spec": student_spec(plan, classes), "image_size": image_size, "features": plan.features}
+    spec = student_spec(plan, classes)
+    spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
+    made = {"spec": spec, "image_size": image_size, "features": plan.features}
     return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
 
 
@@ -40,6 +46,7 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
         classes=classes if plan.task.logits else (),
         checkpoint=section.checkpoint,
         pretrained=section.init == "pretrained",
+        free_size=section.init == "scratch",
         task=None if section.kind == "timm" else plan.task,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -15,6 +16,7 @@ from PIL import Image
 from serving import Running
 
 from kd.errors import KdError
+from kd.sagemaker import handler
 from kd.serve import client
 
 
@@ -89,3 +91,7 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
         with pytest.raises(KdError, match="embedding model, which has no labels"):
             client.evaluate(f"http://{server.host}:{server.port}", photos / "val")
         assert server.stop() == 0
+    model = handler.model_fn(str(export))
+    body = json.dumps({"image": base64.b64encode(photo).decode()})
+    (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+    np.testing.assert_allclose(other["embedding"], found["embedding"], atol=1e-5)

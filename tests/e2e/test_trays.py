@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pyarrow.parquet
 import pytest
 import torch
 from pieces import CLASSES, merged, tiny
@@ -22,6 +24,7 @@ from kd import config
 from kd.errors import KdError, ModelError
 from kd.export.export import Options, export
 from kd.jobs.train import train
+from kd.sagemaker import handler
 from kd.serve import client
 
 
@@ -112,7 +115,9 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
     assert "| model | mAP | F1 (macro) | F1 (micro) |" in " ".join(card.split())
 
 
-def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(trays, made, command, tmp_path):
+def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_thresholds(
+    trays, made, command, tmp_path
+):
     folder, root = trays / "export", Path(made["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
@@ -132,6 +137,7 @@ def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(t
     assert command("predict", folder, tmp_path / "some", "--to", tmp_path / "all.csv", "--top", "0").code == 0
     scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
     assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
+    model = handler.model_fn(str(folder))
     with Running(folder) as server:
         for photo, crop, row, line, whole in zip(photos, crops, predicted, rows, scored, strict=True):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
@@ -145,10 +151,51 @@ def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(t
             assert sorted(said) == sorted(above)
             (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[0].astype(np.float64)
             assert scores == pytest.approx(dict(zip(CLASSES, 1 / (1 + np.exp(-logits)), strict=True)), abs=1e-5)
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            assert [pair["label"] for pair in other["labels"]] == list(said)
         assert server.get("/").status == 200
         with pytest.raises(KdError, match="several labels"):
             client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
         assert server.stop() == 0
+
+
+def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
+    folder, some = tmp_path / "export", tmp_path / "some"
+    answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
+    assert answer.code == 0, answer
+    bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"]["labels"]
+    assert "of its sure answers most are wrong about" in answer.out
+    assert "- model.onnx: passes" in (folder / "README.md").read_text()
+    some.mkdir()
+    for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):
+        shutil.copy(photo, some)
+    for file in ("all.jsonl", "all.csv", "all.parquet"):
+        assert command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code == 0
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
+    stored = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    model, flags = handler.model_fn(str(folder)), set()
+    with Running(folder) as server:
+        for photo, row, line, kept in zip(sorted(some.iterdir()), rows, lines, stored, strict=True):
+            (found,) = server.post(photo.read_bytes()).json["predictions"]
+            for one in found["top"]:
+                band = bands[one["label"]]
+                assert one["sure"] == (not band["low"] < one["score"] < band["high"]), one
+            assert found["sure"] == all(one["sure"] for one in found["top"])
+            assert {key: row[key] for key in found} == found == {key: kept[key] for key in found}
+            assert line["sure"] == str(found["sure"]).lower()
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            assert (other["sure"], [one["sure"] for one in other["top"]]) == (
+                found["sure"],
+                [one["sure"] for one in found["top"]],
+            )
+            flags.add(found["sure"])
+        table = server.post(photo.read_bytes(), headers={"accept": "text/csv"})
+        assert table.body.decode().strip().rpartition(",")[2] == line["sure"]
+        assert server.stop() == 0
+    assert flags == {True, False}
 
 
 def _classes(folder: Path, photo: Path) -> Path:
