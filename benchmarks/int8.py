@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _record import write
 
+from _record import write
 from kd.export import int8
 from kd.export.parity import shown_images
 from kd.export.repair import repair

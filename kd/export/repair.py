@@ -27,8 +27,7 @@ from kd.parts import default_options
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.fit import fit_folders, is_fitted
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_criterion
 from kd.setup.teacher import Teachers, load_teachers
 from kd.types import Batch, Dims, Needs, Outputs
