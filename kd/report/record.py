@@ -61,6 +61,10 @@ class Answers:
     of: int
     """Images of the validation split; more than answered where only a part was asked for."""
     pictures: Sequence[Picture] = ()
+    student_sure: Sequence[float] = ()
+    """The student's probability for its answer, calibrated on every second image."""
+    cpu_ms: Mapping[str, float] = field(default_factory=dict)
+    """CPU milliseconds of an image by model; empty: they ran on a GPU."""
 
     def images(self) -> list[int]:
         """Return the number of images of each class."""
@@ -101,10 +105,6 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by host and rank."""
     findings: Sequence[Mapping[str, Any]] = ()
-    operators: Mapping[str, Any] = field(default_factory=dict)
-    """Of the profiled steps: `by` (which time decides), `total_ms`, `operators`."""
-    memory: Sequence[Sequence[float]] = ()
-    """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
     scored: Scored | None = None
     """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""

@@ -7,7 +7,8 @@ import timm
 import torch
 from torch import nn
 
-from kd.export.calibrate import HIGHEST, LOWEST, divide_logits, exchanged, temperature
+from kd.export.calibrate import divide_logits, exchanged
+from kd.tasks.single_label import HIGHEST, LOWEST, temperature
 
 
 def drawn(images=20_000, classes=7, scale=1.0):
