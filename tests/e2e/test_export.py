@@ -72,8 +72,9 @@ def test_the_card_tells_the_runs_numbers(exported):
     card, row = (exported / "README.md").read_text(), json.loads((exported / "kd.json").read_text())["metrics"]
     assert card.startswith("---\ntags: [image-classification")
     text = " ".join(card.split())
-    assert f"| this student | {100 * row['accuracy']:.1f} % |" in text
-    assert f"| teacher | {100 * row['teacher_accuracy']:.1f} % |" in text
+    assert f"| this student | {100 * row['accuracy']:.1f} % (" in text
+    assert f"| teacher | {100 * row['teacher_accuracy']:.1f} % (" in text
+    assert "- this student against teacher: accuracy " in text
     assert f"agreement {100 * row['agreement']:.1f} % (same answer as the teacher)" in text
     assert "3 classes: apple, fig, pear" in text
     assert "Licence: not stated" in text
