@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.files.pixels import MAX_BYTES, to_rgb
 from kd.files.storage import REMEDY, retried
-from kd.types import Decoded
+from kd.types import Decoded, Label
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
@@ -209,6 +209,38 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
         if count > 1:
             held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
     return held
+
+
+def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
+    """Return the ids of the images of "train" or "val", where validation images are held out; see `hold_out`."""
+    ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
+    if not len(ids):
+        wrong = f"no class has two images, so that none is left for the split '{split}'"
+        raise DataError("data.val_fraction", wrong, "", "Add images")
+    return ids
+
+
+class Listed:
+    """A listing of images that are there: what all sources of files have in common."""
+
+    classes: tuple[str, ...]
+    _labels: np.ndarray
+    """A class each, or int8 [N, C] of sets."""
+    _stamps: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, id: int) -> Label:
+        """Return the label of one image, or its set of labels."""
+        return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
+
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the image's file when it was listed. See `kd.contracts.Stamped`."""
+        return int(self._stamps[id])
+
+    def prepare(self) -> None:
+        """Do nothing: the images are there."""
 
 
 def stamp(status: os.stat_result) -> int:

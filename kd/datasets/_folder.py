@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Names, fingerprint, first_few, read_file, stamp
+from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Listed, Names, fingerprint, first_few, read_file, stamp
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
 from kd.files.storage import retried
-from kd.types import Decoded, Label
+from kd.types import Decoded
 
 WHERE = "data.root"
 MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
@@ -32,7 +32,7 @@ class File(NamedTuple):
     """See `kd.contracts.Stamped`."""
 
 
-class ImageFolder:
+class ImageFolder(Listed):
     """A listing of image files. Its memory is four arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
@@ -46,23 +46,9 @@ class ImageFolder:
         self._stamps = np.array([file.stamp for file in files.values()], np.uint64)
         self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, [file.size for file in files.values()])
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def label(self, id: int) -> Label:
-        """Return the label of one image, or its set of labels."""
-        return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
-
     def name(self, id: int) -> str:
         """Return the path in the root folder, with "/" on every system."""
         return text(self._names[id])
-
-    def stamp(self, id: int) -> int:
-        """Return a number made of the times of the file when it was listed."""
-        return int(self._stamps[id])
-
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
 
     def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from kd.datasets._decode import READ_BY, hold_out
+from kd.datasets._decode import READ_BY, part
 from kd.datasets._folder import ENDINGS, File, entries_of, file_of, is_folder, is_image, text
 from kd.errors import DataError, did_you_mean
 
@@ -107,11 +107,7 @@ class Lists:
         """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
         if not self.val_fraction or split == "test":
             return np.arange(len(names))
-        keep = np.flatnonzero(hold_out(names, labels, self.val_fraction) == (split == "val"))
-        if not len(keep):
-            wrong = f"no class has two images, so that none is left for the split '{split}'"
-            raise DataError("data.val_fraction", wrong, "", "Name more images")
-        return keep
+        return part(names, labels, self.val_fraction, split)
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:

@@ -17,7 +17,6 @@ from kd.audit.lists import (
     DUPLICATES,
     FOLDER,
     Seen,
-    label_text,
     page,
     read_repeats,
     repeats,
