@@ -7,7 +7,9 @@ the seed (repeat the run), images that are near copies of each other, and other 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,11 +52,11 @@ def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     return max(-1.0, up - down - half), min(1.0, up - down + half)
 
 
-def resampled(score: Callable[[np.ndarray], float], images: int) -> np.ndarray:
+def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
     """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the positions of a sample, int64 [images].
 
-    The samples depend on the number of images alone, so that the difference of two models' values, sample by sample, is
-    the paired bootstrap of their difference.
+    Several scores at once are rows: [`RESAMPLES`, scores]. The samples depend on the number of images alone, so that
+    the difference of two models' values, sample by sample, is the paired bootstrap of their difference.
     """
     draw = np.random.default_rng(images)
     return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
@@ -72,3 +74,46 @@ def around(value: float, replicates: Sequence[float] | np.ndarray) -> tuple[floa
 def verdict(low: float, high: float) -> str:
     """Return what the interval of a difference says of the first model: better, worse, or that it does not say."""
     return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What one score of a model was computed from: enough for its interval, and for that of a difference."""
+
+    value: float
+    right: np.ndarray | None = None
+    """Bool [N], where the score is the share of N images that are right."""
+    replicates: np.ndarray | None = None
+    """Of any other score: its values on bootstrap samples, see `resampled`."""
+
+    def interval(self) -> tuple[float, float]:
+        """Return the lower and the upper end."""
+        if self.right is not None:
+            return wilson(self.value, len(self.right))
+        assert self.replicates is not None
+        return around(self.value, self.replicates)
+
+    def minus(self, other: Samples) -> tuple[float, float, float]:
+        """Return the difference from another model's score of the same images, with the ends of its interval."""
+        difference = self.value - other.value
+        if self.right is not None and other.right is not None:
+            gained, lost = int((self.right & ~other.right).sum()), int((other.right & ~self.right).sum())
+            return difference, *paired(gained, lost, len(self.right))
+        assert self.replicates is not None
+        assert other.replicates is not None
+        return difference, *around(difference, self.replicates - other.replicates)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON values: a hexadecimal digit for four images, or the bootstrap values."""
+        if self.right is not None:
+            return {"value": self.value, "images": len(self.right), "right": np.packbits(self.right).tobytes().hex()}
+        assert self.replicates is not None
+        return {"value": self.value, "replicates": [round(float(one), 6) for one in self.replicates]}
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any]) -> Samples:
+        """Read what `record` returned."""
+        if "right" in recorded:
+            bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
+            return cls(recorded["value"], right=bits.astype(bool))
+        return cls(recorded["value"], replicates=np.array(recorded["replicates"], np.float64))

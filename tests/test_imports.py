@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "cluster": {"errors", "host"},
     "files": {"errors"},
     "contracts": {"errors", "scores", "types"},
-    "evaluation": {"contracts", "scores", "types"},
+    "evaluation": {"contracts", "intervals", "scores", "types"},
     "parts": {"errors", "types"},
     "config": {"contracts", "errors", "evaluation", "instances", "parts", "references", "types"},
     **dict.fromkeys(PART_FOLDERS, VALUES),

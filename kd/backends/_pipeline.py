@@ -21,11 +21,7 @@ class Pipelined(nn.Module):
     """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks.
-
-        Raises:
-            BackendError: the module has too few blocks.
-        """
+        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks."""
         super().__init__()
         self.stage: nn.Module = _Flat(module)
         self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()

@@ -102,11 +102,7 @@ def taken(cls: type[Settings], options: argparse.Namespace, **others: object) ->
 
 
 def explained(prefix: str = "") -> str:
-    """Return what the keys below a dotted prefix mean: two lines or more for each.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """Return what the keys below a dotted prefix mean: two lines or more for each."""
     from kd import config  # kd-serve and the like do without the configuration and what it imports
 
     rows = config.explain(re.sub(r"\.[0-9]+(?=\.|$)", "[]", prefix))

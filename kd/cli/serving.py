@@ -31,7 +31,8 @@ def export(argv: Sequence[str] | None = None) -> int:
         from kd.export.export import Options, export
 
         options.compare = options.compare or bool(options.budget)
-        exported = export(options.run, options.to, taken(Options, options), options.overrides, options.trust)
+        wanted = taken(Options, options)
+        exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
@@ -42,10 +43,6 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
-        if options.push:
-            from kd.export.hub import push
-
-            print(f"uploaded to {push(exported.folder, options.push)}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -65,6 +62,8 @@ def _export_parser() -> Parser:
     add("run", metavar="RUN", type=Path, help="a run folder")
     add("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
+    text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
+    add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
     text = (
         "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
@@ -73,11 +72,15 @@ def _export_parser() -> Parser:
     text = "of --int8: where none holds, train the quantized student on for so many steps"
     add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
+    add("--index", action="store_true", help=text)
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
+    text = "say which answers are sure: at most this share of them wrong, such as 0.02"
+    add("--defer", metavar="X", type=float, default=0.0, help=text)
+    add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
     text = "measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"
     add("--compare", action="store_true", help=text)
@@ -201,6 +204,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
     add("images", metavar="IMAGES", help=text)
     add("--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet")
     add("--file", metavar="FILE", default="", help=GRAPHS)
+    text = "another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"
+    add("--second", metavar="EXPORT", type=Path, help=text)
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
@@ -214,7 +219,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
         hosts = f" on {result.hosts} hosts" if options.ray else ""
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
+        passed = f", {result.passed_on} of them by the second model" if options.second else ""
+        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

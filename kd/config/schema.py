@@ -351,8 +351,8 @@ class ProfileSection:
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
-    the memory. They are slower. Empty: none."""
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, and the top
+    operators. They are slower. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

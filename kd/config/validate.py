@@ -73,6 +73,10 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     if isinstance(data.workers, int) and data.workers < 0:
         allowed = "Allowed: `auto` or a whole number >= 0"
         yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
+    named = parts.facts("datasets", data.kind, data.options, "data.kind").test
+    if named and data.test_fraction:
+        wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
+        yield ConfigError("data.test_fraction", wrong, "One of the two", remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"

@@ -35,6 +35,18 @@ def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
     return (low * high) ** -0.5
 
 
+def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
+    """Return logits [N, C], each divided by a temperature that was fitted on the half in which its image is not.
+
+    So what is said of them holds for images that chose nothing. The halves are every second image.
+    """
+    first_N = torch.arange(len(label_N)) % 2 == 0
+    divided_NC = logits_NC.clone()
+    for half_N in (first_N, ~first_N):
+        divided_NC[~half_N] /= temperature(logits_NC[half_N], label_N[half_N])
+    return divided_NC
+
+
 def divide_logits(network: nn.Module, by: float) -> bool:
     """Divide the weights of a timm network's last layer, in place.
 

@@ -1,9 +1,9 @@
 """When an export says that it is not sure: a threshold on its confidence, and what that threshold is worth.
 
 An image whose answer is less probable than the threshold is passed on, to a larger model or a person. Deferral by
-confidence is about as good as a learned rule unless labels are noisy or the photographs change (arXiv:2307.02764). Every
-second validation image chooses the threshold; the others, which chose nothing, say how many are passed on and how many of
-the rest are wrong. The confidence is the one that the export answers with, after calibration.
+confidence is about as good as a learned rule unless labels are noisy or the photographs change (arXiv:2307.02764).
+Every second validation image chooses the threshold; the others say how many are passed on and how many of the rest are
+wrong. The confidence is the one that the export answers with, after calibration.
 
 "At most so many wrong" holds for the upper end of the 95 % interval on the images that choose (in the manner of
 arXiv:1705.08500), because the share itself would be exceeded on every second set of new images.
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kd.errors import ConfigError, ModelError
 from kd.evaluation import Task
-from kd.files.sure import bands
 from kd.intervals import wilson
 from kd.text import percent
 
@@ -81,8 +80,8 @@ def choose(
     labels: Tensor,
     thresholds: Mapping[str, Mapping[str, Any]],
     classes: Sequence[str],
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what manifest.json says of the threshold, as JSON values, and lines about it; nothing without a rule.
+) -> dict[str, Any]:
+    """Return what manifest.json says of the threshold, as JSON values; nothing without a rule.
 
     Args:
         rule: what is asked for.
@@ -95,7 +94,7 @@ def choose(
         ModelError: no validation image has a label, or no threshold holds what is asked for.
     """
     if not rule.wrong and not rule.share:
-        return {}, []
+        return {}
     known = labels >= 0 if labels.ndim == 1 else (labels >= 0).all(1)
     if int(known.sum()) < 2:
         wrong = f"{int(known.sum())} of {len(labels)} validation images have a label"
@@ -106,8 +105,22 @@ def choose(
     found = judge.threshold(rule, confidence[::2], right[::2])
     found |= {"asked": {"wrong": rule.wrong} if rule.wrong else {"share": rule.share}, "chosen_on": len(right[::2])}
     found["stated"] = {name: judge.stated(found, *(one[1::2] for one in both)) for name, both in answered.items()}
-    lines = [f"{name:16s} {judge.text(found, one)}" for name, one in found["stated"].items()]
-    return found, lines
+    return found
+
+
+def lines_of(found: Mapping[str, Any]) -> list[str]:
+    """Return what `choose` found for a person, a line for each graph."""
+    lines = []
+    for name, one in found.get("stated", {}).items():
+        text = f"passes {_share(one, 'passed_on')} of the images on; "
+        if "threshold" in found:
+            text = f"sure from {found['threshold']:.4g} on: {text}of the other answers {_share(one, 'wrong')} are wrong"
+        else:
+            by_label = one["labels"]
+            worst = max(by_label, key=lambda label: by_label[label]["wrong"])
+            text += f"of its sure answers most are wrong about {worst}: {_share(by_label[worst], 'wrong')}"
+        lines.append(f"{name}: {text} ({one['images']} validation images that did not choose it)")
+    return lines
 
 
 class _Label:
@@ -130,13 +143,6 @@ class _Label:
         sure = confidence >= found["threshold"]
         return {**_passed(sure), **_wrong(sure, right)}
 
-    def text(self, found: Mapping[str, Any], one: Mapping[str, Any]) -> str:
-        """Return the same for a person."""
-        return (
-            f"sure from {found['threshold']:.4g} on: passes {_share(one, 'passed_on')} on, and of the others "
-            f"{_share(one, 'wrong')} are wrong ({one['images']} validation images that did not choose it)"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
@@ -157,7 +163,7 @@ class _Labels:
     def threshold(self, rule: Rule, confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
         """Return the band of each label for manifest.json."""
         if rule.share:
-            margins = [rule.lowest(confidence.min(1), right.all(1))[0]] * len(self.classes)
+            margins = [rule.lowest(confidence.min(1), np.all(right, 1))[0]] * len(self.classes)
         else:
             each = [rule.lowest(confidence[:, i], right[:, i]) for i in range(len(self.classes))]
             margins = [margin for margin, _ in each]
@@ -166,23 +172,14 @@ class _Labels:
                 raise _unreached(rule, least, len(right), f" for {', '.join(self.classes[i] for i in without[:3])}")
         margin_C = torch.tensor(margins, dtype=torch.float64) * (1 - 1e-9)  # the image that chose it stays sure
         low, high = ((self._edges() + sign * margin_C).sigmoid().tolist() for sign in (-1, 1))
-        ends = zip(self.classes, low, high, strict=True)
-        return {"labels": {name: {"low": below, "high": above} for name, below, above in ends}}
+        rows = zip(self.classes, low, high, margin_C.tolist(), strict=True)
+        return {"labels": {name: {"low": below, "high": above, "margin": m} for name, below, above, m in rows}}
 
     def stated(self, found: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
         """Return what the bands are worth on images that did not choose them."""
-        high_C = torch.tensor([high for _, high in bands({"defer": found}, self.classes)], dtype=torch.float64)
-        sure = confidence >= (high_C.logit() - self._edges()).numpy() * (1 - 1e-9)
+        sure = confidence >= np.array([found["labels"][name]["margin"] for name in self.classes])
         each = {name: _wrong(sure[:, i], right[:, i]) for i, name in enumerate(self.classes)}
-        return {**_passed(sure.all(1)), "labels": each}
-
-    def text(self, found: Mapping[str, Any], one: Mapping[str, Any]) -> str:
-        """Return the same for a person."""
-        worst = max(one["labels"], key=lambda name: one["labels"][name]["wrong"])
-        return (
-            f"passes {_share(one, 'passed_on')} of the images on; of the sure answers about a label the most are wrong "
-            f"about {worst}: {_share(one['labels'][worst], 'wrong')} ({one['images']} validation images)"
-        )
+        return {**_passed(np.all(sure, 1)), "labels": each}
 
 
 def _passed(sure_N: np.ndarray) -> dict[str, Any]:
@@ -205,4 +202,4 @@ def _unreached(rule: Rule, least: float, images: int, whom: str) -> ModelError:
         f"no confidence holds {rule.wrong:g}{whom}: of the surest answers up to {least:.3g} may be wrong, "
         f"as far as the {images} validation images that choose it can say"
     )
-    return ModelError(rule.where, wrong, "", f"Allow more, take all images (--images 0), or --defer-share 0.1")
+    return ModelError(rule.where, wrong, "", "Allow more, take all images (--images 0), or --defer-share 0.1")

@@ -22,15 +22,17 @@ from kd.export.graphs import Made
 from kd.export.int8 import Train
 from kd.export.parity import shown_images
 from kd.export.repair import repair
+from kd.export.teacher import teacher_of
 from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
+from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.finished import Trust, best_student, opened_run, require_files
+from kd.setup.finished import Trust, best_projector, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
 from kd.text import variant_rows
 
@@ -46,6 +48,8 @@ class Options:
     repair: int = 0
     """Of `int8`: train on for so many steps where nothing else holds; 0: do not."""
     openvino: bool = False
+    index: bool = False
+    """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
     pt2: bool = False
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
@@ -56,6 +60,10 @@ class Options:
     """Of `compare`: milliseconds within which a client has its answer; the most accurate graph that fits is picked."""
     threads: int = 1
     """Of `compare`: on how many threads an image is computed for the pick."""
+    defer: float = 0.0
+    """The largest share of wrong answers among those that are sure: see `kd.export.defer`; 0: none says so."""
+    defer_share: float = 0.0
+    """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
     """A share: 0.01 is one point."""
     tolerance: float = 1e-3
@@ -102,6 +110,8 @@ class Subject:
     """Validation rows of the same student trained on labels alone."""
     train: Train | None = None
     """Trains a fake-quantized student on, as the run did; None: its run cannot be built again."""
+    scored: tuple[Scored | None, Scored | None] = (None, None)
+    """The last scores of the student and of the one trained on labels alone."""
 
 
 def export(
@@ -110,15 +120,17 @@ def export(
     options: Options | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
+    teacher: bool = False,
 ) -> Exported:
-    """Export the best student of a run folder.
+    """Export the best student of a run folder, or its teacher.
 
     Args:
         path: the run folder.
-        target: where; None: `export` in the run folder.
+        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
+        teacher: export the teacher in place of the student.
 
     Raises:
         RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
@@ -132,7 +144,8 @@ def export(
     if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     options, section = options or Options(), recipe.data.section
-    refuse_other(target or path / "export")  # before minutes of work, not after
+    target = target or path / ("export-teacher" if teacher else "export")
+    refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
     if options.repair:
@@ -141,6 +154,11 @@ def export(
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
+    if options.index:
+        if student.num_classes:
+            wrong = "this student answers with classes, not with vectors"
+            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
         student=student,
@@ -148,11 +166,12 @@ def export(
         data=manifest.get("data", "not recorded"),
         provenance=provenance,
         baseline=RunDir(path / BASELINE).metrics("val"),
+        scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
         train=partial(repair, recipe, manifest.get("choices", {})),
     )
-    return write(subject, target or path / "export", options)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 @contextmanager
@@ -193,9 +212,9 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         facts = {
             "format": 1,
             "name": recipe.record.name,
-            "version": provenance["digest"][:12],
+            "version": provenance["digest"][:12] + ("-index" if student.project is not None else ""),
             "input": _input(student, section),
-            "output": _output(student, made.thresholds),
+            "output": _output(student, made),
             "parity": made.parity,
             **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
             "environment": _environment(),
@@ -225,8 +244,10 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         data=f"{section.kind}, content hash {subject.data[:12]}",
         labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
+        defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
+        index=student.project is not None,
         metrics=subject.provenance["metrics"],
         baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
         graphs=made.parity,
@@ -236,6 +257,8 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         crop=section.eval_crop,
         weights_from=subject.origin,
         scores=task.scores,
+        scored=subject.scored[0],
+        baseline_scored=subject.scored[1],
         **own,
     )
 
@@ -277,13 +300,15 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _output(student: Classifier, made: Made) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": thresholds} if thresholds else {}
+        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    return {"name": runtimes.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
+    space = "teacher" if student.project is not None else "student"
+    layout = f"float32 [batch, {width}], each of length 1"
+    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, "space": space}
 
 
 def _environment() -> dict[str, Any]:

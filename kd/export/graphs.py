@@ -12,7 +12,8 @@ import torch
 
 from kd.errors import ConfigError
 from kd.evaluation import Task
-from kd.export import int8, parity, variants
+from kd.export import defer, int8, parity, variants
+from kd.export.defer import Rule
 from kd.export.parity import EAGER
 from kd.export.variants import Quality
 from kd.models import runtimes
@@ -37,6 +38,8 @@ class Made:
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By class, where each is answered alone: see `kd.evaluation.Task.thresholds`."""
+    defer: dict[str, Any] = field(default_factory=dict)
+    """When it is not sure: see `kd.export.defer.choose`; empty: it does not say."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """What `parity.calibrate` found; empty: the logits are those of the run."""
     qualities: dict[str, Quality] = field(default_factory=dict)
@@ -59,6 +62,8 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
         raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
     _check_repair(subject, options)
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
+    rule = Rule(options.defer, options.defer_share)
+    rule.check(task, options.onnx or options.pt2)
     if not options.onnx and not options.pt2:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
@@ -87,6 +92,8 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
             made.qualities[name] = variants.quality(name, answers, task)
     made.lines += [rung.line() for rung in rungs] + ([calibrated] if calibrated else [])
     made.lines += _left_out() if options.compare else []
+    made.defer = defer.choose(rule, answers.outputs, answers.labels, made.thresholds, classes)
+    made.lines += defer.lines_of(made.defer)
     return made
 
 

@@ -14,7 +14,7 @@ import torch
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.evaluation import Task
-from kd.export.calibrate import divide_logits, temperature
+from kd.export.calibrate import divide_logits, exchanged, temperature
 from kd.intervals import around, resampled, wilson
 from kd.models.classifier import Classifier
 from kd.scores import GraphScores
@@ -116,8 +116,9 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
     Returns:
-        Temperature, images and the calibration error before and after, as JSON values, and a line about them. Where
-        nothing was changed, nothing and the reason.
+        Temperature, images and the calibration error before and after, the latter on images that did not choose the
+        temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
+        the reason.
 
     Raises:
         ModelError: the network's logits are not what its last layer returns.
@@ -139,9 +140,9 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
         wrong = f"the logits of {type(student.network).__name__} are not what its last layer returns"
         raise ModelError("export.calibrate", wrong, "", "Export with --no-calibrate")
-    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, logits_NC / found))
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
     line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
-    line += f"calibration error there {percent(before)} -> {percent(after)}"
+    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
     return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
 
 

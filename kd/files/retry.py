@@ -27,9 +27,6 @@ def retried(
 
     `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
     not change; they are raised at once, as they are.
-
-    Raises:
-        DataError: the last try failed too.
     """
     pauses = list(PAUSES)
     while True:

@@ -13,9 +13,8 @@ from kd.jobs.check import check
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.estimate import describe, estimate, measure
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.loaders import split_batch
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.text import clock, money
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
@@ -23,11 +22,7 @@ LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
 
 
 def forecast(recipe: Recipe, path: str = "given") -> str:
-    """Check a recipe, look for damaged images, and time a few steps with random weights.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
-    """
+    """Check a recipe, look for damaged images, and time a few steps with random weights."""
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *_images((data.train, data.val), section.on_corrupt)]

@@ -18,11 +18,7 @@ PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classi
 
 
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
-    """Return the config.json of a folder; empty where it has none.
-
-    Raises:
-        ModelError: it is not whole.
-    """
+    """Return the config.json of a folder; empty where it has none."""
     config = folder / "config.json"
     if not config.is_file():
         return {}
@@ -35,11 +31,7 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
 
 
 def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
-    """Return the class names that an exported folder records, or None.
-
-    Raises:
-        ModelError: its config.json is not whole.
-    """
+    """Return the class names that an exported folder records, or None."""
     content = folder_config(folder, where)
     names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
     return list(names) if names else None
@@ -67,11 +59,7 @@ def export_files(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of an export; `timm.create_model('local-dir:...')` loads that of a timm model.
 
-    Args:
-        student: what is exported.
-        classes: written as `label_names`, in the order of the logits.
-        crop: share of the shorter side that evaluation's centre crop keeps, written as `crop_pct`.
-        problem_type: what the logits answer; "": there are none.
+    `crop` is the share of the shorter side that evaluation's centre crop keeps; `problem_type` "": there are no logits.
     """
     network: Any = student.network
     content = _timm_config(network, classes, crop) if is_timm(network) else _own_config(student, classes, crop)

@@ -20,14 +20,6 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
     """Require what `timm.create_model` would fetch; nothing is downloaded.
 
     Not looked for: the weights of the one model in a hundred that lie at an address of their own.
-
-    Args:
-        where: config path of the model.
-        source: a name of timm, or `hf-hub:ID`.
-        endings: of the files that are needed.
-
-    Raises:
-        ModelError: timm has no weights of that name, or they are neither cached nor to be fetched.
     """
     from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
@@ -77,11 +69,7 @@ def unwrapped(tensors: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 
 
 def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Require that a checkpoint holds the tensors of a model.
-
-    Raises:
-        ModelError: naming what is missing, unexpected, or of another shape.
-    """
+    """Require that a checkpoint holds the tensors of a model."""
     both = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
     problems = {
         "missing": sorted(own.keys() - tensors.keys()),

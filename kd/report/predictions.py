@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,9 +22,8 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.teacher import load_teachers
+from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
 MOST_PICTURES, SIDE = 24, 160
@@ -53,7 +51,7 @@ def answers(
             vouched.check_teacher(teacher)
             vouched.check_student(student)
             stored = {
-                **_predict(folder, student, _teacher(teacher, data), data, images),
+                **_predict(folder, student, load_fitted(teacher, data), data, images),
                 "belongs": belongs,
             }
             write_json(folder.path / FILE, stored)
@@ -97,20 +95,6 @@ def _predict(
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()
     return ask(models, data, images, device)
-
-
-def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
-    """Load the teacher of a run.
-
-    Raises:
-        RunError: it was fitted elsewhere and is not here.
-    """
-    weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
-        weights[where] = target
-        if not is_fitted(target):
-            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-    return load_teachers(plan, data, weights).model
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:

@@ -70,12 +70,6 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = F
         return price_rows(runs)
 
 
-def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = (), trust: bool = False) -> str:
-    """Return the page of runs as they stand now, without the models' answers."""
-    with _damage_as_one_line(paths):
-        return redact(render(distinct([read(path, -1, overrides, trust) for path in paths]), seconds))
-
-
 @contextmanager
 def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
@@ -120,9 +114,8 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
-        operators=content(path / "profile" / "operators.json", {}),
-        memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
+        scored=folder.scored(),
         exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,

@@ -64,7 +64,7 @@ def ask(
         while turns < 3 or (time.monotonic() < end and min(map(len, took.values())) < ENOUGH):
             turns += 1
             for file, (host, port) in servers.items():
-                for times in pool.map(lambda _, at=(host, port): _turn(*at, picture), range(clients)):
+                for times in pool.map(_turn, [host] * clients, [port] * clients, [picture] * clients):
                     took[file] += times
         memory = {file: _memory(*address) for file, address in servers.items()}
     return {file: _seen(took[file], clients, memory[file]) for file in files}

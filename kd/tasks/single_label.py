@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kd.evaluation import Evaluation
+from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
@@ -105,6 +106,25 @@ class Evaluator(LogitsEvaluator):
         scores["images"], scores["labelled"] = batch.weight.sum().double(), weight_B.sum().double()
         return scores
 
+    def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return which answers are right, by their keys in a row, and of which images that is known."""
+        found = {"ids": batch.ids, "seen": batch.weight > 0, "labelled": batch.labelled}
+        for prefix, logits_BC in (("", student_BC), ("teacher_", teacher_BC)):
+            if self.labelled and logits_BC is not None:
+                hits_B5 = hits(logits_BC, batch.label)
+                found |= {f"{prefix}accuracy": hits_B5[:, 0], f"{prefix}top5": hits_B5.any(-1)}
+        if teacher_BC is not None:
+            found["agreement"] = student_BC.argmax(-1) == teacher_BC.argmax(-1)
+        return found
+
+    def samples(self) -> dict[str, Samples]:
+        """Return which images are right, of the shares of a row."""
+        known = {name: value_N1[:, 0].numpy() > 0 for name, value_N1 in self._gather(self._last).items()}
+        seen, labelled = known.pop("seen"), known.pop("labelled")
+        known.pop("ids")
+        right = {key: one[seen if key == "agreement" else seen & labelled] for key, one in known.items()}
+        return {key: Samples(float(one.mean()), right=one) for key, one in right.items()}
+
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         flat = torch.stack([torch.cat([value.flatten() for value in row.values()]) for row in rows]).sum(0)
         total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
@@ -126,7 +146,7 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
     """Return weighted sums, float64: accuracy, top5, nll and the calibration bins [2, K]."""
     weight_B = weight_B.double()
     log_prob_BC = logits_BC.log_softmax(-1)
-    hits_B5 = logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
+    hits_B5 = hits(logits_BC, label_B)
     confidence_B = log_prob_BC.amax(-1).exp().double()
     correct_B = hits_B5[:, 0].double()
     bin_B = (confidence_B * NUM_BINS).long().clamp(0, NUM_BINS - 1)  # 0 for NaN
@@ -140,6 +160,11 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
         "nll": (weight_B * nll_B).sum(),
         "bins": bins,
     }
+
+
+def hits(logits_BC: Tensor, label_B: Tensor) -> Tensor:
+    """Return whether the label is the class with the largest logit, the second largest, ..., bool [B, 5 or C]."""
+    return logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
 
 
 def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[str, Tensor]:

@@ -1,11 +1,12 @@
 """Intervals of scores: against published numbers, and how often they hold the truth."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from kd.intervals import RESAMPLES, around, paired, resampled, verdict, wilson
+from kd.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
 
 
 @pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
@@ -80,3 +81,22 @@ def test_the_same_samples_for_all_models():
     values = np.random.default_rng(3).random(300)
     one, other = (resampled(lambda ids, add=add: values[ids].mean() + add, 300) for add in (0.0, 0.1))
     assert around(0.1, other - one) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_samples_survive_their_record():
+    draw = np.random.default_rng(4)
+    right = Samples(0.7, right=draw.random(203) < 0.7)
+    again = Samples.read(json.loads(json.dumps(right.record())))
+    assert again.right.tolist() == right.right.tolist()
+    assert len(json.dumps(right.record())) < 203 / 4 + 60  # a digit for four images
+    other = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
+    again = Samples.read(json.loads(json.dumps(other.record())))
+    assert again.interval() == pytest.approx(other.interval(), abs=1e-6)
+
+
+def test_a_difference_of_samples():
+    one, other = (np.array([1] * a + [0] * b + [1] * c, bool) for a, b, c in ((60, 10, 30), (50, 20, 30)))
+    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (pytest.approx(0.1), *paired(10, 0, 100))
+    spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
+    found = Samples(0.6, replicates=0.6 + spread).minus(Samples(0.5, replicates=0.5 + spread))
+    assert found == pytest.approx((0.1, 0.1, 0.1))  # what both owe to the sample is no difference between them

@@ -57,7 +57,7 @@ def record(name: str = "depth", **changes) -> RunRecord:
 def card(**changes) -> str:
     content = {field: "" for field in Card.__dataclass_fields__}
     content |= dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)
-    content |= {key: {} for key in ("thresholds", "calibration", "metrics", "baseline", "graphs", "commands")}
+    content |= {key: {} for key in ("thresholds", "defer", "calibration", "metrics", "baseline", "graphs", "commands")}
     return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
 
 
