@@ -164,12 +164,6 @@ def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_int8_that_loses_too_much_is_refused(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--int8", "--max-drop", "-1")
-    assert told.startswith("export.model.int8.onnx: accuracy falls from ")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_other_data_is_refused(distilled, refused, tmp_path, photos):
     shutil.copytree(photos, tmp_path / "photos")
     next((tmp_path / "photos/val/fig").iterdir()).unlink()
