@@ -53,7 +53,6 @@ GROUPS = {
             "tests/distributed/test_same_start.py",
             "tests/distributed/test_shared_work.py",
             "tests/distributed/test_skipped_steps.py",
-            "tests/distributed/test_stragglers.py",
         )
     ),
     "strangers": Group(

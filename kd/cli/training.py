@@ -70,14 +70,13 @@ def teach(argv: Sequence[str] | None = None) -> int:
 
 
 def cache(argv: Sequence[str] | None = None) -> int:
-    """`kd-cache CONFIG [key=value ...] [--verify] [--export FILE]`: compute the teacher's logits before training."""
+    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits before training."""
     parser = new_parser(
         "kd-cache",
         "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. Interrupted, the same command "
         "goes on.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
-    parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
     text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
     options = parser.read(argv)
@@ -86,15 +85,13 @@ def cache(argv: Sequence[str] | None = None) -> int:
         settings = load_config(options)
         from kd.jobs.cache import cache
 
-        filled = cache(settings, options.verify, options.export)
+        filled = cache(settings, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
         )
         if options.export:
             print(f"cache: wrote '{options.export}'")
-        if options.verify:
-            print(f"cache: largest difference between a stored logit and the teacher's: {filled.difference:.3g}")
 
     return guarded(command, resumable=True)
 
@@ -103,7 +100,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher; with `--endpoint`, a running endpoint."""
     parser = new_parser(
         "kd-evaluate",
-        "Evaluate the best student of a run folder, its teacher and their agreement on the validation split; or, with "
+        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals; or, with "
         "--endpoint and --data, a running endpoint on a folder of class folders.",
         "kd-evaluate runs/vit_food data.workers=2\n"
         "         kd-evaluate --endpoint http://localhost:8080 --data images/val",
@@ -111,6 +108,8 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run folder")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
+    text = "the images: val (default), or test, on which nothing was chosen"
+    parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
     text = "also list the labels that the teacher doubts, and images in both splits that its answers find (RUN/audit)"
@@ -124,13 +123,17 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         if options.endpoint:
             from kd.serve import client
 
-            values = client.evaluate(options.endpoint, options.data)
+            values, samples = client.evaluate(options.endpoint, options.data), {}
         else:
             from kd.jobs.evaluate import evaluate
 
-            values = evaluate(options.run, options.overrides, options.trust, options.audit)
+            scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
+            values, samples = scored.row, scored.samples
         for name, value in values.items():
-            print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
+            ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
+            print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
+        if not options.endpoint:
+            print(f"\n{scored.note}" if options.split == "test" else f"\n{scored.images} {scored.title} images")
 
     return guarded(command)
 

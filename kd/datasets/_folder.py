@@ -13,7 +13,7 @@ import numpy as np
 from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Names, fingerprint, first_few, read_file, stamp
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
-from kd.files.retry import retried
+from kd.files.storage import retried
 from kd.types import Decoded, Label
 
 WHERE = "data.root"
@@ -65,12 +65,7 @@ class ImageFolder:
         """Do nothing: the images are there."""
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the file is no whole image.
-            DataError: it is gone or cannot be read.
-        """
+        """Return one image as RGB, 8 bits a channel."""
         path = os.path.join(self._root, self._names[id])
         return read_file(path, f"file '{self.name(id)}'", WHERE)
 
@@ -113,11 +108,7 @@ def scan(root: str, folder: bytes) -> Listing:
 
 
 def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], tuple[int, int]]:
-    """Return what a folder holds, without hidden names, and by what the system knows the folder.
-
-    Raises:
-        DataError: it cannot be listed.
-    """
+    """Return what a folder holds, without hidden names, and by what the system knows the folder."""
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
@@ -195,11 +186,7 @@ def folders(path: str) -> list[str]:
 
 
 def find_root(root: str) -> str:
-    """Return the path of a folder, `~` expanded.
-
-    Raises:
-        DataError: it is none; a similar name beside it is offered.
-    """
+    """Return the path of a folder, `~` expanded."""
     root = os.path.expanduser(root)
     if os.path.isdir(root):
         return root

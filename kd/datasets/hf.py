@@ -24,7 +24,7 @@ from kd.datasets._decode import (
     stamp,
 )
 from kd.errors import DataError, MissingExtra, did_you_mean
-from kd.types import Decoded, file_key
+from kd.types import DatasetFacts, Decoded, file_key
 
 WHERE = "data.path"
 ROWS = 10_000
@@ -43,6 +43,8 @@ class Options:
     """Split to train on."""
     val_split: str = "validation"
     """Split to validate on; not used with `val_fraction`."""
+    test_split: str = ""
+    """Split that is scored once, at the end of a run, and on which nothing is chosen. Empty: none."""
     val_fraction: float = 0.0
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     image_key: str = ""
@@ -59,6 +61,8 @@ class Options:
             raise ValueError("train_split and val_split must not be empty")
         if self.train_split == self.val_split and not self.val_fraction:
             raise ValueError("train_split and val_split are the same; to share one split, set val_fraction")
+        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
+            raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
 
 
 class HuggingFace:
@@ -111,6 +115,11 @@ class HuggingFace:
         return cell.get("bytes"), cell.get("path")
 
 
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test_split" if options.test_split else "")
+
+
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
     """Load a split; without labels it needs no column of them.
 
@@ -119,8 +128,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         DataError: no such dataset, split or column, a missing label, a class that training does not know.
     """
     hub = _import_datasets()
-    shared = bool(options.val_fraction)
-    key = "train_split" if split == "train" or shared else "val_split"
+    shared = bool(options.val_fraction) and split != "test"
+    key = "train_split" if shared else f"{split}_split"
     splits = _load(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:

@@ -18,7 +18,7 @@ import numpy as np
 from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
-from kd.types import Decoded, file_key
+from kd.types import DatasetFacts, Decoded, file_key
 
 MAX_LABEL = 2**20
 """Bytes of a label member."""
@@ -33,6 +33,8 @@ class Options:
     (`train-*.tar`)."""
     val: str = file_key()
     """Validation shards, like `train`."""
+    test: str = file_key("")
+    """Test shards, like `train`: scored once, at the end of a run, and nothing is chosen on them. Empty: none."""
     image_keys: str = "jpg;jpeg;png;webp"
     """Endings of the image members; the first of them that a sample has is taken."""
     label_key: str = "cls"
@@ -126,6 +128,11 @@ class WebDataset:
         subject = f"image '{self.name(id)}'"
         check_bytes(size, subject, self._where)
         return read_image(lambda: content(shard, offset, size), subject, self._where)
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test" if options.test else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:

@@ -10,9 +10,8 @@ from kd.jobs.look import look
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.estimate import describe, estimate, measure
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.loaders import split_batch
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.text import clock, money
 
 
@@ -20,15 +19,10 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     """Check a recipe, look for damaged and repeated images, and time a few steps with random weights.
 
     `everything`: decode and compare all images, not those of five seconds.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
     """
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
     lines = [checked, *look(data.splits, section.on_corrupt, recipe.record.path, everything)]
-    if section.batch_size == "auto":
-        return "\n".join([*lines, "time      not measured: data.batch_size is auto"])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures; kd-plan knows several"])
     split = split_batch(section, 1, len(data.train))

@@ -41,11 +41,13 @@ class Job:
     """The files of the graph."""
     limits: Limits
     top: int
+    second: Job | None = None
+    """With the model that is asked where the first is not sure."""
 
     @staticmethod
     def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
         """Read the graph; `load` compares it with the manifest where it is used."""
-        names = [description.file, *(["openvino.bin"] if description.file.endswith(".xml") else [])]
+        names = [description.file, *([f"{description.file[:-4]}.bin"] if description.file.endswith(".xml") else [])]
         graph = {name: (description.folder / name).read_bytes() for name in names}
         return Job(images, description, graph, limits, top)
 
@@ -61,7 +63,7 @@ class Job:
                 Path(folder, name).write_bytes(content)
             model = load(replace(self.description, folder=Path(folder)), threads=1, slots=1)
         model.warm_up(1)
-        return Classifier(self.images, model, self.limits, self.top)
+        return Classifier(self.images, model, self.limits, self.top, self.second.classifier() if self.second else None)
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,9 +22,8 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.teacher import load_teachers
+from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
 MOST_PICTURES, SIDE = 24, 160
@@ -47,13 +45,13 @@ def answers(
         data = open_sources(plan)
         vouched.check_images(data, folder.manifest())
         data.val.prepare()
-        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
+        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images, "form": 2}
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
             vouched.check_student(student)
             stored = {
-                **_predict(folder, student, _teacher(teacher, data), data, images),
+                **_predict(folder, student, load_fitted(teacher, data), data, images),
                 "belongs": belongs,
             }
             write_json(folder.path / FILE, stored)
@@ -65,6 +63,8 @@ def answers(
         student=stored["student"],
         teacher=stored.get("teacher", []),
         of=stored["of"],
+        student_sure=stored["student_sure"],
+        cpu_ms=stored["cpu_ms"],
     )
     try:
         return replace(answers, pictures=_pictures(stored, data)), ""
@@ -97,20 +97,6 @@ def _predict(
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()
     return ask(models, data, images, device)
-
-
-def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
-    """Load the teacher of a run.
-
-    Raises:
-        RunError: it was fitted elsewhere and is not here.
-    """
-    weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
-        weights[where] = target
-        if not is_fitted(target):
-            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-    return load_teachers(plan, data, weights).model
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd.files import manifest, pixels
+from kd.files import manifest, pixels, sure
 from kd.files.storage import atomic_folder, refuse_unlisted
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
@@ -33,6 +33,7 @@ def sagemaker_archives(export: Path) -> list[Path]:
         "code/inference.py": Path(handler.__file__).read_bytes(),
         "code/exported.py": Path(manifest.__file__).read_bytes(),
         "code/pixels.py": Path(pixels.__file__).read_bytes(),
+        "code/sure.py": Path(sure.__file__).read_bytes(),
         "code/requirements.txt": REQUIREMENTS.encode(),
     }
     archives = {"container": container_archive(export), "pytorch": _archive(files)}

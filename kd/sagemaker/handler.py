@@ -1,7 +1,7 @@
 """The student in SageMaker's PyTorch container: the four hooks that its toolkit calls.
 
-`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py` and `pixels.py` beside it. It needs
-torch, timm and Pillow and nothing else of kd.
+`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py`, `pixels.py` and `sure.py` beside it.
+It needs torch, timm and Pillow and nothing else of kd.
 
 A body is image/jpeg, image/png, image/webp, application/x-image, or JSON: {"image": base64} or {"images": [base64]}.
 The answer is JSON, one prediction an image. A ValueError is what the toolkit turns into an answer to the client.

@@ -21,9 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.serve import answers, bodies
+from kd.serve.bodies import request_body
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
-from kd.serve.request_body import request_body
 from kd.serve.service import Service
 
 log = logging.getLogger("kd.serve")
@@ -60,7 +60,8 @@ def build(service: Service, ui: bool = True) -> Starlette:
         if model.output.embeds:
             rows = answers.embeddings(values)
         else:
-            rows = answers.predictions(values, model.labels, top, model.output.thresholds)
+            output = model.output
+            rows = answers.predictions(values, model.labels, top, output.thresholds, output.unsure)
         return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [

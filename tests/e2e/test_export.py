@@ -248,10 +248,3 @@ def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_
 def test_options_that_exclude_each_other(distilled, refused, tmp_path):
     told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--int8")
     assert told.startswith("--no-onnx: --int8 and --openvino are made from model.onnx.")
-
-
-def test_a_push_without_a_network(distilled, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--push", "someone/student")
-    assert told.startswith("--push: 'someone/student' was not uploaded (")
-    assert f"The export itself is whole in '{tmp_path / 'student'}'" in told

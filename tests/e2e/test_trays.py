@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pyarrow.parquet
 import pytest
 import torch
 from pieces import CLASSES, merged, tiny
@@ -157,6 +158,44 @@ def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_th
         with pytest.raises(KdError, match="several labels"):
             client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
         assert server.stop() == 0
+
+
+def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
+    folder, some = tmp_path / "export", tmp_path / "some"
+    answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
+    assert answer.code == 0, answer
+    bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"]["labels"]
+    assert "of its sure answers most are wrong about" in answer.out
+    assert "- model.onnx: passes" in (folder / "README.md").read_text()
+    some.mkdir()
+    for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):
+        shutil.copy(photo, some)
+    for file in ("all.jsonl", "all.csv", "all.parquet"):
+        assert command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code == 0
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
+    stored = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    model, flags = handler.model_fn(str(folder)), set()
+    with Running(folder) as server:
+        for photo, row, line, kept in zip(sorted(some.iterdir()), rows, lines, stored, strict=True):
+            (found,) = server.post(photo.read_bytes()).json["predictions"]
+            for one in found["top"]:
+                band = bands[one["label"]]
+                assert one["sure"] == (not band["low"] < one["score"] < band["high"]), one
+            assert found["sure"] == all(one["sure"] for one in found["top"])
+            assert {key: row[key] for key in found} == found == {key: kept[key] for key in found}
+            assert line["sure"] == str(found["sure"]).lower()
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            assert (other["sure"], [one["sure"] for one in other["top"]]) == (
+                found["sure"],
+                [one["sure"] for one in found["top"]],
+            )
+            flags.add(found["sure"])
+        table = server.post(photo.read_bytes(), headers={"accept": "text/csv"})
+        assert table.body.decode().strip().rpartition(",")[2] == line["sure"]
+        assert server.stop() == 0
+    assert flags == {True, False}
 
 
 def _classes(folder: Path, photo: Path) -> Path:
