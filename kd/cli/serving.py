@@ -185,6 +185,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
         hosts = f" on {result.hosts} hosts" if options.ray else ""
         print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
+        print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -174,6 +174,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "input": _input(student, section),
             "output": _output(student, made.thresholds),
             "parity": made.parity,
+            "validation": made.validation,
             "environment": _environment(),
         }
         timm_builds_it = is_timm(student.network)

@@ -32,6 +32,8 @@ class Made:
     """By class, where each is answered alone: see `kd.evaluation.Task.thresholds`."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """What `parity.calibrate` found; empty: the logits are those of the run."""
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each graph answered on validation images: see `kd.shift.Reference`."""
 
 
 def write(subject: Subject, folder: Path, options: Options) -> Made:
@@ -76,6 +78,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
             f"(PyTorch {made.eager_ms:.2f})"
         )
         rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(cpu_ms, 3)}
+        made.validation[name] = answers.reference(name, task, classes, bool(calibration)).record()
         made.parity[name] = {"images": len(answers.labels), **scores.facts, **rounded}
     made.lines += [calibrated] if calibrated else []
     return made

@@ -18,7 +18,7 @@ from typing import IO
 from kd.errors import MissingExtra, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import Classifier, Row, in_order
+from kd.predict.classifier import MEASURES, Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
 from kd.serve.model import Description, describe, load
@@ -63,6 +63,8 @@ class Summary:
     seconds: float
     hosts: int
     """Machines that have classified some."""
+    notes: tuple[str, ...]
+    """The expected accuracy, and how the images differ from those of validation."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
@@ -92,8 +94,15 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         "max_pixels": settings.max_pixels,
     }
     rows, hosts = _classify(settings, described, images, top)
+    reference = described.reference
+    tally = reference.empty() if reference else None
+
+    def seen(row: Row) -> None:
+        if reference and tally and MEASURES in row:
+            reference.count(tally, row, row[MEASURES])
+
     started = time.monotonic()
-    with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
+    with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
         if journal.changed:
@@ -114,7 +123,9 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         journal.finish(settings.to, 0 if several else top, scored)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds, len(hosts) or 1)
+    notes = reference.notes(tally) if reference and tally else ()
+    unread = journal.num_unreadable
+    return Summary(len(images.names), resumed, unreadable, unread, seconds, len(hosts) or 1, notes)
 
 
 def _classify(

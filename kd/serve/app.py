@@ -45,7 +45,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
         return busy("The server is ending." if service.draining else "The model is still being loaded.").response()
 
     async def metrics(request: Request) -> Response:
-        text = service.metrics.text(service.ready, service.in_flight, service.buffered)
+        text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def invocations(request: Request) -> Response:
@@ -54,13 +54,16 @@ def build(service: Service, ui: bool = True) -> Starlette:
         accept = answers.negotiate(request.headers.get("accept", ""))
         top = _top(request, len(model.labels))
         async with request_body(request, service) as body:
-            values, request.state.summary = await service.run(
+            values, measures, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, content_type, body), request.receive
             )
         if model.output.embeds:
             rows = answers.embeddings(values)
         else:
             rows = answers.predictions(values, model.labels, top, model.output.thresholds)
+        for row, numbers in zip(rows, measures, strict=True) if service.watch else ():
+            for line in service.watch.add(row, numbers):
+                log.warning(line)
         return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [
