@@ -94,7 +94,7 @@ class Finding:
     """-log10 of the p-value, 0 or more."""
     labels: float
     difference: str
-    """The largest difference of appearance, as text."""
+    """What is different in appearance, as text."""
     mix: str
     """The label whose frequency differs most, as text."""
     confidence: float
@@ -178,12 +178,13 @@ class Reference:
         Raises:
             KeyError, ValueError, TypeError, IndexError: it is something else.
         """
-        bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in record["numbers"].items()}
+        numbers = {name: record["numbers"][name] for name in BOUNDS if name in record["numbers"]}  # JSON may be sorted
+        bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in numbers.items()}
         made = Reference(tuple(names) or ("",), bounds, Tally(len(names) or 1, len(bounds)), bool(record["calibrated"]))
         made.tally.images, made.tally.confidence = int(record["images"]), float(record["confidence"])
         for label, text in record["labels"].items():
             _fill(made.tally.labels[:, made.index[label]], text)
-        for row, one in zip(made.tally.bins, record["numbers"].values(), strict=True):
+        for row, one in zip(made.tally.bins, numbers.values(), strict=True):
             for label, text in one["counts"].items():
                 _fill(row[made.index[label]], text)
         return made
@@ -207,17 +208,15 @@ class Reference:
         return tuple(lines)
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
-        best = (0.0, "")
-        for name, bounds, came, ours in zip(
-            self.bounds, self.bounds.values(), tally.bins, self.tally.bins, strict=True
-        ):
+        found = []
+        for (name, bounds), came, ours in zip(self.bounds.items(), tally.bins, self.tally.bins, strict=True):
             totals = came.sum(1, keepdims=True), ours.sum(1, keepdims=True)
             below = came.cumsum(1)[:, :-1], ours.cumsum(1)[:, :-1]
             evidence, share, expected = _evidence(below[0], totals[0], below[1], totals[1])
             i = int(evidence.argmax())
             text = f"{name} at most {bounds[i]:g} in {share[i]:.0%} of {tally.images} images, {expected[i]:.0%} there"
-            best = max(best, (_log10(evidence[i], 2 * len(bounds) * len(self.bounds)), text))
-        return best
+            found.append((_log10(evidence[i], 2 * len(bounds) * len(self.bounds)), text))
+        return max(found)[0], "; ".join(text for evidence, text in found if evidence >= ALARM)
 
     def _labels(self, tally: Tally) -> tuple[float, str]:
         """Test each label alone, and the labels that are too frequent in one half of the images in the other half.

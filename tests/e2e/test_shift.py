@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import re
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from PIL import Image
 from serving import Running, validation
 
 from kd.files.manifest import MANIFEST, checksum
+from kd.predict.results import Journal
 from kd.shift import ALARM, WINDOW
 
 
@@ -45,14 +49,31 @@ def dark(data: bytes) -> bytes:
     return file.getvalue()
 
 
+def changed(exported: Path, folder: Path, change: Callable[[dict], object]) -> Path:
+    """Return a copy of an export with a change in the manifest, which has a checksum."""
+    shutil.copytree(exported, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(exported, tmp_path_factory) -> Path:
+    """The export with every count of its 13 validation images twenty times: 13 cannot prove a difference."""
+
+    def change(manifest: dict) -> None:
+        found = manifest["validation"]["model.onnx"]
+        text = re.sub(r"(\d+):(\d+)", lambda pair: f"{pair[1]}:{20 * int(pair[2])}", json.dumps(found))
+        manifest["validation"]["model.onnx"] = {**json.loads(text), "images": 20 * 13, "calibrated": True}
+
+    return changed(exported, tmp_path_factory.mktemp("large") / "export", change)
+
+
 @pytest.fixture(scope="module")
 def old(exported, tmp_path_factory) -> Path:
     """The export as an earlier build of kd wrote it."""
-    folder = shutil.copytree(exported, tmp_path_factory.mktemp("old") / "export")
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["validation"]
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
-    return folder
+    return changed(exported, tmp_path_factory.mktemp("old") / "export", lambda manifest: manifest.pop("validation"))
 
 
 def test_the_manifest_has_what_was_answered(exported):
@@ -67,10 +88,10 @@ def test_the_manifest_has_what_was_answered(exported):
             assert sum(int(pair.split(":")[1]) for text in counts.values() for pair in text.split()) == 13
 
 
-def test_a_stream_that_shifts(exported, photos):
+def test_a_stream_that_shifts(large, photos):
     """The validation images again and again are like themselves; then the light goes out."""
     good = [data for data, _ in validation(photos)]
-    with Running(exported) as server:
+    with Running(large) as server:
         assert metrics(server)['kd_shift{of="appearance"}'] == 0
         answers = send(server, good, 2 * WINDOW)
         clean = metrics(server)
@@ -91,8 +112,8 @@ def test_a_stream_that_shifts(exported, photos):
     logged = [line for line in server.errors.splitlines() if "not like those of validation" in line]
     assert len(logged) == 1
     assert " WARNING kd.serve " in logged[0]
-    assert "brightness at most 1" in logged[0]
-    assert "kd_expected_accuracy" not in shifted  # 13 images are too few to calibrate on
+    assert "brightness at most 16 in 100%" in logged[0]
+    assert shifted["kd_expected_accuracy"] == pytest.approx(scores[-WINDOW:].mean(), abs=1e-5)
 
 
 def test_an_older_export_is_served_as_before(old, photos, command, tmp_path):
@@ -105,25 +126,38 @@ def test_an_older_export_is_served_as_before(old, photos, command, tmp_path):
     assert (answer.code, len(answer.out.splitlines()), answer.err) == (0, 1, "")
 
 
-def test_prediction_says_that_photographs_are_others(exported, photos, command, tmp_path):
-    """Also of the rows that an earlier start made: the journal holds what is compared, and the result does not."""
+def test_prediction_says_that_photographs_are_others(large, photos, command, tmp_path):
+    """What is compared stays in the journal: the result has no more columns than before."""
     folder = tmp_path / "dark"
     folder.mkdir()
     for number, (data, _) in enumerate(validation(photos) * 8):
         (folder / f"{number}.png").write_bytes(dark(data))
-    answer = command("predict", exported, photos / "val", "--to", tmp_path / "good.csv")
-    assert (answer.code, len(answer.out.splitlines())) == (0, 1), answer
-    answer = command("predict", exported, folder, "--to", tmp_path / "all.jsonl")
+    answer = command("predict", large, photos / "val", "--to", tmp_path / "good.csv")
+    assert (answer.code, len(answer.out.splitlines())) == (0, 2), answer
+    scores = [float(row["score"]) for row in csv.DictReader((tmp_path / "good.csv").open())]
+    assert f"expected accuracy {np.mean(scores):.1%} by the mean confidence" in answer.out
+    answer = command("predict", large, folder, "--to", tmp_path / "all.jsonl")
     assert answer.code == 0, answer
     (line,) = [line for line in answer.out.splitlines() if "not like those of validation" in line]
-    assert re.search(r"brightness at most 1?\d in \d+% of 104 images, 0% there", line)
+    assert re.search(r"brightness at most 16 in 100% of 104 images, 0% there", line)
     rows = [json.loads(text) for text in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert {key for row in rows for key in row} == {"image", "label", "score", "top"}
 
 
+def test_rows_of_an_earlier_start_are_counted_too(large, photos, command, tmp_path, monkeypatch):
+    first = command("predict", large, photos / "val", "--to", tmp_path / "first.csv")
+    target, journal = tmp_path / "second.csv", tmp_path / "second.csv.part"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", lambda *rest: sys.exit(1))  # killed before the last step
+        assert command("predict", large, photos / "val", "--to", target).code == 1
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:6]))
+    second = command("predict", large, photos / "val", "--to", target)
+    assert "5 of them by an earlier start" in second.out
+    assert first.out.splitlines()[1:] == second.out.splitlines()[1:] != []
+
+
 def test_a_damaged_record_is_one_line(exported, tmp_path, refused):
-    folder = shutil.copytree(exported, tmp_path / "export")
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["validation"]["model.onnx"]["labels"] = {"nothing": "0:1"}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
-    assert "manifest.json" in refused("serve", folder)
+    def change(manifest: dict) -> None:
+        manifest["validation"]["model.onnx"]["labels"] = {"nothing": "0:1"}
+
+    assert "manifest.json" in refused("serve", changed(exported, tmp_path / "export", change))
