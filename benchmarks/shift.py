@@ -5,8 +5,8 @@
 IMAGES has a folder for each class, with images that the student was not trained on. Those of classes that the export
 does not know are the unknown ones, with those of `--unknown`. For each stream the images are split anew: 2,000 are the
 reference, as `kd-export` would record it, the others the stream. A clean stream has 2,000 images. Each other stream is
-clean for 1,000 to 1,249 images, so that the change comes anywhere in a window, and then changed; its delay is the
-number of changed images until the alarm.
+clean for 1,000 to 1,249 images (0 to 249 before a changed mix of labels), so that the change comes anywhere in a
+window, and then changed; its delay is the number of changed images until the alarm.
 
 One student for the file beside this script: see benchmarks/README.md.
 """
@@ -149,9 +149,10 @@ def streams(model: Model, images: Path, unknown: Path | None, count: int, limit:
         ours, rest = order[:REFERENCE], order[REFERENCE:]
         begin = 4 * WINDOW + int(rng.integers(WINDOW))
         after = rest[begin : begin + CHANGED]
-        tried: dict[str, tuple[int, Sequence[int] | None]] = {"clean": (STREAM, ()), "unknown classes": (begin, None)}
+        tried: dict[str, tuple[int, Any]] = {"clean": (STREAM, ()), "unknown classes": (begin, None)}
         tried |= {name: (begin, after) for name in changed}
-        tried |= {name: (begin, mixed(rng, rest[begin:], truth, shares(name, model.labels))) for name in MIXES}
+        early = begin % WINDOW  # a changed mix takes many images of one class
+        tried |= {name: (early, mixed(rng, rest[early:], truth, shares(name, model.labels))) for name in MIXES}
         for numbers in (list(BOUNDS), [CONFIDENCE]):
             of = reference(model, [clean[i] for i in ours], numbers)
             for name, (first, chosen) in tried.items():
@@ -216,13 +217,13 @@ def main() -> None:
     """Measure, print a summary, and write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path)
-    parser.add_argument("images", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--unknown", type=Path)
     parser.add_argument("--streams", type=int, default=20)
-    parser.add_argument("--images-used", type=int, default=5000)
+    parser.add_argument("--images", dest="images_used", type=int, default=5000)
     options = parser.parse_args()
     model = load(describe(options.export), threads=1, slots=1)
-    rows = list(streams(model, options.images, options.unknown, options.streams, options.images_used))
+    rows = list(streams(model, options.folder, options.unknown, options.streams, options.images_used))
     for numbers in dict.fromkeys(row["numbers"] for row in rows):
         print(f"\n{numbers}: alarms in the clean part; delay of appearance and labels (median, worst, missed)")
         for change in dict.fromkeys(row["change"] for row in rows):
@@ -232,16 +233,11 @@ def main() -> None:
             for name in ("delay_appearance", "delay_labels"):
                 delays = sorted(row[name] if row[name] != "" else np.inf for row in some)
                 cells.append(f"{np.median(delays):5.0f} {delays[-1]:5.0f} {sum(map(np.isinf, delays)):3d}")
-            accuracy = [np.mean([row[key] or 0 for row in some]) for key in ("expected_accuracy", "accuracy")]
-            print(
-                f"{change:40s} {false:3d}   {cells[0]}   {cells[1]}   accuracy expected %.3f true %.3f"
-                % tuple(accuracy)
-            )
-    command = (
-        f"python benchmarks/shift.py EXPORT IMAGES --streams {options.streams} --images-used {options.images_used}"
-    )
+            expected, true = (np.mean([row[key] or 0 for row in some]) for key in ("expected_accuracy", "accuracy"))
+            print(f"{change:40s} {false:3d}   {cells[0]}   {cells[1]}   accuracy {expected:.3f} true {true:.3f}")
+    command = f"python benchmarks/shift.py EXPORT IMAGES --streams {options.streams} --images {options.images_used}"
     write("shift", command, rows)
-    known = options.images / model.labels[0]
+    known = options.folder / model.labels[0]
     photo = sorted(known.iterdir())[0]
     sample = answered(model, sorted(known.iterdir())[:500]) * 4
     costs = [cost(options.export, photo.read_bytes(), sample, model)]

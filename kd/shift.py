@@ -306,7 +306,7 @@ def _evidence(x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray) -> tup
     there = ((n > 0) & (m > 0))[:, 0]
     x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))
     if not len(n):
-        return (np.zeros(x.shape[1]),) * 3
+        return np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.zeros(x.shape[1])
     pooled, bounds = (x + y) / (n + m), []
     for part, size in ((x, n), (y, m)):  # both are samples of what is pooled: take the tighter bound
         total = size.sum()

@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def build(service: Service, ui: bool = True) -> Starlette:
             rows = answers.embeddings(values)
         else:
             rows = answers.predictions(values, model.labels, top, model.output.thresholds)
-        for row, numbers in zip(rows, measures, strict=True) if service.watch else ():
-            for line in service.watch.add(row, numbers):
+        if watch := service.watch:
+            for line in chain.from_iterable(map(watch.add, rows, measures)):
                 log.warning(line)
         return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
