@@ -51,7 +51,8 @@ def measure(pixels: np.ndarray) -> tuple[float, float]:
     rows are read: the mean over them is as good, and this is done for every answer.
     """
     rows = pixels[1, :: max(1, pixels.shape[1] // 64)].astype(np.int16)
-    return round(float(rows.mean()), 3), round(float(np.abs(rows[:, 1:] - rows[:, :-1]).mean()), 3)
+    steps = rows[:, 1:] - rows[:, :-1]
+    return round(int(rows.sum()) / rows.size, 3), round(int(np.abs(steps, out=steps).sum()) / steps.size, 3)
 
 
 class Tally:
@@ -208,15 +209,18 @@ class Reference:
         return tuple(lines)
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
-        found = []
-        for (name, bounds), came, ours in zip(self.bounds.items(), tally.bins, self.tally.bins, strict=True):
-            totals = came.sum(1, keepdims=True), ours.sum(1, keepdims=True)
-            below = came.cumsum(1)[:, :-1], ours.cumsum(1)[:, :-1]
-            evidence, share, expected = _evidence(below[0], totals[0], below[1], totals[1])
-            i = int(evidence.argmax())
-            text = f"{name} at most {bounds[i]:g} in {share[i]:.0%} of {tally.images} images, {expected[i]:.0%} there"
-            found.append((_log10(evidence[i], 2 * len(bounds) * len(self.bounds)), text))
-        return max(found)[0], "; ".join(text for evidence, text in found if evidence >= ALARM)
+        came, ours = tally.labels.sum(0)[:, None], self.tally.labels.sum(0)[:, None]
+        x, y = (one.bins.cumsum(2)[:, :, :-1].transpose(1, 0, 2).reshape(len(came), -1) for one in (tally, self.tally))
+        evidence, share, expected = _evidence(x, came, y, ours)
+        ends = [(name, bound) for name, bounds in self.bounds.items() for bound in bounds]
+        values = _log10(evidence, 2 * len(ends))
+        best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
+        texts = [
+            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, {expected[i]:.0%} there"
+            for i in best
+            if values[i] >= ALARM
+        ]
+        return float(values.max()), "; ".join(texts)
 
     def _labels(self, tally: Tally) -> tuple[float, str]:
         """Test each label alone, and the labels that are too frequent in one half of the images in the other half.
@@ -227,19 +231,15 @@ class Reference:
         came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
         if len(ours) < 2:
             return 0.0, ""
+        found = [_log10(_shares(came, came.sum(), ours, ours.sum()), 2 * 2 * len(came)).max()]
+        for half in (0, 1):
+            (seen, x), (usual, y) = ((one.labels[half], one.labels[1 - half]) for one in (tally, self.tally))
+            more = seen * usual.sum() > usual * seen.sum()
+            found.append(_log10(_shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()), 2 * 2 * 2).max())
         share, expected = came / max(1, came.sum()), ours / max(1, ours.sum())
         i = int(abs(share - expected).argmax())
-        evidence = _shares(came, came.sum(), ours, ours.sum()).max()
-        found = [_log10(evidence, 2 * 2 * len(came))]
-        for half in (0, 1):
-            more = (
-                tally.labels[half] * self.tally.labels[half].sum() > self.tally.labels[half] * tally.labels[half].sum()
-            )
-            x, y = tally.labels[1 - half], self.tally.labels[1 - half]
-            evidence = _shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()).max()
-            found.append(_log10(evidence, 2 * 2 * 2))
         text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} answers, {expected[i]:.0%} there"
-        return max(found), text
+        return float(max(found)), text
 
 
 class Watch:
@@ -326,9 +326,9 @@ def _divergence(q: np.ndarray, p: np.ndarray) -> np.ndarray:
     return np.maximum(yes + no, 0.0)
 
 
-def _log10(evidence: float, tests: int) -> float:
-    """Return -log10 of the p-value of the best of so many tests."""
-    return (float(evidence) - math.log(tests)) / math.log(10)
+def _log10(evidence: np.ndarray, tests: int) -> np.ndarray:
+    """Return -log10 of the p-values of the best of so many tests."""
+    return (evidence - math.log(tests)) / math.log(10)
 
 
 def _sparse(row: np.ndarray) -> str:
