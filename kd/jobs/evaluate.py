@@ -14,8 +14,9 @@ from kd.progress.console import Console
 from kd.scores import Scored
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import Trust, load_distillation, opened_run, require_files
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import resolve
+from kd.setup.student import load_distillation
 
 log = logging.getLogger("kd")
 
