@@ -94,6 +94,8 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
             spent["control"] = times(folder, exam.images[0][0][:1])[int8.STATIC]
         if options.repair:
             own, fake = int8.fake_quantized(student, size, views, smooth=not options.plant)
+            int8.write_fake(fake, size, static)
+            rungs.append(exam("fake-quantized, before its repair", static))
     if options.repair:
         repair(recipe, manifest.get("choices", {}), fake, own, options.repair)
         int8.write_fake(fake, size, static)
@@ -101,7 +103,7 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
     rows = []
     for rung in rungs:
         print(f"{path.name}: {rung.line()}", flush=True)
-        ms = 0.0 if rung.name.startswith(("MinMax", "repair")) else spent[rung.file]
+        ms = 0.0 if rung.name.startswith(("MinMax", "fake", "repair")) else spent[rung.file]
         ms = spent["control"] if rung.name.startswith("accuracy") else ms
         rows.append(
             {

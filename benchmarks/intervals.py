@@ -95,7 +95,7 @@ def main() -> None:
             lambda part: shares(part)[0].minus(shares(part)[1])[1:],
             given.samples,
         ),
-        "mAP (bootstrap)": (score(large, truth)["map"], precision, min(given.samples, 200)),
+        "mAP (bootstrap)": (score(large, truth)["map"], precision, min(given.samples, 100)),
     }
     rows = []
     for name, (on_all, interval, count) in kinds.items():

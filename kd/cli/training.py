@@ -128,12 +128,10 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
             from kd.jobs.evaluate import evaluate
 
             scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
-            values, samples = scored.row, scored.samples
+            values, samples = {**scored.row, "images": scored.images}, scored.samples
         for name, value in values.items():
             ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
             print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
-        if not options.endpoint:
-            print(f"\n{scored.note}" if options.split == "test" else f"\n{scored.images} {scored.title} images")
 
     return guarded(command)
 

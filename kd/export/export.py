@@ -217,6 +217,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "output": _output(student, made),
             "parity": made.parity,
             **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+            "validation": made.validation,
             "environment": _environment(),
         }
         complete(draft, content, weights, provenance, facts)

@@ -48,6 +48,8 @@ class Made:
     """The first of those with which they were compared, uint8 [3, S, S]."""
     rungs: list[int8.Rung] = field(default_factory=list)
     """Of the ladder to int8, those that were tried."""
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each graph answered on validation images: see `kd.shift.Reference`."""
 
 
 def write(subject: Subject, folder: Path, options: Options) -> Made:
@@ -86,6 +88,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
     made.thresholds = task.thresholds(answers.outputs[EAGER], answers.labels, classes)
     for name in runners:
         made.parity[name], line = _accepted(name, answers, task, options)
+        made.validation[name] = answers.reference(name, task, classes, bool(calibration)).record()
         size = sum(path.stat().st_size for path in variants.files(folder / name))
         made.lines.append(f"{name:16s} {size / 1e6:6.2f} MB  {line} (PyTorch {made.eager_ms:.2f})")
         if options.compare and name != PT2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
+from kd.shift import Reference, measure
 from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
@@ -40,10 +41,21 @@ class Answers:
     """Logits [N, C] or vectors [N, D] by graph."""
     labels: torch.Tensor
     """int [N], or label sets [N, C]; -1 where nobody knows."""
+    measures: Sequence[tuple[float, float]]
+    """See `kd.shift.measure`."""
     cpu_ms: Mapping[str, float]
     """CPU time of an image with one thread."""
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first image, uint8 [3, S, S]."""
+
+    def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
+        """Return what a graph answered, for whoever compares later images with these."""
+        if not task.logits:
+            return Reference.of((), ((0, numbers) for numbers in self.measures), False)
+        logits_NC = self.outputs[name].double()
+        best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
+        found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
+        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
         """Return how a graph answers beside PyTorch."""
@@ -102,14 +114,15 @@ def compare(
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, first = [], np.zeros(0)
+    labels, measures, first = [], [], np.zeros(0)
     for pixels, label in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
+        measures += map(measure, pixels)
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every), first[0])
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +17,16 @@ from kd import parts
 from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
 from kd.config.schema import LossSection, SifterSection
-from kd.contracts import Backend
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
-from kd.errors import RunError
 from kd.models.classifier import Classifier
 from kd.parts import default_options
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
+from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.student import build_criterion
-from kd.setup.teacher import Teachers, load_teachers
+from kd.setup.teacher import Teachers, load_fitted
 from kd.types import Batch, Dims, Needs, Outputs
 
 RATE = 0.1
@@ -66,7 +63,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         steps: optimizer steps.
 
     Raises:
-        RunError: the fitted teacher of the run is gone.
+        RunError: the fitted teacher of the run is not here.
     """
     losses = _on_logits(recipe.student.losses)
     needed = any(one.teacher for one in needs(losses))
@@ -83,7 +80,8 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
     chosen = {**recorded, "student": "fp32+unfused", "sifter": "none"}
     with distributed(recipe.backend) as backend, Console("repair", scores=student.task.scores) as console:
         data = open_data(recipe.data, backend)
-        teachers = _teachers(teacher, data, backend) if needed else Teachers(None, data)
+        teachers = _teachers(teacher, data) if needed else Teachers(None, data)
+        data = teachers.data
         own.to(backend.device).eval()
         dims = Dims(len(data.classes), 0, 0)
         base = build_criterion(losses, [dims], loop.seed, labelled=data.labelled_share())
@@ -99,11 +97,6 @@ def _on_logits(losses: Sequence[LossSection]) -> tuple[LossSection, ...]:
     return tuple(one for one, read in zip(losses, needs(losses), strict=True) if read.logits and not read.features)
 
 
-def _teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
-    weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
-        if not is_fitted(target):
-            wrong = f"'{target}' does not hold the fitted teacher any more"
-            raise RunError(f"{where}.fit", wrong, "--repair asks the run's teacher", "Fit it again: kd-teach CONFIG")
-        weights[where] = target
-    return load_teachers(plan, data, weights)
+def _teachers(plan: TeacherPlan, data: Data) -> Teachers:
+    model: Any = load_fitted(plan, data)
+    return Teachers(model, data.with_classes(model.classes), list(getattr(model, "members", [model])))

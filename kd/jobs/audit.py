@@ -134,7 +134,7 @@ def _labels(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
         source, found = data.splits[split], doubted(one.label, one.answer, one.share, one.own)
         counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
         for row in found:
-            id, label, answer = int(one.id[row]), classes[one.label[row]], classes[one.answer[row]]
+            id, label, answer = int(one.id[row]), classes[int(one.label[row])], classes[int(one.answer[row])]
             shares = round(float(one.share[row]), 4), round(float(one.own[row]), 4)
             rows.append((split, source.name(id), label, answer, *shares))
             caption = f"{label}, or {answer} ({100 * shares[0]:.0f} %)?"
