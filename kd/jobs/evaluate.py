@@ -27,9 +27,6 @@ def evaluate(
     """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test".
 
     `audit`: also list labels that the teacher doubts and images that repeat; what it found is logged.
-
-    Raises:
-        RunError: it is no run folder, or needs trust, or has no test split.
     """
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)

@@ -96,11 +96,7 @@ def best_student(
 
 
 def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned.
-
-    Raises:
-        RunError: none of the losses has learned one.
-    """
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
     _, tensors, _ = folder.best()
     number = 0
     for i, section in enumerate(losses):
