@@ -53,13 +53,7 @@ class Made:
 
 
 def write(subject: Subject, folder: Path, options: Options) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
-
-    Raises:
-        RunError: the data is not that of the run.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
-    """
+    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer."""
     if not options.onnx and (options.int8 or options.openvino or options.compare):
         raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
     _check_repair(subject, options)
@@ -101,11 +95,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
 
 
 def _accepted(name: str, answers: parity.Answers, task: Task, options: Options) -> tuple[dict[str, Any], str]:
-    """Return what is recorded of a graph, and a line about it.
-
-    Raises:
-        ModelError: an exact graph does not answer as PyTorch does.
-    """
+    """Return what is recorded of a graph, and a line about it."""
     scores, difference, images = answers.scores(name, task), answers.difference(name), len(answers.labels)
     what = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}"
     if name in EXACT:

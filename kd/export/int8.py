@@ -156,10 +156,6 @@ class Ladder:
         """Quantize until the drop holds; return all rungs that were tried, the last one holds.
 
         A file of a rung that does not hold is removed, unless `both` wants it in a table.
-
-        Raises:
-            MissingExtra: NNCF or OpenVINO is not installed, and a rung needs it.
-            ModelError: no rung holds.
         """
         runtimes.write_int8(self.folder / ONNX, self.folder / DYNAMIC)
         self.rungs.append(self.exam("dynamic", self.folder / DYNAMIC))
@@ -203,11 +199,7 @@ class Ladder:
 
 
 def require(ladder: Ladder) -> None:
-    """Require what the rungs above the first one need.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """Require what the rungs above the first one need."""
     for name in ("nncf", "openvino"):
         if not runtimes.installed(name):
             lost = f"dynamic int8 loses {100 * ladder.rungs[0].drop:.2f} points, "

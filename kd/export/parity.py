@@ -87,9 +87,6 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
         data: of the run.
         limit: how many, evenly spaced over the split; 0: all.
         training: of the training split instead, as its first epoch sees them.
-
-    Raises:
-        DataError: not one of them can be decoded.
     """
     shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
@@ -132,9 +129,6 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
         Temperature, images and the calibration error before and after, the latter on images that did not choose the
         temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
         the reason.
-
-    Raises:
-        ModelError: the network's logits are not what its last layer returns.
     """
     answer = eager_runner(student)
     seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -191,11 +185,7 @@ def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
 
 
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
-    """Require a graph to compute what PyTorch computes.
-
-    Raises:
-        ModelError: a value differs by more than `tolerance`, or an answer does.
-    """
+    """Require a graph to compute what PyTorch computes."""
     if difference > tolerance or scores.others:
         wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
         remedy = "Nothing was written; export with --no-onnx, or report the network"

@@ -43,9 +43,6 @@ def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     """Ask the teacher of a run about all its images, write what it doubts into `audit` of its folder, and say so.
 
     Of training images the cache is asked first: a mean over their views. Without a cache the teacher runs on all.
-
-    Raises:
-        RunError: there is no teacher of classes, there are no labels, or several processes.
     """
     if recipe.student.task.logits != "softmax" or not recipe.teacher.logits or not data.labelled:
         wrong = "the run has no teacher that answers one class of each image, or its images have no labels"

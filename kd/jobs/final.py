@@ -9,7 +9,7 @@ from kd.evaluation import Sampled
 from kd.scores import Scored
 from kd.setup.build import Built
 from kd.setup.data import Data
-from kd.setup.finished import load_distillation
+from kd.setup.student import load_distillation
 
 
 @torch.no_grad()

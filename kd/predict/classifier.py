@@ -37,11 +37,7 @@ class Classifier:
     """It answers in the place of `model` for images of which that is not sure."""
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
-        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images.
-
-        Raises:
-            DataError: the storage is away.
-        """
+        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
         made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
         outputs = []
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):

@@ -42,12 +42,7 @@ class Journal:
         """Name of the first image that is not the one that a row was made of; "": all are."""
 
     def resume(self, identity: Row, images: Images) -> None:
-        """Count the rows that are there; cut off the rest. A new journal begins with `identity`.
-
-        Raises:
-            RunError: the journal was begun with another one, or the disk is full.
-            DataError: an image that has a row is not there any more: the storage is away.
-        """
+        """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""
         end = 0
         for row, size in _rows(self._file):
             if end:
@@ -73,11 +68,7 @@ class Journal:
             self.flush()
 
     def add(self, row: Row) -> None:
-        """Append the row of the next image.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Append the row of the next image."""
         self._write(row)
         self._count(row)
 
@@ -96,11 +87,7 @@ class Journal:
             self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
 
     def flush(self) -> None:
-        """Give the rows to the system, where they survive the end of this process.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Give the rows to the system, where they survive the end of this process."""
         try:
             self._file.flush()
         except OSError as error:
@@ -114,10 +101,6 @@ class Journal:
             top: labels of each image; 0: as many as exceed their thresholds.
             scored: labels that have a column of their own with their score, in a CSV.
             more: keys of rows that have a column of their own.
-
-        Raises:
-            RunError: the disk is full or not writable, or `target` is another file.
-            MissingExtra: Parquet without pyarrow.
         """
         self.flush()
         self._file.seek(0)
@@ -133,14 +116,7 @@ class Journal:
 
 @contextmanager
 def opened(target: Path, identity: Mapping[str, Any], images: Images, seen: Callable[[Row], None]) -> Iterator[Journal]:
-    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start.
-
-    Raises:
-        RunError: the journal is of other images or another model, `target` is there and the journal has not all rows,
-            or the disk is full, not writable or has no locks.
-        DataError: as `Journal.resume`.
-        FolderInUse: another process is writing it.
-    """
+    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start."""
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,12 +229,7 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def check_format(target: Path) -> None:
-    """Refuse a result that could not be written in the end.
-
-    Raises:
-        RunError: an unknown ending, or the result is there already, without a journal.
-        MissingExtra: Parquet without pyarrow.
-    """
+    """Refuse a result that could not be written in the end."""
     if target.suffix not in FORMATS:
         raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
     if target.exists() and not _journal(target).exists():

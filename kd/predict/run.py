@@ -73,14 +73,7 @@ class Summary:
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images, or embed them, and write one row for each, in the order of their names.
-
-    Raises:
-        ModelError: the folder is not a whole export, or the second model does not go with the first.
-        DataError: there are no images, or the storage is away.
-        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
-        MissingExtra: a package is not installed.
-    """
+    """Classify images, or embed them, and write one row for each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
@@ -142,11 +135,7 @@ def _bands(described: Description) -> list[list[float]]:
 
 
 def _second(settings: Settings, first: Description) -> Description | None:
-    """Read the manifest of the second model.
-
-    Raises:
-        ModelError: it is no export, it has other classes than the first, or the first never says that it is unsure.
-    """
+    """Read the manifest of the second model."""
     if settings.second is None:
         return None
     if not first.output.unsure:

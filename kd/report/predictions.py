@@ -84,11 +84,7 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
 def _predict(
     folder: RunDir, plan: StudentPlan, teacher: TeacherModel | None, data: Data, images: int
 ) -> dict[str, Any]:
-    """Run both models over validation images as evaluation shows them, in float32.
-
-    Raises:
-        RunError: the images have no labels.
-    """
+    """Run both models over validation images as evaluation shows them, in float32."""
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
     student, _ = best_student(folder, plan, data.section, data.classes)
@@ -100,11 +96,7 @@ def _predict(
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
-    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first.
-
-    Raises:
-        DataError: an image cannot be read.
-    """
+    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
     if "teacher" not in stored:
         return []
     differ = [i for i, answer in enumerate(stored["student"]) if answer != stored["teacher"][i]]

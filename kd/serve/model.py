@@ -69,11 +69,7 @@ class Model(Description):
     engine: Engine
 
     def warm_up(self, times: int = 3) -> None:
-        """Run the graph on a grey image, so that the first client does not wait for allocations.
-
-        Raises:
-            ModelError: the graph fails, or returns another shape than the manifest says.
-        """
+        """Run the graph on a grey image, so that the first client does not wait for allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
@@ -91,9 +87,6 @@ def describe(folder: Path, file: str = "") -> Description:
     Args:
         folder: the export.
         file: of the graph; "": the one that `kd-export --compare` picked, or model.onnx.
-
-    Raises:
-        ModelError: not an export, an export without this graph, or a file that was changed after the export.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     if isinstance(manifest, dict) and not unchanged(manifest):
@@ -126,12 +119,7 @@ def describe(folder: Path, file: str = "") -> Description:
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
-    """Load the graph, for at most `slots` calls at the same time, each with so many threads.
-
-    Raises:
-        ModelError: the file was changed after the export, or the runtime cannot load it.
-        MissingExtra: the runtime is not installed.
-    """
+    """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
     content = _read_verified(description.folder, description.file, description.files)
     try:
         runtime, precision, _ = GRAPHS[description.file]
