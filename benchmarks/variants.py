@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from _load import closed_loop, kd_serve, percentile, request
 from PIL import Image
 
@@ -32,6 +33,13 @@ Rows = list[dict[str, Any]]
 CONFIGS = Path(__file__).parent.parent / "configs"
 LABELS = [f"class_{i:02d}" for i in range(12)]
 ON_LABELS = ["losses=[{kind: ce}]", "teacher.model=", "run.baseline=false", "run.every.evaluate=0"]
+REPVIT = """
+run: {epochs: 2, baseline: false, every: {evaluate: 0}}
+data: {kind: imagefolder, root: data/cifar10, val_split: test, image_size: 64, batch_size: 32, augment: {crop: 0.5}}
+student: {model: repvit_m0_9}
+losses: [{kind: ce}]
+optimizer: {lr: 1.0e-3}
+"""
 STUDENTS: dict[str, tuple[str, list[str]]] = {
     "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
     "vit_ti": (
@@ -42,16 +50,9 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
             "student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}",
         ],
     ),
-    "repvit": (
-        "cifar10.yaml",
-        [
-            *ON_LABELS,
-            *("data.image_size=64", "data.batch_size=32", "run.epochs=2", "optimizer.lr=1e-3"),
-            *("student.model=repvit_m0_9", "student.args={}"),
-        ],
-    ),
+    "repvit": ("", []),
 }
-"""Configuration and keys by name."""
+"""Configuration, "": REPVIT, and keys by name."""
 ROUNDS, SECONDS = 5, 3.0
 """Of part `client`: turns, and seconds of each side in one."""
 
@@ -101,10 +102,10 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
         return target
     config, keys = STUDENTS[name]
     keys = [*keys, f"run.seed={seed}", f"run.name={name}_{seed}", f"run.folder={given.work}", *given.overrides]
-    if config == "cifar10.yaml":
+    if name != "xcit":
         keys += [f"data.root={given.cifar10}"]
-    run = kd.train(CONFIGS / config, *keys)
-    options = Options(compare=True, max_drop=1.0, images=0)
+    run = kd.train(CONFIGS / config if config else yaml.safe_load(REPVIT), *keys)
+    options = Options(compare=True, max_drop=1.0, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
 
 
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--students", nargs="+", choices=STUDENTS, default=list(STUDENTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--images", type=int, default=0, help="of the validation split; 0: all")
     parser.add_argument("--random", metavar="MODEL", nargs="+", default=[], help="also part client of random weights")
     parser.add_argument("overrides", nargs="*", help="key=value for every training")
     given = parser.parse_intermixed_args()
