@@ -27,7 +27,7 @@ VALUES = {
     "evaluation",
 }
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "tasks", "backends"}
-FLOOR = ("models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
+FLOOR = ("audit", "models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
 BELOW_SETUP = VALUES | {"parts", "config", *FLOOR}
 SETUP = BELOW_SETUP | {"setup"}
 MAY_IMPORT = {
@@ -75,7 +75,8 @@ MAY_IMPORT_OUTSIDE = {
     "uvicorn": ("serve/",),
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
-    "openvino": ("models/runtimes.py", "serve/model.py"),
+    "openvino": ("models/runtimes.py", "serve/model.py", "export/int8.py"),
+    "nncf": ("export/int8.py",),
     "ray": ("cluster.py", "data/decoders.py", "predict/hosts.py"),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),

@@ -78,7 +78,7 @@ class RunDir:
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
         new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
-        if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
+        if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         if self._lock is None:

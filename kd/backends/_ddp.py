@@ -130,14 +130,14 @@ class DDPBackend:
             )
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        from kd.backends._fsdp import shard  # older torch lacks what it imports
+        from kd.backends._divided import shard  # older torch lacks what it imports
 
         self.check_divided(0)
         self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
+        from kd.backends._divided import Pipelined  # older torch lacks what it imports
 
         self._teacher = Pipelined(module, self.device)
         return self._teacher
@@ -194,7 +194,7 @@ class DDPBackend:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
         memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
         if self._teacher is not None:
-            from kd.backends._fsdp import local_tensors
+            from kd.backends._divided import local_tensors
 
             memory["teacher_mib"] = mib(local_tensors(self._teacher))
         return memory

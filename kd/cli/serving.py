@@ -65,7 +65,12 @@ def _export_parser() -> Parser:
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
+    text = (
+        "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
+    )
+    add("--int8", action="store_true", help=text)
+    text = "of --int8: where none holds, train the quantized student on for so many steps"
+    add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
     text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
     add("--index", action="store_true", help=text)
@@ -83,7 +88,8 @@ def _export_parser() -> Parser:
     add("--budget", metavar="TIME", type=_milliseconds, default=0.0, help=text)
     text = "on which an image is computed for the pick (default 1, as kd-serve does)"
     add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
-    add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
+    text = "points of accuracy that int8 may lose on the validation images (default 1)"
+    add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
     add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
     add_trust(parser)
@@ -151,6 +157,13 @@ def _milliseconds(text: str) -> float:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"'{text}' is not a time such as 10ms or 0.5s")
     return float(match[1]) * (1000 if match[2] == "s" else 1)
+
+
+def _points(text: str) -> float:
+    try:
+        return float(text) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5") from None
 
 
 def _cores(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from kd.export import graphs, variants
 from kd.export.card import WITH_TIMM, Card, render
 from kd.export.folder import complete, new_export, refuse_other, seal
 from kd.export.graphs import Made
-from kd.export.parity import validation_images
+from kd.export.int8 import Train
+from kd.export.parity import shown_images
+from kd.export.repair import repair
 from kd.export.teacher import teacher_of
 from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
@@ -42,7 +44,9 @@ class Options:
     onnx: bool = True
     """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
     int8: bool = False
-    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
+    """A graph in int8 that loses at most `max_drop` of the accuracy, or of the cosine with PyTorch's vectors."""
+    repair: int = 0
+    """Of `int8`: train on for so many steps where nothing else holds; 0: do not."""
     openvino: bool = False
     index: bool = False
     """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
@@ -61,6 +65,7 @@ class Options:
     defer_share: float = 0.0
     """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
+    """A share: 0.01 is one point."""
     tolerance: float = 1e-3
     images: int = 2000
     """How many validation images are compared, evenly spaced; 0: all."""
@@ -80,8 +85,9 @@ class Exported:
     """What manifest.json says, without files and checksum."""
 
 
-Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""limit -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced; 0: all."""
+Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
+"""(limit, training=False) -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced;
+0: all. With `training`, views of training images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +110,8 @@ class Subject:
     """Validation rows of the same student trained on labels alone."""
     scored: tuple[Scored | None, Scored | None] = (None, None)
     """The last scores of the student and of the one trained on labels alone."""
+    train: Train | None = None
+    """Trains a fake-quantized student on, as the run did; None: its run cannot be built again."""
 
 
 def export(
@@ -140,6 +148,8 @@ def export(
     refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
+    if options.repair:
+        vouched.check_teacher(recipe.teacher)
     if options.onnx or options.pt2:  # they are compared on images
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
@@ -159,6 +169,7 @@ def export(
         scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
+        train=partial(repair, recipe, manifest.get("choices", {})),
     )
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
@@ -176,7 +187,7 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        yield partial(validation_images, data)
+        yield partial(shown_images, data)
 
 
 def write(subject: Subject, target: Path, options: Options) -> Exported:
@@ -205,6 +216,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "input": _input(student, section),
             "output": _output(student, made),
             "parity": made.parity,
+            **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
             "environment": _environment(),
         }
         complete(draft, content, weights, provenance, facts)

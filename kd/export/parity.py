@@ -14,13 +14,13 @@ import torch
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.evaluation import Task
-from kd.export.calibrate import divide_logits, exchanged, temperature
+from kd.export.calibrate import divide_logits, exchanged
 from kd.intervals import around, resampled, wilson
 from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
-from kd.tasks.single_label import calibration_error
+from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
@@ -68,15 +68,18 @@ class Answers:
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
-def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    `limit` of them, evenly spaced over the split; 0: all.
+    Args:
+        data: of the run.
+        limit: how many, evenly spaced over the split; 0: all.
+        training: of the training split instead, as its first epoch sees them.
 
     Raises:
         DataError: not one of them can be decoded.
     """
-    shown = Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
+    shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
@@ -85,7 +88,12 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
             found += len(samples)
             yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
     if not found:
-        raise DataError("data", "no image of the validation split can be decoded", "", "Check data.root")
+        split = "training" if training else "validation"
+        raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
+
+
+def _evaluated(data: Data) -> Views:
+    return Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
 
 
 def compare(
@@ -180,17 +188,3 @@ def check_exact(name: str, scores: GraphScores, difference: float, tolerance: fl
         remedy = "Nothing was written; export with --no-onnx, or report the network"
         allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
         raise ModelError(f"export.{name}", wrong, allowed, remedy)
-
-
-def check_drop(name: str, scores: GraphScores, eager: GraphScores, max_drop: float, images: int) -> str:
-    """Require an approximate graph to be about as right as PyTorch, and return what it loses, as text.
-
-    Raises:
-        ModelError: it loses more than `max_drop` of the score that decides.
-    """
-    before, after = eager.facts[eager.decides], scores.facts[scores.decides]
-    if not before - after <= max_drop:
-        wrong = f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images"
-        remedy = "Nothing was written; raise --max-drop, or export without --int8"
-        raise ModelError(f"export.{name}", wrong, f"A drop of at most {100 * max_drop:g} points (--max-drop)", remedy)
-    return f", {scores.title} {percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"

@@ -53,4 +53,5 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    return replace(subject, recipe=alone, student=model, provenance=provenance, origin=origin, baseline=())
+    more = {"origin": origin, "baseline": (), "train": None}
+    return replace(subject, recipe=alone, student=model, provenance=provenance, **more)

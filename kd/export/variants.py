@@ -159,9 +159,6 @@ def measure(
         qualities: of each file that is measured.
         pixels: an image, uint8 [3, S, S], which is sent as a JPEG.
         threads: numbers of threads.
-
-    Raises:
-        KdError: `kd-serve` does not start or does not answer.
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
@@ -179,10 +176,6 @@ def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, op
 
     Returns:
         `variants`, `pick` and how it was picked, for manifest.json.
-
-    Raises:
-        ModelError: no graph is within the budget.
-        KdError: `kd-serve` does not start or does not answer.
     """
     rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
     found = {one.variant.name: {**one.facts(), "written": one.holds(options.max_drop)} for one in rows}
@@ -198,9 +191,6 @@ def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: flo
 
     With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most
     `max_drop` and are not slower than float32 in onnxruntime.
-
-    Raises:
-        ModelError: none is within the budget.
     """
     limit = next(one for one in rows if one.variant.name == FLOAT32).speed[threads].p50_ms
     allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]

@@ -1,4 +1,4 @@
-"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, folders named by a hash."""
+"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, reading again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
-from kd.errors import RunError
+from kd.errors import DataError, RunError
 from kd.files.records import Records as Records  # the caches import these three from here
 from kd.files.records import Stop as Stop
 from kd.files.records import record_bytes as record_bytes
@@ -317,3 +317,40 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
             wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
             raise RunError(where, wrong, "A folder holds what was made from one identity", remedy)
+
+
+# ------------------------------------------------------------------------------------------------ reading again
+
+
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds between the tries: a network storage that fails over is back within a second or two."""
+REMEDY = "Bring the storage back and run the same command again: it resumes"
+Result = TypeVar("Result")
+
+
+def retried(
+    read: Callable[[], Result],
+    subject: str,
+    where: str,
+    *,
+    allowed: str = "",
+    remedy: str = REMEDY,
+    final: tuple[type[OSError], ...] = (),
+) -> Result:
+    """Return what `read` returns; call it again after a pause where it raises an OSError.
+
+    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
+    not change; they are raised at once, as they are.
+    """
+    pauses = list(PAUSES)
+    while True:
+        try:
+            return read()
+        except final:
+            raise
+        except OSError as error:
+            if not pauses:
+                reason = f"({error.strerror or error}), in {len(PAUSES) + 1} tries"
+                wrong = f"{subject}: it cannot be read {reason}: the storage is away, or the file is"
+                raise DataError(where, wrong, allowed, remedy) from error
+            time.sleep(pauses.pop(0))

@@ -49,7 +49,8 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
-        f"{len(data.classes)} classes, {section.image_size} px",
+        + (f"{len(data.test)} test images, " if data.test is not None else "")
+        + f"{len(data.classes)} classes, {section.image_size} px",
         *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),

@@ -27,7 +27,7 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.summary import skipped_text
+from kd.progress.summary import samples_of, skipped_text
 from kd.progress.trackers import Trackers
 from kd.scores import Scored, Scores
 from kd.setup.build import Results, Setting, build_run
@@ -75,7 +75,9 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""
         scores = Scores.read(RunDir(self.folder).manifest()["scores"])
-        return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
+        row = self.metrics if self.scored is None else self.scored.row
+        teachers = scores.of_teachers(row)
+        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: bool = True) -> Result:

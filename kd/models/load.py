@@ -18,8 +18,17 @@ from kd.contracts import Source
 from kd.errors import ModelError, did_you_mean
 from kd.evaluation import Task
 from kd.models.classifier import Classifier, Home
-from kd.models.timm_folder import PROBLEM_TYPES, data_config, folder_classes, folder_config
-from kd.models.weights import ARCHITECTURE, WEIGHTS, require_fetched, require_same_tensors, unwrapped
+from kd.models.timm_folder import (
+    ARCHITECTURE,
+    PROBLEM_TYPES,
+    WEIGHTS,
+    data_config,
+    folder_classes,
+    folder_config,
+    require_fetched,
+    require_same_tensors,
+    unwrapped,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
-from kd.files.retry import REMEDY
-from kd.files.storage import atomic_file, disk_error, recover, take_lock
+from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
 from kd.predict.classifier import BY, SECOND, STAMP, Row
 from kd.predict.images import Images
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from kd.report.pair import pair
 from kd.report.record import Answers, RunRecord
 from kd.report.sections import card, section, table
 from kd.report.svg import esc, legend
@@ -29,7 +30,7 @@ def answers(runs: Sequence[RunRecord]) -> str:
         part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
         cards = [card(f"Accuracy by class{part}", _dumbbells(one)), card("Confusion", _confusion(one))]
         sections.append(
-            section(f"Answers{who}", "", f'<div class="grid two">{"".join(cards)}</div>', _photographs(one))
+            section(f"Answers{who}", "", f'<div class="grid two">{"".join(cards)}</div>', pair(one), _photographs(one))
         )
     return "".join(sections)
 

@@ -45,7 +45,7 @@ def answers(
         data = open_sources(plan)
         vouched.check_images(data, folder.manifest())
         data.val.prepare()
-        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
+        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images, "form": 2}
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
@@ -63,6 +63,8 @@ def answers(
         student=stored["student"],
         teacher=stored.get("teacher", []),
         of=stored["of"],
+        student_sure=stored["student_sure"],
+        cpu_ms=stored["cpu_ms"],
     )
     try:
         return replace(answers, pictures=_pictures(stored, data)), ""

@@ -61,6 +61,10 @@ class Answers:
     of: int
     """Images of the validation split; more than answered where only a part was asked for."""
     pictures: Sequence[Picture] = ()
+    student_sure: Sequence[float] = ()
+    """The student's probability for its answer, calibrated on every second image."""
+    cpu_ms: Mapping[str, float] = field(default_factory=dict)
+    """CPU milliseconds of an image by model; empty: they ran on a GPU."""
 
     def images(self) -> list[int]:
         """Return the number of images of each class."""

@@ -44,9 +44,6 @@ def report(
 
     It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
     of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
-
-    Raises:
-        RunError: a folder is no run folder or needs trust, or the page cannot be written.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
@@ -57,11 +54,7 @@ def report(
 
 
 def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
-    """Return the table that compares the costs of runs.
-
-    Raises:
-        RunError: no run has a price.
-    """
+    """Return the table that compares the costs of runs."""
     with _damage_as_one_line(paths):
         runs = distinct([read(path, -1, overrides, trust) for path in paths])
         if not any(run.cost for run in runs):
@@ -90,11 +83,7 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
-    """Read a run folder; a negative number of images leaves out the models' answers.
-
-    Raises:
-        RunError: it is no run folder, or names a module and is not trusted.
-    """
+    """Read a run folder; a negative number of images leaves out the models' answers."""
     folder, stored = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
@@ -124,11 +113,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
 
 
 def content(file: Path, otherwise: Any) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        RunError: it is damaged.
-    """
+    """Return what a JSON file holds."""
     if not file.is_file():
         return otherwise
     try:

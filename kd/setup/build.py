@@ -161,13 +161,23 @@ class Setting:
         return parts.facts("backends", self.section.kind, self.section.options, "backend.kind")
 
 
-def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, results: Results) -> Built:
-    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
+def build_run(
+    teacher: TeacherPlan,
+    student: StudentPlan,
+    loop: LoopPlan,
+    setting: Setting,
+    results: Results,
+    prepared: Distillation | None = None,
+) -> Built:
+    """Build the run of a recipe from its parts; without a teacher model it learns labels alone.
+
+    `prepared`: the student and its losses, where somebody has built them already.
+    """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     logger, section, num_images = results.logger, data.section, len(data.train)
     chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
     session = Session(backend, data, split_batch(section, backend.world_size, num_images))
-    distillation = build_distillation(student, data, setting.teachers)
+    distillation = prepared if prepared is not None else build_distillation(student, data, setting.teachers)
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size

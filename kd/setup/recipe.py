@@ -342,6 +342,7 @@ FREE = (
     "run.every.",
     "data.root",
     "data.copies",
+    "data.exclude",
     "data.workers",
     "data.loader",
     "data.deadline",

@@ -1,6 +1,6 @@
 """One label an image: the class with the largest probability of a softmax is the answer.
 
-Shape legend: B images of a batch, C classes, K calibration bins or teachers.
+Shape legend: B images of a batch, N images of a split, C classes, K calibration bins or teachers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kd.types import Batch
 
 NUM_BINS = 15
 """Of the calibration error, as in arXiv:1706.04599."""
+LOWEST, HIGHEST = 0.01, 100.0
+"""Of a temperature."""
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error")),
     pair=(
@@ -178,6 +180,25 @@ def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[st
 def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
     """Return the expected calibration error of N answers: 15 bins, arXiv:1706.04599."""
     return (_gap(score(logits_NC, label_N, torch.ones(len(label_N)))["bins"]) / len(label_N)).item()
+
+
+def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
+    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood.
+
+    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2.
+
+    Args:
+        logits_NC: float [N, C].
+        label_N: integers [N], each from 0 to C - 1.
+    """
+    logits_NC = logits_NC.double()
+    logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
+    low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        slope = ((factor * logits_NC).softmax(1) * logits_NC).sum(1).mean()
+        low, high = (factor, high) if slope < 0 else (low, factor)
+    return (low * high) ** -0.5
 
 
 def _gap(bins: Tensor) -> Tensor:

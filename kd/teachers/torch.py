@@ -23,7 +23,7 @@ from kd.errors import ModelError
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
-from kd.models.weights import require_same_tensors, unwrapped
+from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.teachers._shared import (
     check_normalization,
     found_function,

@@ -23,6 +23,7 @@ from kd.export.export import Options, export
 from kd.files.manifest import checksum
 from kd.predict.images import find
 from kd.predict.run import Settings, predict
+from kd.sagemaker import handler
 
 ROOT = Path(__file__).parents[3]
 COUNTED = """
@@ -184,4 +185,29 @@ def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, 
     assert "kd-export RUN --teacher" in refused("predict", small, pictures, *to, "--second", teacher)
     other = renamed(large, tmp_path / "other")
     assert "are not the 3 of the first" in refused("predict", small, pictures, *to, "--second", other)
+    assert not to[1].exists()
+
+
+def test_sagemakers_handler_says_the_same(small, pictures, tmp_path):
+    rows, model = asked(tmp_path / "first.jsonl", small, pictures), handler.model_fn(str(small))
+    for name, row in rows.items():
+        if "error" not in row:
+            images = handler.input_fn((pictures / name).read_bytes(), "image/jpeg")
+            (answer,) = handler.predict_fn(images, model)["predictions"]
+            assert (answer["label"], answer["sure"]) == (row["label"], row["sure"])
+
+
+def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refused, tmp_path):
+    to = ("--to", tmp_path / "export")
+    assert "no confidence holds 0.02" in refused("export", distilled, *to, "--defer", "0.02")
+    assert "Leave out --no-onnx" in refused("export", distilled, *to, "--defer", "0.02", "--no-onnx")
+    assert "Choose one" in refused("export", distilled, *to, "--defer", "0.02", "--defer-share", "0.1")
+    assert "between 0 and 1" in refused("export", distilled, *to, "--defer", "2")
+    assert "answers with vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
+    graph = ("teacher.kind=onnx", f"teacher.model={exported / 'model.onnx'}", "teacher.attention=auto")
+    assert "is no network of torch" in refused("export", distilled, *to, "--teacher", *graph)
+    two = f"teacher.also=[{{model: {exported}}}]"
+    assert "averages 2 teachers" in refused("export", distilled, *to, "--teacher", two)
+    alone = ("losses=[{kind: ce}]", "teacher.model=")
+    assert "has no teacher" in refused("export", distilled, *to, "--teacher", *alone)
     assert not to[1].exists()
