@@ -4,8 +4,8 @@ Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xc
 
 Students: `xcit` is the one of configs/vit_food.yaml (64 px), `vit_ti` has the shape of ViT-Ti (192 wide, 12 deep, 197
 tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px. Part `table`
-trains each with each seed and exports it with `--compare`; part `client` starts `kd-serve --threads 1` once more for
-each file and asks it with another client, in turns with the table's way.
+trains each with each seed and exports it with `--compare`; in part `client` the table's client and another one ask
+the same `kd-serve --threads 1` in turns, for each file.
 
 What is in FOLDER is not done again, so an interrupted command goes on, and the CSV has the rows of all that is there.
 """
@@ -21,17 +21,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import yaml
 from _load import closed_loop, kd_serve, percentile, request
 from PIL import Image
 
 from _record import write
+from kd.files.manifest import GRAPHS
 
 Rows = list[dict[str, Any]]
 CONFIGS = Path(__file__).parent.parent / "configs"
 LABELS = [f"class_{i:02d}" for i in range(12)]
 ON_LABELS = ["losses=[{kind: ce}]", "teacher.model=", "run.baseline=false", "run.every.evaluate=0"]
+REPVIT = """
+run: {epochs: 2, baseline: false, every: {evaluate: 0}}
+data: {kind: imagefolder, root: data/cifar10, val_split: test, image_size: 64, batch_size: 32, augment: {crop: 0.5}}
+student: {model: repvit_m0_9}
+losses: [{kind: ce}]
+optimizer: {lr: 1.0e-3}
+"""
 STUDENTS: dict[str, tuple[str, list[str]]] = {
     "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
     "vit_ti": (
@@ -42,18 +52,11 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
             "student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}",
         ],
     ),
-    "repvit": (
-        "cifar10.yaml",
-        [
-            *ON_LABELS,
-            *("data.image_size=64", "data.batch_size=32", "run.epochs=2", "optimizer.lr=1e-3"),
-            *("student.model=repvit_m0_9", "student.args={}"),
-        ],
-    ),
+    "repvit": ("", []),
 }
-"""Configuration and keys by name."""
-ROUNDS, SECONDS = 5, 3.0
-"""Of part `client`: turns, and seconds of each side in one."""
+"""Configuration, "": REPVIT, and keys by name."""
+ROUNDS, SECONDS = 30, 0.3
+"""Of part `client`: turns of each client, and seconds of one."""
 
 
 def picture(width: int = 600, height: int = 450) -> bytes:
@@ -101,10 +104,10 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
         return target
     config, keys = STUDENTS[name]
     keys = [*keys, f"run.seed={seed}", f"run.name={name}_{seed}", f"run.folder={given.work}", *given.overrides]
-    if config == "cifar10.yaml":
+    if name != "xcit":
         keys += [f"data.root={given.cifar10}"]
-    run = kd.train(CONFIGS / config, *keys)
-    options = Options(compare=True, max_drop=1.0, images=0)
+    run = kd.train(CONFIGS / config if config else yaml.safe_load(REPVIT), *keys)
+    options = Options(compare=True, max_drop=1.0, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
 
 
@@ -136,26 +139,23 @@ def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield for each file the median that the table would have and the one that another client sees, in turns."""
+    """Yield for each file the median of the table's client and that of another one, at the same server in turns."""
     from kd.serve import bench
 
     manifest = json.loads((folder / "manifest.json").read_text())
-    files, size = list(manifest.get("variants", {"model.onnx": 0})), manifest["input"]["size"]
-    sent = picture(size, size)
-    seen: dict[str, dict[str, list[float]]] = {file: {"table": [], "client": []} for file in files}
-    for _ in range(ROUNDS):
-        for file in files:
-            seen[file]["table"].append(bench.ask(folder, [file], sent, 1, 1, SECONDS)[file].p50_ms)
-            server = kd_serve(folder, "--file", file, "--threads", "1")
-            message = request(server.url, sent, "image/jpeg")
-            asyncio.run(closed_loop(server.url, message, 1, 0.3))
-            took = [answer.took for answer in asyncio.run(closed_loop(server.url, message, 1, SECONDS))]
-            server.stop()
-            seen[file]["client"].append(1000 * percentile(took, 0.5))
-    for file, sides in seen.items():
-        medians = {f"{side}_p50_ms": round(float(np.median(values)), 3) for side, values in sides.items()}
-        ratio = round(medians["table_p50_ms"] / medians["client_p50_ms"], 4)
-        yield {"student": name, "seed": seed, "file": file, "rounds": ROUNDS, **medians, "ratio": ratio}
+    size, sent = manifest["input"]["size"], picture(manifest["input"]["size"], manifest["input"]["size"])
+    for file in (file for file in GRAPHS if file in manifest["files"]):
+        server, took = kd_serve(folder, "--file", file, "--threads", "1"), {"table": [], "client": []}
+        at, message = urlsplit(server.url), request(server.url, sent, "image/jpeg")
+        for _ in range(ROUNDS):
+            took["table"] += bench.turn(str(at.hostname), int(at.port or 0), sent)
+            answers = asyncio.run(closed_loop(server.url, message, 1, SECONDS))
+            took["client"] += [answer.took for answer in answers][bench.COLD :]
+        server.stop()
+        medians = {side: 1000 * percentile(times, 0.5) for side, times in took.items()}
+        rounded = {f"{side}_p50_ms": round(ms, 3) for side, ms in medians.items()}
+        row = {"student": name, "seed": seed, "size": size, "file": file, "answers": len(took["client"]), **rounded}
+        yield {**row, "ratio": round(medians["table"] / medians["client"], 4)}
 
 
 PARTS = {"table": table, "client": client}
@@ -166,9 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="runs and exports, kept")
     parser.add_argument("--cifar10", type=Path, help="train/CLASS and test/CLASS")
-    parser.add_argument("--students", nargs="+", choices=STUDENTS, default=list(STUDENTS))
+    parser.add_argument("--students", nargs="*", default=list(STUDENTS), help="none with --random alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--images", type=int, default=0, help="of the validation split; 0: all")
     parser.add_argument("--random", metavar="MODEL", nargs="+", default=[], help="also part client of random weights")
     parser.add_argument("overrides", nargs="*", help="key=value for every training")
     given = parser.parse_intermixed_args()

@@ -292,9 +292,9 @@ def _output(student: Classifier, made: Made) -> dict[str, Any]:
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    space = "teacher" if student.project is not None else "student"
+    space = {"space": "teacher"} if student.project is not None else {}
     layout = f"float32 [batch, {width}], each of length 1"
-    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, "space": space}
+    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, **space}
 
 
 def _environment() -> dict[str, Any]:

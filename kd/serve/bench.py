@@ -61,7 +61,7 @@ def ask(
         while turns < 3 or (time.monotonic() < end and min(map(len, took.values())) < ENOUGH):
             turns += 1
             for file, (host, port) in servers.items():
-                for times in pool.map(_turn, [host] * clients, [port] * clients, [picture] * clients):
+                for times in pool.map(turn, [host] * clients, [port] * clients, [picture] * clients):
                     took[file] += times
         memory = {file: _memory(*address) for file, address in servers.items()}
     return {file: _seen(took[file], clients, memory[file]) for file in files}
@@ -96,7 +96,7 @@ def _server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple
         process.communicate()
 
 
-def _turn(host: str, port: int, picture: bytes) -> list[float]:
+def turn(host: str, port: int, picture: bytes) -> list[float]:
     """Return the seconds of each answer of one client's turn, the cold ones left out."""
     connection, took = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS), []
     headers = {"content-type": "image/jpeg"}
