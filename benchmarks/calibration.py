@@ -32,7 +32,7 @@ def one(path: Path) -> dict[str, Any]:
     answer = _parity.eager_runner(student)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
-        seen = [(answer(pixels), labels) for pixels, labels in _parity.validation_images(data, 0)]
+        seen = [(answer(pixels), labels) for pixels, labels in _parity.shown_images(data, 0)]
     logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
     found = temperature(logits_NC[::2], label_N[::2])
     rest_NC, rest_N = logits_NC[1::2], label_N[1::2]

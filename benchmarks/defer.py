@@ -37,8 +37,8 @@ from kd.setup.answers import ask
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.finished import best_student, opened_run
-from kd.setup.fit import load_fitted
 from kd.setup.recipe import resolve
+from kd.setup.teacher import load_fitted
 
 RESAMPLES, MOST_PASSED = 20, 0.15
 FIELDS = ("part", "run", "seed", "asked", "images", "passed_on", "value", "low", "high", "beside", "cpu", "held")

@@ -221,7 +221,8 @@ class Loss(Protocol):
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 
-    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it.
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it. One that maps the
+    # student's pooled features into the teacher's space with a module `project` also has `projected(student)` [B, D].
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 

@@ -43,6 +43,8 @@ class Evaluation:
     """Answers for training images; another than `teacher` where it answers by an image's id."""
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None
     """(student, teacher) -> cosine [B], through what the losses on features have learned."""
+    projected: Callable[[Outputs], Tensor | None] | None = None
+    """The student's pooled features in the first teacher's space [B, D]; None: no loss maps them there."""
     members: int = 1
     """Number of teachers."""
 

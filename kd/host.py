@@ -28,8 +28,7 @@ have a map of their own (2**16)."""
 def cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: its affinity, within the CPU quotas of cgroups.
 
-    Args:
-        root: the folder that holds /proc and /sys.
+    `root` is the folder that holds /proc and /sys.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1

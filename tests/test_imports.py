@@ -23,11 +23,12 @@ VALUES = {
     "instances",
     "cluster",
     "files",
+    "shift",
     "contracts",
     "evaluation",
 }
 PART_FOLDERS = {"losses", "sifters", "datasets", "teachers", "tasks", "backends"}
-FLOOR = ("models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
+FLOOR = ("audit", "models", "data", "optim", "monitor", "progress", "engine", "artifacts", "tasks")
 BELOW_SETUP = VALUES | {"parts", "config", *FLOOR}
 SETUP = BELOW_SETUP | {"setup"}
 MAY_IMPORT = {
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "host": {"references"},
     "cluster": {"errors", "host"},
     "files": {"errors"},
+    "shift": set(),
     "contracts": {"errors", "scores", "types"},
     "evaluation": {"contracts", "intervals", "scores", "types"},
     "parts": {"errors", "types"},
@@ -57,7 +59,7 @@ MAY_IMPORT = {
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
-    "serve": {"errors", "files", "host"},
+    "serve": {"errors", "files", "host", "shift"},
     "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }
@@ -75,7 +77,8 @@ MAY_IMPORT_OUTSIDE = {
     "uvicorn": ("serve/",),
     "onnx": ("models/runtimes.py",),
     "onnxruntime": ("models/runtimes.py", "serve/model.py"),
-    "openvino": ("models/runtimes.py", "serve/model.py"),
+    "openvino": ("models/runtimes.py", "serve/model.py", "export/int8.py"),
+    "nncf": ("export/int8.py",),
     "ray": ("cluster.py", "data/decoders.py", "predict/hosts.py"),
     "psutil": ("monitor/system.py",),
     "pynvml": ("monitor/system.py",),

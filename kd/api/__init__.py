@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from kd import config, parts
 from kd.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
 from kd.api.result import Distilled, Origin
-from kd.artifacts.memory import Memory
-from kd.artifacts.run_dir import RunDir
+from kd.artifacts.run_dir import Memory, RunDir
 from kd.config import Config
 from kd.contracts import Backend, Sifter
 from kd.data.loader import evaluation_plan

@@ -60,11 +60,7 @@ class RunDir:
         return self._mirror.read(name) if self._mirror is not None else ""
 
     def restore_copy(self) -> None:
-        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`.
-
-        Raises:
-            RunError: another process writes the folder, or the copy does not fit it.
-        """
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`."""
         if self._mirror is not None:
             self._enter()
             self._mirror.open()
@@ -82,7 +78,7 @@ class RunDir:
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
         new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
-        if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
+        if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         if self._lock is None:
@@ -229,11 +225,7 @@ class RunDir:
             raise RunError("run.folder", wrong, "", "Remove the file") from error
 
     def complete_copy(self) -> None:
-        """Wait until the copy is complete.
-
-        Raises:
-            RunError: it is not.
-        """
+        """Wait until the copy is complete."""
         if self._mirror is not None:
             self._mirror.finish()
 
@@ -300,3 +292,19 @@ class RunDir:
 
 def _checksum(choices: dict[str, str]) -> int:
     return zlib.crc32(json.dumps(choices, sort_keys=True).encode())
+
+
+class Memory:
+    """Keep the metrics of a run in memory. See `kd.contracts.RunStore`."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Nothing: the caller holds the student."""
+
+    def restore(self) -> None:
+        return None

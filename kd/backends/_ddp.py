@@ -20,9 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _shards
 from kd.backends._launch import read_launch, set_rendezvous
-from kd.backends._optimizers import copy_before_step, mib, parameters, skip_fused_unless_finite, state_tensors
+from kd.backends._optimizers import (
+    copy_before_step,
+    gather,
+    is_divided,
+    mib,
+    parameters,
+    scatter,
+    skip_fused_unless_finite,
+    state_tensors,
+)
 from kd.errors import BackendError, KdError
 from kd.types import Batch
 
@@ -122,14 +130,14 @@ class DDPBackend:
             )
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        from kd.backends._fsdp import shard  # older torch lacks what it imports
+        from kd.backends._divided import shard  # older torch lacks what it imports
 
         self.check_divided(0)
         self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
+        from kd.backends._divided import Pipelined  # older torch lacks what it imports
 
         self._teacher = Pipelined(module, self.device)
         return self._teacher
@@ -148,7 +156,7 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `_shards.is_divided`
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
 
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
             self._optimizer = optimizer.optim
@@ -160,7 +168,7 @@ class DDPBackend:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
-        inner = optimizer.optim if _shards.is_divided(optimizer) else optimizer
+        inner = optimizer.optim if is_divided(optimizer) else optimizer
         if inner.defaults.get("fused"):
             skip_fused_unless_finite(inner, norm)
             optimizer.step()
@@ -172,13 +180,13 @@ class DDPBackend:
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if _shards.is_divided(optimizer):
-            return _shards.gather(optimizer, self.device)
+        if is_divided(optimizer):
+            return gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if _shards.is_divided(optimizer):
-            _shards.scatter(optimizer, state)
+        if is_divided(optimizer):
+            scatter(optimizer, state)
         else:
             optimizer.load_state_dict(state)
 
@@ -186,7 +194,7 @@ class DDPBackend:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
         memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
         if self._teacher is not None:
-            from kd.backends._fsdp import local_tensors
+            from kd.backends._divided import local_tensors
 
             memory["teacher_mib"] = mib(local_tensors(self._teacher))
         return memory

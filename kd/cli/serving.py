@@ -43,10 +43,6 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
-        if options.push:
-            from kd.export.hub import push
-
-            print(f"uploaded to {push(exported.folder, options.push)}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -69,8 +65,15 @@ def _export_parser() -> Parser:
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
+    text = (
+        "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
+    )
+    add("--int8", action="store_true", help=text)
+    text = "of --int8: where none holds, train the quantized student on for so many steps"
+    add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
+    add("--index", action="store_true", help=text)
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
@@ -78,7 +81,6 @@ def _export_parser() -> Parser:
     add("--defer", metavar="X", type=float, default=0.0, help=text)
     add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
     text = "measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"
     add("--compare", action="store_true", help=text)
@@ -86,7 +88,8 @@ def _export_parser() -> Parser:
     add("--budget", metavar="TIME", type=_milliseconds, default=0.0, help=text)
     text = "on which an image is computed for the pick (default 1, as kd-serve does)"
     add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
-    add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
+    text = "points of accuracy that int8 may lose on the validation images (default 1)"
+    add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
     add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
     add_trust(parser)
@@ -156,6 +159,13 @@ def _milliseconds(text: str) -> float:
     return float(match[1]) * (1000 if match[2] == "s" else 1)
 
 
+def _points(text: str) -> float:
+    try:
+        return float(text) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5") from None
+
+
 def _cores(text: str) -> int:
     return 0 if text == "auto" else whole_number(1, 4096)(text)
 
@@ -211,6 +221,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
         hosts = f" on {result.hosts} hosts" if options.ray else ""
         passed = f", {result.passed_on} of them by the second model" if options.second else ""
         print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
+        print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -137,6 +137,9 @@ class DataSection:
     max_skipped: float = ranged(0.01, low=0.0, high=1.0)
     """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
     the images that it has asked for."""
+    exclude: str = file_key("")
+    """Text file of images to leave out, NAME or SPLIT:NAME a line, such as the `audit/exclude.txt` of `--check`. Ids
+    shift, so that caches and stores are made anew."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
     options: Any = None
@@ -351,8 +354,8 @@ class ProfileSection:
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
-    the memory. They are slower. Empty: none."""
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, and the top
+    operators. They are slower. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,10 @@ from kd.types import Decoded, Label
 class Subset:
     """Images of a source, by their positions there. See `kd.contracts.Source`."""
 
-    def __init__(self, source: Source, ids: np.ndarray) -> None:
-        """Take the positions `ids`, int64 [N]."""
+    def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
+        """Take the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
         self.source, self.ids, self.classes = source, ids, source.classes
-        self.notes: Sequence[str] = source.notes if isinstance(source, Noted) else ()
+        self.notes: Sequence[str] = (*(source.notes if isinstance(source, Noted) else ()), *notes)
         content = source.fingerprint.encode() + ids.astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
@@ -48,9 +48,9 @@ class StampedSubset(Subset):
         return self.source.stamp(int(self.ids[id]))
 
 
-def subset(source: Source, ids: np.ndarray) -> Subset:
-    """Return the images of a source at the positions `ids`, int64 [N]."""
-    return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids)
+def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
+    """Return the images of a source at the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
+    return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
 
 
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from kd.datasets._decode import READ_BY, hold_out
+from kd.datasets._decode import READ_BY, part
 from kd.datasets._folder import ENDINGS, File, entries_of, file_of, is_folder, is_image, text
 from kd.errors import DataError, did_you_mean
 
@@ -78,9 +78,6 @@ class Lists:
         """Return the images of the list of a split by their paths in `root`, and what is left out.
 
         `read` is of a file and its config path.
-
-        Raises:
-            DataError: a name is no file, or stands there twice, or in two lists.
         """
         root, folders = os.path.expanduser(self.root), dict[bytes, _Beside]()
 
@@ -107,26 +104,14 @@ class Lists:
         return own, [f"{unlisted} images beside the listed ones are in no list"]
 
     def held(self, names: Sequence[bytes], labels: np.ndarray, split: str) -> np.ndarray:
-        """Return the positions of the images of a split among those of its list, by `val_fraction` of each class.
-
-        Raises:
-            DataError: none is left.
-        """
+        """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
         if not self.val_fraction or split == "test":
             return np.arange(len(names))
-        keep = np.flatnonzero(hold_out(names, labels, self.val_fraction) == (split == "val"))
-        if not len(keep):
-            wrong = f"no class has two images, so that none is left for the split '{split}'"
-            raise DataError("data.val_fraction", wrong, "", "Name more images")
-        return keep
+        return part(names, labels, self.val_fraction, split)
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:
-    """Return what `read` makes of a text file with one of these endings; it raises ValueError where that is not `form`.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
+    """Return what `read` makes of a text file with one of these endings; ValueError: that is not `form`."""
     if not path.lower().endswith(tuple(endings)):
         raise DataError(where, f"is '{path}'", f"A file that ends in {', '.join(endings)}", "Write it as one of them")
     try:
@@ -182,11 +167,7 @@ class _Beside:
 
 
 def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], where: str) -> dict[bytes, Listed]:
-    """Return the entries by the paths of their files in `root`, sorted; a folder is listed once.
-
-    Raises:
-        DataError: a name is no file, or more than one, or stands there twice.
-    """
+    """Return the entries by the paths of their files in `root`, sorted; a folder is listed once."""
     found: dict[bytes, Listed] = {}
     missing: list[tuple[Entry, bytes]] = []
     roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]

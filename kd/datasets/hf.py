@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from kd.datasets._decode import (
+    Listed,
     decode,
     fingerprint,
-    hold_out,
     label_images,
     name_labels,
+    part,
     read_file,
     refuse,
     stamp,
@@ -65,7 +66,7 @@ class Options:
             raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
 
 
-class HuggingFace:
+class HuggingFace(Listed):
     """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
 
     def __init__(
@@ -77,23 +78,9 @@ class HuggingFace:
         self._stamps = stamps[rows]
         self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def label(self, id: int) -> int:
-        """Return the label of one image."""
-        return int(self._labels[id])
-
     def name(self, id: int) -> str:
         """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
-
-    def stamp(self, id: int) -> int:
-        """Return a number made of the times of the image's own file, or of the table's files, when it was listed."""
-        return int(self._stamps[id])
-
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
 
     def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
@@ -150,10 +137,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(names))
     if shared:
-        in_val = hold_out((str(row).encode() for row in rows), label, options.val_fraction)
-        rows = np.flatnonzero(in_val == (split == "val"))
-        if not len(rows):
-            raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
+        rows = part((str(row).encode() for row in rows), label, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 

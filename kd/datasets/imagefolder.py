@@ -7,9 +7,7 @@ import posixpath
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kd.datasets._decode import first_few, hold_out, label_images
+from kd.datasets._decode import first_few, label_images, part
 from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, find_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
@@ -82,10 +80,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
     if shared:
-        keep = hold_out(names, label, options.val_fraction) == (split == "val")
-        if not keep.any():
-            raise DataError(WHERE, "no class has two images, so that none is left for validation", "", "Add images")
-        names, label = [names[id] for id in np.flatnonzero(keep)], label[keep]
+        ids = part(names, label, options.val_fraction, split)
+        names, label = [names[id] for id in ids], label[ids]
     return ImageFolder(root, {name: files[name] for name in names}, label, order, notes)
 
 

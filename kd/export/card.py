@@ -37,6 +37,8 @@ class Card:
     """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
     width: int
     """Of its vectors; 0 of a classifier."""
+    index: bool
+    """Whether its vectors lie in the teacher's space."""
     scores: Scores
     """The columns of `metrics` and `baseline`."""
     metrics: Mapping[str, Any]
@@ -158,9 +160,12 @@ def _limits(card: Card) -> list[str]:
     if card.thresholds:
         limits = f"{_several_labels(card.thresholds)}An image unlike the training data gets scores too: {apart}"
     elif card.width:
-        limits = (
-            "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. They lie in "
-            "the student's own space: they do not compare with the teacher's."
+        limits = "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. "
+        limits += (
+            "The graphs map them into the teacher's space with what the run has learned, so that an index of the "
+            "teacher's vectors, made length 1 too, can be searched. The weights for timm are without that map."
+            if card.index
+            else "They lie in the student's own space: they do not compare with the teacher's (`kd-export --index`)."
         )
     return [
         "## Pixels",

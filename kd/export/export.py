@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from kd.export import graphs, variants
 from kd.export.card import WITH_TIMM, Card, render
 from kd.export.folder import complete, new_export, refuse_other, seal
 from kd.export.graphs import Made
-from kd.export.parity import validation_images
+from kd.export.int8 import Train
+from kd.export.parity import shown_images
+from kd.export.repair import repair
 from kd.export.teacher import teacher_of
 from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
@@ -30,7 +32,7 @@ from kd.references import written
 from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.finished import Trust, best_student, opened_run, require_files
+from kd.setup.finished import Trust, best_projector, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
 from kd.text import variant_rows
 
@@ -42,8 +44,12 @@ class Options:
     onnx: bool = True
     """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
     int8: bool = False
-    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
+    """A graph in int8 that loses at most `max_drop` of the accuracy, or of the cosine with PyTorch's vectors."""
+    repair: int = 0
+    """Of `int8`: train on for so many steps where nothing else holds; 0: do not."""
     openvino: bool = False
+    index: bool = False
+    """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
     pt2: bool = False
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
@@ -59,6 +65,7 @@ class Options:
     defer_share: float = 0.0
     """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
+    """A share: 0.01 is one point."""
     tolerance: float = 1e-3
     images: int = 2000
     """How many validation images are compared, evenly spaced; 0: all."""
@@ -78,8 +85,9 @@ class Exported:
     """What manifest.json says, without files and checksum."""
 
 
-Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""limit -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced; 0: all."""
+Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
+"""(limit, training=False) -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced;
+0: all. With `training`, views of training images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +110,8 @@ class Subject:
     """Validation rows of the same student trained on labels alone."""
     scored: tuple[Scored | None, Scored | None] = (None, None)
     """The last scores of the student and of the one trained on labels alone."""
+    train: Train | None = None
+    """Trains a fake-quantized student on, as the run did; None: its run cannot be built again."""
 
 
 def export(
@@ -138,10 +148,17 @@ def export(
     refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
+    if options.repair:
+        vouched.check_teacher(recipe.teacher)
     if options.onnx or options.pt2:  # they are compared on images
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
+    if options.index:
+        if student.num_classes:
+            wrong = "this student answers with classes, not with vectors"
+            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
         student=student,
@@ -152,6 +169,7 @@ def export(
         scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
+        train=partial(repair, recipe, manifest.get("choices", {})),
     )
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
@@ -169,7 +187,7 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        yield partial(validation_images, data)
+        yield partial(shown_images, data)
 
 
 def write(subject: Subject, target: Path, options: Options) -> Exported:
@@ -194,10 +212,12 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         facts = {
             "format": 1,
             "name": recipe.record.name,
-            "version": provenance["digest"][:12],
+            "version": provenance["digest"][:12] + ("-index" if student.project is not None else ""),
             "input": _input(student, section),
             "output": _output(student, made),
             "parity": made.parity,
+            **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+            "validation": made.validation,
             "environment": _environment(),
         }
         complete(draft, content, weights, provenance, facts)
@@ -228,6 +248,7 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
+        index=student.project is not None,
         metrics=subject.provenance["metrics"],
         baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
         graphs=made.parity,
@@ -286,7 +307,9 @@ def _output(student: Classifier, made: Made) -> dict[str, Any]:
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    return {"name": runtimes.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
+    space = "teacher" if student.project is not None else "student"
+    layout = f"float32 [batch, {width}], each of length 1"
+    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, "space": space}
 
 
 def _environment() -> dict[str, Any]:

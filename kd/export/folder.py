@@ -21,9 +21,6 @@ def new_export(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export.
 
     What a killed export left beside it is removed.
-
-    Raises:
-        RunError: something else lies at `folder`, the disk is full or not writable.
     """
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
@@ -69,11 +66,7 @@ def seal(draft: Path, facts: dict[str, Any]) -> None:
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse to replace what is not an export, or an export in which somebody has worked.
-
-    Raises:
-        RunError: `folder` is a file or a link, or holds what its manifest does not list.
-    """
+    """Refuse to replace what is not an export, or an export in which somebody has worked."""
     listed: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
         content = json.loads((folder / MANIFEST).read_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
+from kd.shift import Reference, measure
 from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
@@ -40,10 +41,21 @@ class Answers:
     """Logits [N, C] or vectors [N, D] by graph."""
     labels: torch.Tensor
     """int [N], or label sets [N, C]; -1 where nobody knows."""
+    measures: Sequence[tuple[float, float]]
+    """See `kd.shift.measure`."""
     cpu_ms: Mapping[str, float]
     """CPU time of an image with one thread."""
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first image, uint8 [3, S, S]."""
+
+    def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
+        """Return what a graph answered, for whoever compares later images with these."""
+        if not task.logits:
+            return Reference.of((), ((0, numbers) for numbers in self.measures), False)
+        logits_NC = self.outputs[name].double()
+        best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
+        found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
+        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
         """Return how a graph answers beside PyTorch."""
@@ -68,15 +80,18 @@ class Answers:
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
-def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    `limit` of them, evenly spaced over the split; 0: all.
+    Args:
+        data: of the run.
+        limit: how many, evenly spaced over the split; 0: all.
+        training: of the training split instead, as its first epoch sees them.
 
     Raises:
         DataError: not one of them can be decoded.
     """
-    shown = Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
+    shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
@@ -85,7 +100,12 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
             found += len(samples)
             yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
     if not found:
-        raise DataError("data", "no image of the validation split can be decoded", "", "Check data.root")
+        split = "training" if training else "validation"
+        raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
+
+
+def _evaluated(data: Data) -> Views:
+    return Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
 
 
 def compare(
@@ -94,14 +114,15 @@ def compare(
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, first = [], np.zeros(0)
+    labels, measures, first = [], [], np.zeros(0)
     for pixels, label in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
+        measures += map(measure, pixels)
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every), first[0])
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
@@ -180,17 +201,3 @@ def check_exact(name: str, scores: GraphScores, difference: float, tolerance: fl
         remedy = "Nothing was written; export with --no-onnx, or report the network"
         allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
         raise ModelError(f"export.{name}", wrong, allowed, remedy)
-
-
-def check_drop(name: str, scores: GraphScores, eager: GraphScores, max_drop: float, images: int) -> str:
-    """Require an approximate graph to be about as right as PyTorch, and return what it loses, as text.
-
-    Raises:
-        ModelError: it loses more than `max_drop` of the score that decides.
-    """
-    before, after = eager.facts[eager.decides], scores.facts[scores.decides]
-    if not before - after <= max_drop:
-        wrong = f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images"
-        remedy = "Nothing was written; raise --max-drop, or export without --int8"
-        raise ModelError(f"export.{name}", wrong, f"A drop of at most {100 * max_drop:g} points (--max-drop)", remedy)
-    return f", {scores.title} {percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"

@@ -10,7 +10,7 @@ from kd.errors import ModelError
 from kd.models.classifier import Classifier, digest
 from kd.setup.data import open_sources
 from kd.setup.finished import Trust
-from kd.setup.fit import load_fitted
+from kd.setup.teacher import load_fitted
 
 if TYPE_CHECKING:
     from kd.export.export import Subject
@@ -53,4 +53,5 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    return replace(subject, recipe=alone, student=model, provenance=provenance, origin=origin, baseline=())
+    more = {"origin": origin, "baseline": (), "train": None}
+    return replace(subject, recipe=alone, student=model, provenance=provenance, **more)

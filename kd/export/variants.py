@@ -127,6 +127,10 @@ class Measured:
     speed: Mapping[int, Speed]
     """By number of threads: one image at a time on so many."""
 
+    def holds(self, max_drop: float) -> bool:
+        """Return whether it loses at most so much; float32 was compared with PyTorch image by image."""
+        return self.variant.precision == "float32" or self.quality.drop <= max_drop
+
     def facts(self) -> dict[str, Any]:
         """Return all of it as JSON values, for manifest.json."""
         one, quality = self.variant, asdict(self.quality)
@@ -155,9 +159,6 @@ def measure(
         qualities: of each file that is measured.
         pixels: an image, uint8 [3, S, S], which is sent as a JPEG.
         threads: numbers of threads.
-
-    Raises:
-        KdError: `kd-serve` does not start or does not answer.
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
@@ -175,18 +176,12 @@ def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, op
 
     Returns:
         `variants`, `pick` and how it was picked, for manifest.json.
-
-    Raises:
-        ModelError: no graph is within the budget.
-        KdError: `kd-serve` does not start or does not answer.
     """
     rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
-    found = {one.variant.name: {**one.facts(), "written": one.quality.drop <= options.max_drop} for one in rows}
+    found = {one.variant.name: {**one.facts(), "written": one.holds(options.max_drop)} for one in rows}
     chosen = pick(rows, options.threads, options.max_drop, options.budget)
-    for one in rows:
-        if not found[one.variant.name]["written"]:
-            for path in one.variant.paths:
-                path.unlink()
+    for path in (path for one in rows if not one.holds(options.max_drop) for path in one.variant.paths):
+        path.unlink()
     picked = {"threads": options.threads, "budget_ms": options.budget, "max_drop": options.max_drop}
     return {"variants": found, "pick": chosen, "picked": picked}
 
@@ -196,12 +191,9 @@ def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: flo
 
     With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most
     `max_drop` and are not slower than float32 in onnxruntime.
-
-    Raises:
-        ModelError: none is within the budget.
     """
     limit = next(one for one in rows if one.variant.name == FLOAT32).speed[threads].p50_ms
-    allowed = [one for one in rows if one.quality.drop <= max_drop and one.speed[threads].p50_ms <= limit]
+    allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]
     fastest = min(allowed, key=lambda one: one.speed[threads].p50_ms)
     if not budget_ms:
         return fastest.variant.name

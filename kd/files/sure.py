@@ -1,6 +1,6 @@
 """Which answers of an export are sure, by the thresholds in its manifest. Imports nothing of kd.
 
-The endpoint, `kd-predict` and SageMaker's handler answer with it; `kd/export/defer.py` chooses the thresholds.
+The endpoint and `kd-predict` answer with it; `kd/export/defer.py` chooses the thresholds.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
 from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
-from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
+from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -30,9 +28,6 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
     """
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
@@ -47,19 +42,20 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
             require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
-    fresh = replace(student_plan.section, init="scratch", checkpoint="")
     with torch.device("meta"):
-        student = build_student(replace(student_plan, section=fresh), data.classes, section.image_size)
+        student = build_student(student_plan, data.classes, section.image_size, weights=False)
     dims = sizes(len(data.classes), student, teachers.members, section.image_size)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
-        f"{len(data.classes)} classes, {section.image_size} px",
+        + (f"{len(data.test)} test images, " if data.test is not None else "")
+        + f"{len(data.classes)} classes, {section.image_size} px",
         *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),
-        f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
+        f"student   {student_plan.section.model}: {_millions(student)}, images of {student.input_size} px, "
+        f"init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
         *(_answers(plan, teachers) if answers else ()),

@@ -27,7 +27,7 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.summary import skipped_text
+from kd.progress.summary import samples_of, skipped_text
 from kd.progress.trackers import Trackers
 from kd.scores import Scored, Scores
 from kd.setup.build import Results, Setting, build_run
@@ -66,9 +66,7 @@ class Result:
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        Args:
-            target: the new folder; None: `export` in the run folder.
-            options: fields of `kd.export.export.Options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `kd.export.export.Options`, such as `int8=True`.
         """
         from kd.export.export import Options, export  # most runs end without one
 
@@ -77,7 +75,9 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""
         scores = Scores.read(RunDir(self.folder).manifest()["scores"])
-        return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
+        row = self.metrics if self.scored is None else self.scored.row
+        teachers = scores.of_teachers(row)
+        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: bool = True) -> Result:
@@ -176,11 +176,7 @@ def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title
 
 
 def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: Console) -> None:
-    """Show and record, at the first start, how the teachers' answers differ from those at home.
-
-    Raises:
-        ModelError: they are other answers.
-    """
+    """Show and record, at the first start, how the teachers' answers differ from those at home."""
     if "teacher_home" not in folder.manifest():
         compared = compare(plan, setting.teachers, setting.teachers.data, setting.backend.device)
         for one in compared:
@@ -235,9 +231,6 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
 
     Returns:
         The validation row; empty without a teacher that can be scored.
-
-    Raises:
-        ModelError: a teacher is worse than `teacher.min_accuracy`, or guesses.
     """
     if teachers.model is None or (plan.task.logits and not plan.logits):
         return {}
@@ -272,11 +265,7 @@ def score_alone(plan: TeacherPlan, run: Run, several: Ensemble) -> dict[str, flo
 
 
 def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
-    """Require a teacher to be better than one that guesses.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Require a teacher to be better than one that guesses."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
     least = plan.section.min_accuracy
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)

@@ -1,7 +1,8 @@
-"""Evaluate the best student of a run, its teacher and their agreement."""
+"""Evaluate the best student of a run, its teacher and their agreement; audit its data."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +17,15 @@ from kd.setup.data import open_data
 from kd.setup.finished import Trust, load_distillation, opened_run, require_files
 from kd.setup.recipe import resolve
 
+log = logging.getLogger("kd")
 
-def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val") -> Scored:
+
+def evaluate(
+    path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val", audit: bool = False
+) -> Scored:
     """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test".
+
+    `audit`: also list labels that the teacher doubts and images that repeat; what it found is logged.
 
     Raises:
         RunError: it is no run folder, or needs trust, or has no test split.
@@ -42,4 +49,10 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False, spl
         setting = Setting(teachers, backend, recipe.backend)
         built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
         load_distillation(built.run.distillation, best)
-        return score(built, data, state.step, len(folder.metrics("val")), split == "test")
+        scored = score(built, data, state.step, len(folder.metrics("val")), split == "test")
+        if audit:
+            from kd.jobs.audit import audit as audited  # only where it is asked for
+
+            for line in audited(built.run, recipe, teachers.data, folder.path):
+                log.info(line)
+        return scored

@@ -142,14 +142,12 @@ class Observer:
 
 def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
-    backend, most = run.backend, cores()
-    threads = setting.facts.threads  # 0: the run compares them itself
+    backend = run.backend
     evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
-        cores=most,
+        cores=cores(),
         local_ranks=backend.local_world_size,
-        threads=threads or max(1, most // backend.local_world_size),
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import Memory
 from kd.config import Config
 from kd.config.schema import Cache
 from kd.engine.loop import steps_of, update

@@ -27,9 +27,6 @@ def train(settings: Config, before: float = 0.0) -> Result:
     """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
     The time of the run begins `before` seconds ago, when its command began.
-
-    Raises:
-        KdError: anything that the user can repair, in one line.
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)

@@ -83,11 +83,7 @@ def reparameterized(model: Classifier) -> Classifier:
 
 
 def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
-    """Trace a classifier with a dynamic batch dimension.
-
-    Raises:
-        ModelError: the network cannot be traced.
-    """
+    """Trace a classifier with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # Traced with two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(2, 3, size, size, dtype=torch.uint8),)
@@ -105,12 +101,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
-    """Write one ONNX file, including the weights.
-
-    Raises:
-        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
-        ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
-    """
+    """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
         wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
         raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
@@ -136,9 +127,6 @@ def write_int8(source: Path, path: Path) -> None:
     """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs.
 
     Convolutions stay float32, because onnxruntime's integer convolution is slower.
-
-    Raises:
-        MissingExtra: onnx or onnxruntime is not installed.
     """
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
@@ -166,13 +154,7 @@ def write_openvino(source: Path, path: Path, half: bool = False) -> None:
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
 
-    Args:
-        source: the file, or its bytes.
-        threads: of the session, including the caller's.
-        spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
+    `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
     """
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
@@ -185,12 +167,7 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
 
 
 def open_session(path: Path, threads: int, where: str) -> Any:
-    """Open somebody's graph on the CPU.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
-        ModelError: onnxruntime cannot run the graph.
-    """
+    """Open somebody's graph on the CPU."""
     runtime = require("onnxruntime", where)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
@@ -207,12 +184,7 @@ def _no_graph(where: str, path: Path, error: Exception) -> ModelError:
 
 
 def graph_files(path: Path, where: str) -> list[Path]:
-    """Return an ONNX file and those beside it that hold its weights.
-
-    Raises:
-        MissingExtra: onnx is not installed.
-        ModelError: it is no graph, or names weights that are no regular file in its folder.
-    """
+    """Return an ONNX file and those beside it that hold its weights."""
     onnx = require("onnx", where)
     try:
         names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
@@ -246,14 +218,7 @@ def _external(message: Any) -> Iterator[str]:
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
-    Args:
-        source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
-        threads: number of threads; 0: OpenVINO's default.
-        bf16: compute matrix products in bfloat16 instead of float32.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
+    `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
     """
     openvino = require("openvino", "--openvino", "openvino")
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
@@ -292,11 +257,7 @@ def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def require(name: str, option: str, extra: str = "") -> Any:
-    """Import a package.
-
-    Raises:
-        MissingExtra: it is not installed; the remedy names the extra or package.
-    """
+    """Import a package."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -335,17 +296,8 @@ class Exported(nn.Module):
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
-        Args:
-            model: in eval mode, float32, on the CPU, without features.
-            size: S.
-            runtime: "onnxruntime" or "openvino".
-            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
-                dynamically; "bf16" with openvino.
-
-        Raises:
-            MissingExtra: a package is not installed.
-            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
-                with its own error.
+        The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
+        the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
         """
         super().__init__()
         self.runtime, self.bf16 = runtime, precision == "bf16"

@@ -120,17 +120,7 @@ class NoTeacher(Uncached):
 
 @torch.no_grad()
 def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
-    """Ask a loaded teacher about the same noise twice; it is left in eval mode.
-
-    Args:
-        model: a `kd.contracts.TeacherModel` that looks at pixels.
-        where: config path of its section.
-        name: what a user calls it.
-        size: of the data's images, pixels.
-
-    Raises:
-        ModelError: it fails on images of this size, or its second answer is another one.
-    """
+    """Ask a loaded teacher about the same noise twice; it is left in eval mode."""
     noise = torch.randint(256, (2, 3, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     try:
         first, second = (model.eval()(noise) for _ in range(2))

@@ -15,7 +15,7 @@ from pathlib import Path
 from kd.errors import DataError
 from kd.files import object_store, shards
 from kd.files.pixels import ENDINGS, MAX_BYTES
-from kd.files.retry import retried
+from kd.files.storage import retried
 from kd.serve.problems import Problem
 
 WHERE = "kd-predict"

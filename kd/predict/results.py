@@ -11,15 +11,14 @@ import csv
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
-from kd.files.retry import REMEDY
-from kd.files.storage import atomic_file, disk_error, recover, take_lock
-from kd.predict.classifier import BY, SECOND, STAMP, Row
+from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
+from kd.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
@@ -34,8 +33,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 class Journal:
     """The rows so far. Made by `opened`."""
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self._file = path, file
+    def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
+        self.path, self._file, self._seen = path, file, seen
         self.done = self.num_unreadable = self.passed_on = 0
         self.unreadable: list[str] = []
         """Name and error of the first few."""
@@ -91,6 +90,7 @@ class Journal:
     def _count(self, row: Row) -> None:
         self.done += 1
         self.passed_on += row.get(BY) == SECOND
+        self._seen(row)
         if "error" in row:
             self.num_unreadable += 1
             self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
@@ -122,7 +122,7 @@ class Journal:
         self.flush()
         self._file.seek(0)
         rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
-        rows = ({key: value for key, value in row.items() if key != STAMP} for row in rows)
+        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES)} for row in rows)
         next(rows)
         with atomic_file(target, WHERE) as draft:
             FORMATS[target.suffix](draft, rows, top, scored, more)
@@ -132,8 +132,8 @@ class Journal:
 
 
 @contextmanager
-def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterator[Journal]:
-    """Open or begin the journal of a result, `<target>.part`.
+def opened(target: Path, identity: Mapping[str, Any], images: Images, seen: Callable[[Row], None]) -> Iterator[Journal]:
+    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start.
 
     Raises:
         RunError: the journal is of other images or another model, `target` is there and the journal has not all rows,
@@ -152,7 +152,7 @@ def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterato
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
         recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
-        journal = Journal(path, file)
+        journal = Journal(path, file, seen)
         journal.resume(dict(identity), images)
         if target.exists() and journal.done < len(images.names):
             raise _exists(target)

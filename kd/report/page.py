@@ -19,37 +19,36 @@ from kd.text import clock, money, percent
 HERE = Path(__file__).parent
 
 
-def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
-    """Return the page of at least one run; it asks for itself again every `live_seconds`, 0: never."""
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the page of at least one run."""
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
     body = [
-        _head(runs, title, live_seconds),
+        _head(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else "",
         sections.findings(runs),
         _compared(runs),
         sections.curves(runs),
         sections.time(runs),
         sections.machine(runs),
-        sections.operators(runs),
         sections.sifting(runs),
         answers(runs),
+        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
         _notes(runs),
     ]
     style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
-    live = f' data-live="{live_seconds:g}"' if live_seconds else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{esc(title)} · kd</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:; connect-src 'self'\">"
-        f'<link rel="icon" href="data:,"><style>{style}</style></head><body{live}><main>{"".join(body)}</main>'
+        "script-src 'unsafe-inline'; img-src data:\">"
+        f'<link rel="icon" href="data:,"><style>{style}</style></head><body><main>{"".join(body)}</main>'
         f"<script>{script}</script></body></html>\n"
     )
 
 
-def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
+def _head(runs: Sequence[RunRecord], title: str) -> str:
     run = runs[0]
     environment = run.manifest.get("environment", {})
     machine = environment.get("machine", {})
@@ -65,11 +64,10 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     ]
     names = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
-    flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
     lines = (unfinished_text(run) for run in runs)
-    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line and not live)
-    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div>{ends}</header>'
+    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line)
+    return f'<header>{heading}{names}<div class="chips">{tags}</div>{ends}</header>'
 
 
 def _tiles(run: RunRecord) -> str:

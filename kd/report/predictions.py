@@ -22,8 +22,8 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import load_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
 MOST_PICTURES, SIDE = 24, 160

@@ -105,10 +105,6 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by host and rank."""
     findings: Sequence[Mapping[str, Any]] = ()
-    operators: Mapping[str, Any] = field(default_factory=dict)
-    """Of the profiled steps: `by` (which time decides), `total_ms`, `operators`."""
-    memory: Sequence[Sequence[float]] = ()
-    """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
     scored: Scored | None = None
     """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""

@@ -23,7 +23,7 @@ from kd.engine.run import Run, RunLength
 from kd.evaluation import Evaluation, Evaluator, Split, Task
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.monitor.region import region
+from kd.monitor.timeline import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter
@@ -39,12 +39,7 @@ BANK = 10_000
 
 @contextmanager
 def distributed(section: BackendSection) -> Iterator[Backend]:
-    """Join the world of a backend, and leave it again.
-
-    Raises:
-        BackendError: the world is not whole, or another rank is gone.
-        RunError: a worker process of the data has ended.
-    """
+    """Join the world of a backend, and leave it again."""
     backend = build_backend(section)
     backend.setup()
     try:
@@ -166,13 +161,23 @@ class Setting:
         return parts.facts("backends", self.section.kind, self.section.options, "backend.kind")
 
 
-def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, results: Results) -> Built:
-    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
+def build_run(
+    teacher: TeacherPlan,
+    student: StudentPlan,
+    loop: LoopPlan,
+    setting: Setting,
+    results: Results,
+    prepared: Distillation | None = None,
+) -> Built:
+    """Build the run of a recipe from its parts; without a teacher model it learns labels alone.
+
+    `prepared`: the student and its losses, where somebody has built them already.
+    """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     logger, section, num_images = results.logger, data.section, len(data.train)
     chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
     session = Session(backend, data, split_batch(section, backend.world_size, num_images))
-    distillation = build_distillation(student, data, setting.teachers)
+    distillation = prepared if prepared is not None else build_distillation(student, data, setting.teachers)
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size
@@ -247,6 +252,7 @@ def evaluation_of(
         bank=partial(bank_split, session, setting.section.timeout_seconds),
         bank_teacher=live,
         agreement=distillation.criterion.agreement,
+        projected=distillation.criterion.projected,
         members=len(setting.teachers.members),
     )
 

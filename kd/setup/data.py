@@ -71,6 +71,11 @@ class Data:
         return self.classes if self.labelled else self.teacher_classes or None
 
     @property
+    def splits(self) -> dict[str, Source]:
+        """The splits by name, in the order in which they are used."""
+        return {"train": self.train, "val": self.val, **({} if self.test is None else {"test": self.test})}
+
+    @property
     def notes(self) -> list[str]:
         """What the listings left out, a line each."""
         splits = (self.train, self.val, self.test)
@@ -141,19 +146,22 @@ def open_sources(plan: DataPlan) -> Data:
         )
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
+    named = parts.facts("datasets", section.kind, section.options, "data.kind").test
+    splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
+    if section.exclude:
+        from kd.data.excluded import without  # only where images are left out
+
+        splits = without(section.exclude, splits)
+    train, val = splits["train"], splits["val"]
     if section.test_fraction:
         return Data(plan, train, *set_aside(val, section.test_fraction))
-    named = parts.facts("datasets", section.kind, section.options, "data.kind").test
-    return Data(plan, train, val, listed("test", train.classes) if named else None)
+    return Data(plan, train, val, splits.get("test"))
 
 
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     """List all splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
 
     All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
-
-    Raises:
-        KdError: the data is not usable, or the store does not fit.
     """
     data = open_sources(plan)
     if backend.rank == 0:

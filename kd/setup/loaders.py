@@ -74,11 +74,7 @@ def default_workers(backend: Backend) -> int:
 def loaders(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader of this rank.
-
-    Raises:
-        RunError: the batches of their workers do not fit into the shared memory.
-    """
+    """Build the training and the validation loader of this rank."""
     if section.loader == "ray":
         return _remote(both, section, split, backend)
     count = _workers(section, backend)

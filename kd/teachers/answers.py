@@ -90,11 +90,7 @@ class TableTeacher(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
-    """Read the table and find the row of each image.
-
-    Raises:
-        ModelError: no such table, an image without an answer, answers for other views, other classes than the data's.
-    """
+    """Read the table and find the row of each image."""
     where = f"{spec.where}.model"
     for key in ("checkpoint", "args"):
         if getattr(spec, key):
@@ -131,11 +127,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
-    """Require all answers [N, C] to mean what the configuration says.
-
-    Raises:
-        ModelError: naming the first image whose answer does not.
-    """
+    """Require all answers [N, C] to mean what the configuration says."""
     for start in range(0, len(rows_N), CHECKED):
         first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
         answer_BC = values[rows_N[first : first + CHECKED]].float()
@@ -174,11 +166,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
 
 
 def _check_views(where: str, table: Answers, images: Images) -> None:
-    """Require that answers for views belong to the views of this run.
-
-    Raises:
-        ModelError: naming what differs.
-    """
+    """Require that answers for views belong to the views of this run."""
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]

@@ -18,9 +18,8 @@ from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
-from kd.setup.fit import FREE, fit_folders
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import TeacherPlan, resolve
+from kd.setup.recipe import FREE, TeacherPlan, fit_folders, resolve
 from kd.setup.store import keep_rules
 from kd.tasks.single_label import SingleLabel
 

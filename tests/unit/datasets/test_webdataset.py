@@ -11,7 +11,7 @@ from PIL import Image
 
 from kd.datasets.webdataset import Options, build, facts
 from kd.errors import CorruptImage, DataError, KdError
-from kd.files import retry
+from kd.files import storage
 from kd.files.shards import _expand_braces
 
 
@@ -215,7 +215,7 @@ def test_compressed_shard(tmp_path):
 
 def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     """It was not read whole, so it is not a corrupt image that `on_corrupt` may skip."""
-    monkeypatch.setattr(retry, "PAUSES", (0.0,))
+    monkeypatch.setattr(storage, "PAUSES", (0.0,))
     path = shard(tmp_path / "train.tar", samples([0, 1]))
     source = build(options(tmp_path), "train", None)
     path.write_bytes(path.read_bytes()[:530])

@@ -1,17 +1,25 @@
-"""A frozen module split into pipeline stages, one per rank (torch.distributed.pipelining, forward only).
+"""A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
 
-Each rank has its own images. All images are gathered and run through the stages, one micro-batch per rank. The last
-stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point sends are used.
+Stages: each rank has one, and its own images. Those of all are gathered and run through the stages, one micro-batch
+per rank. The last stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point
+sends are used.
+
+Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process
+group is created: rank 0 broadcasts one tensor at a time in the default group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kd.errors import BackendError
 from kd.types import Outputs
@@ -21,11 +29,7 @@ class Pipelined(nn.Module):
     """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks.
-
-        Raises:
-            BackendError: the module has too few blocks.
-        """
+        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks."""
         super().__init__()
         self.stage: nn.Module = _Flat(module)
         self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
@@ -131,3 +135,61 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
             raise BackendError("teacher.pipeline", wrong, "Stages begin between blocks of one class in a list", remedy)
         chosen.append(min(left, key=lambda name: abs(starts[name] - total * stage / stages)))
     return chosen
+
+
+SMALLEST_SHARE = 0.005
+"""Share of all parameters; smaller blocks are gathered with their parent, since each collective has a fixed cost."""
+
+
+def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors.
+
+    The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
+    other method may be called. Not handled: a parameter shared by two blocks.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for unit in [*_units(module), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, target in _tensors(module):
+            if dist.get_rank() == 0:
+                full = source[name].to(device, target.dtype).contiguous()
+            else:
+                full = torch.empty(target.shape, dtype=target.dtype, device=device)
+            dist.broadcast(full, src=0)
+            if isinstance(target, DTensor):  # sharded locally, without a second collective
+                part = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(part.to_local())
+            else:
+                target.copy_(full)
+    return module
+
+
+def local_tensors(module: nn.Module) -> list[Tensor]:
+    """Return this rank's part of a module's parameters and buffers."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in _tensors(module)]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a network, inner ones first.
+
+    A block is an element of a ModuleList or Sequential that holds another element of its class, as in transformers
+    and convolutional networks. Blocks below SMALLEST_SHARE are not listed.
+    """
+    smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
+    units = []
+    for container in module.modules():
+        if not isinstance(container, (nn.Sequential, nn.ModuleList)):
+            continue
+        kinds = [type(child) for child in container]
+        for child in container:
+            size = sum(parameter.numel() for parameter in child.parameters())
+            if kinds.count(type(child)) > 1 and size and size >= smallest:
+                units.append(child)
+    return units[::-1]  # modules() lists outer modules first
