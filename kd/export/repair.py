@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kd import parts
-from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
 from kd.config.schema import LossSection, SifterSection
 from kd.engine.criterion import Criterion, Distillation
