@@ -19,6 +19,7 @@ from kd.setup.recipe import resolve
 
 log = logging.getLogger("kd")
 
+
 def evaluate(
     path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val", audit: bool = False
 ) -> Scored:

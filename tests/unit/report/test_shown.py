@@ -116,7 +116,10 @@ def test_text_and_prices():
 def test_page():
     page = render([record()])
     for name, small in (
-        ("validation within a quarter", "teacher 87.5 %, labels only 25.0 %, best of 2 evaluations on this split, which flatters it"),
+        (
+            "validation within a quarter",
+            "teacher 87.5 %, labels only 25.0 %, best of 2 evaluations on this split, which flatters it",
+        ),
         ("validation mean absolute error", "teacher 0.1250, labels only 0.8125"),
         ("gap", "mean distance from the teacher; bias 0.2500 m"),
     ):
