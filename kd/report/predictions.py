@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
+from kd.audit.lists import FOLDER, read_repeats
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
@@ -65,6 +67,7 @@ def answers(
         of=stored["of"],
         student_sure=stored["student_sure"],
         cpu_ms=stored["cpu_ms"],
+        leaked=_leaked(stored, data, folder.path),
     )
     try:
         return replace(answers, pictures=_pictures(stored, data)), ""
@@ -93,6 +96,13 @@ def _predict(
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()
     return ask(models, data, images, device)
+
+
+def _leaked(stored: Mapping[str, Any], data: Data, path: Path) -> list[int]:
+    """Return which of the images are in another split too, as the list of `--check` or `--audit` says."""
+    pairs = [pair for pair in read_repeats(path / FOLDER) if pair.leaks]
+    names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
+    return [i for i, id in enumerate(stored["ids"]) if data.val.name(id) in names] if names else []
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
