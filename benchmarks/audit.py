@@ -276,7 +276,8 @@ def main() -> None:
         rows = planted(options.data)
     elif options.part == "leaks":
         known = published(options.known, options.labels) if options.known else None
-        rows = [leaks(options.data, *options.splits, known)]
+        train, val = options.splits
+        rows = [leaks(options.data, train, val, known)]
     else:
         rows = labels(options.run)
     shown = [word if "/" not in word else "PATH" for word in sys.argv[1:]]
