@@ -7,13 +7,12 @@ fast it is comes from `kd-serve` itself (`kd.serve.bench`): a time is what one c
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from kd.errors import ModelError
@@ -22,7 +21,6 @@ from kd.export import parity
 from kd.files.manifest import GRAPHS
 from kd.host import cores
 from kd.models import runtimes
-from kd.scores import GraphScores
 from kd.serve import bench
 from kd.text import percent
 
@@ -69,24 +67,6 @@ class Variant:
 def files(path: Path) -> tuple[Path, ...]:
     """Return the files of a graph: OpenVINO's has its weights in a second one."""
     return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Says how right a graph is, beside the student as it was trained."""
-
-    task: Task
-    images: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-    """Yields uint8 images [B, 3, S, S] with labels [B], always the same N."""
-    reference: torch.Tensor
-    """What the student as trained returns for them in PyTorch: logits [N, C] or vectors [N, D]."""
-    labels: torch.Tensor
-
-    def __call__(self, path: Path) -> GraphScores:
-        """Run a graph on all images; `facts[decides]` of what it returns is its score, `others` are other answers."""
-        run = Variant.at(path).runner()
-        outputs = torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
-        return self.task.graph_scores(outputs, self.reference, self.labels)
 
 
 @dataclass(frozen=True, slots=True)
