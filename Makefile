@@ -30,7 +30,7 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python kd
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla

@@ -192,9 +192,9 @@ def scale(count: int) -> dict[str, Any]:
     album, rng = Album(count), np.random.default_rng(0)
     decay = 1 / (1 + np.add.outer(np.arange(8), np.arange(8)))
     for start in range(0, count, 10_000):
-        waves = rng.normal(size=(10_000, 8, 8)) * decay * 120
+        waves = rng.normal(size=(10_000, 8, 8)) * decay * 30
         waves[100:200] = waves[:100]
-        drawn = 128 + 24 * 8 * (BASES[0].T @ (waves / 8) @ BASES[0]) + rng.normal(size=(10_000, 24, 24)) * 2
+        drawn = 128 + 24 * 24 * (BASES[0].T @ waves @ BASES[0]) + rng.normal(size=(10_000, 24, 24)) * 2
         album._luma[start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
     album._count, album._crc[:], album._split[:], album._id[:] = count, 0, 0, np.arange(count)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -276,7 +276,8 @@ def main() -> None:
         rows = planted(options.data)
     elif options.part == "leaks":
         known = published(options.known, options.labels) if options.known else None
-        rows = [leaks(options.data, *options.splits, known)]
+        train, val = options.splits
+        rows = [leaks(options.data, train, val, known)]
     else:
         rows = labels(options.run)
     shown = [word if "/" not in word else "PATH" for word in sys.argv[1:]]

@@ -259,7 +259,7 @@ def teacher_folder(scale: Scale, work: Path) -> Path:
     folder = work / "teacher"
     if not (folder / "model.safetensors").is_file():
         model = library.create_model(scale.teacher, num_classes=CLASSES, **scale.teacher_args)
-        save_for_hf(model, folder, model_args=scale.teacher_args, safe_serialization=True)
+        save_for_hf(model, str(folder), model_args=scale.teacher_args, safe_serialization=True)
     return folder
 
 

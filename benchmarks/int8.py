@@ -74,7 +74,7 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         views = partial(shown_images, data, training=True)
-        exam = int8.Exam.of(recipe.student.task, student, shown_images(data, options.images))
+        exam = int8.Exam.of(recipe.student.task, student, partial(shown_images, data, options.images))
         onnx, static = folder / int8.ONNX, folder / int8.STATIC
         runtimes.write_onnx(runtimes.export_program(runtimes.reparameterized(student), size), onnx)
         runtimes.write_openvino(onnx, folder / FLOAT)
@@ -87,11 +87,12 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
             rungs.append(exam("MinMax", static))
         int8.post_training(onnx, static, views)
         rungs.append(exam("post-training", static))
-        spent = times(folder, exam.images[0][0][:1])
+        image = next(iter(exam.images()))[0][:1]
+        spent = times(folder, image)
         if options.control:
             left_out = int8.controlled(onnx, static, views, exam, options.control / 100)
             rungs.append(exam(f"accuracy control, {options.control:g} points", static, left_out))
-            spent["control"] = times(folder, exam.images[0][0][:1])[int8.STATIC]
+            spent["control"] = times(folder, image)[int8.STATIC]
         if options.repair:
             own, fake = int8.fake_quantized(student, size, views, smooth=not options.plant)
             int8.write_fake(fake, size, static)

@@ -30,10 +30,13 @@ class Source(Protocol):
     order. Other splits get these and must use them, even where they lack some.
     """
 
-    classes: Sequence[str]
-    """Class names; the position is the label. Empty without labels."""
     fingerprint: str
     """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names; the position is the label. Empty without labels."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -23,6 +23,7 @@ VALUES = {
     "instances",
     "cluster",
     "files",
+    "shift",
     "contracts",
     "evaluation",
 }
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "host": {"references"},
     "cluster": {"errors", "host"},
     "files": {"errors"},
+    "shift": set(),
     "contracts": {"errors", "scores", "types"},
     "evaluation": {"contracts", "intervals", "scores", "types"},
     "parts": {"errors", "types"},
@@ -57,7 +59,7 @@ MAY_IMPORT = {
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},
     "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
-    "serve": {"errors", "files", "host"},
+    "serve": {"errors", "files", "host", "shift"},
     "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
 }

@@ -207,11 +207,7 @@ class RunDir:
         write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
 
     def scored(self) -> Scored | None:
-        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing.
-
-        Raises:
-            RunError: the file is damaged.
-        """
+        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing."""
         file = self.path / "scored.json"
         if not file.is_file():
             return None

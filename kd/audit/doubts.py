@@ -11,6 +11,8 @@ import numpy as np
 
 WIDTH, NEIGHBOURS, ROWS = 64, 5, 1024
 """Numbers of an image that neighbours are looked up by; neighbours of each image; images at a time."""
+CONFIDENT = 0.75
+"""Of the mean probability that a teacher gives to the labels of a class."""
 
 
 class Answers(NamedTuple):
@@ -31,14 +33,16 @@ class Answers(NamedTuple):
 def doubted(label: np.ndarray, answer: np.ndarray, share: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Return the images whose label a confident teacher doubts, rows of [N], the surest first.
 
-    It is confident of a class from the mean probability on that the images with its label have (arXiv:1911.00068), so
-    that a teacher that is too sure everywhere needs no other threshold. They are ranked by `share - own`.
+    How sure it is counts by class, as a share of the mean probability that it gives to the labels of that class
+    (arXiv:1911.00068): a teacher that is too sure, or of a hard class never sure, needs no other threshold. It doubts
+    where it answers another class with `CONFIDENT` of that share. Ranked by the ratio of both shares.
     """
     classes = int(max(label.max(initial=-1), answer.max(initial=-1))) + 1
-    images = np.bincount(label, minlength=classes)
-    usual = np.bincount(label, own, classes) / np.maximum(images, 1)
-    rows = np.flatnonzero((answer != label) & (share >= usual[answer]))
-    return rows[np.argsort(own[rows] - share[rows], kind="stable")]
+    usual = np.bincount(label, own, classes) / np.maximum(np.bincount(label, minlength=classes), 1)
+    usual = np.maximum(usual, 1e-9)
+    rows = np.flatnonzero((answer != label) & (share >= CONFIDENT * usual[answer]))
+    ratio = np.maximum(own[rows], 1e-9) / usual[label[rows]] / (share[rows] / usual[answer[rows]])
+    return rows[np.argsort(ratio, kind="stable")]
 
 
 def narrow(vectors: np.ndarray) -> np.ndarray:

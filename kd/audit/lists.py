@@ -90,11 +90,7 @@ def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
 
 
 def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
-    """Write duplicates.csv, duplicates.html and exclude.txt into a folder.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder."""
     rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
     head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
     write_table(folder / DUPLICATES, [head, *rows])
@@ -108,11 +104,7 @@ def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, So
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
-    """Return what duplicates.csv of a folder says; none without it.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Return what duplicates.csv of a folder says; none without it."""
     file = folder / DUPLICATES
     if not file.is_file():
         return []

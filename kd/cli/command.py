@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
         message = message.removesuffix(", key=value")  # argparse says so of what may be left out
-        gone = [f"{flag} is gone: {instead}" for flag, instead in REMOVED.items() if f"arguments: {flag}" in message]
+        gone = [f"{flag} is gone: {instead}" for flag, instead in REMOVED.items() if flag in message.split()]
         message = ". ".join([message, *gone])
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 

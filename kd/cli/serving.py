@@ -221,6 +221,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
         hosts = f" on {result.hosts} hosts" if options.ray else ""
         passed = f", {result.passed_on} of them by the second model" if options.second else ""
         print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
+        print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -15,11 +15,7 @@ WHERE = "data.exclude"
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark.
-
-    Raises:
-        DataError: it cannot be read, a name is no image, or no image of a split is left.
-    """
+    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark."""
     try:
         content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:

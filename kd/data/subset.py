@@ -57,9 +57,6 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     """Part validation images into those of validation and of a test split, about `fraction` of them.
 
     Each name alone decides, by its hash: images that are added later change the side of no other.
-
-    Raises:
-        DataError: one of the two would have no image.
     """
     draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
     tested = draws < fraction * 2**63

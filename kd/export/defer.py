@@ -43,11 +43,7 @@ class Rule:
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:
-        """Refuse what cannot be chosen, before minutes of work; `images`: whether validation images are read.
-
-        Raises:
-            ConfigError: in one line.
-        """
+        """Refuse what cannot be chosen, before minutes of work; `images`: whether validation images are read."""
         if not self.wrong and not self.share:
             return
         if self.wrong and self.share:
@@ -89,9 +85,6 @@ def choose(
         labels: int [N], or label sets [N, C]; -1 where nobody knows.
         thresholds: of each class where an image may have several labels, else empty.
         classes: C names.
-
-    Raises:
-        ModelError: no validation image has a label, or no threshold holds what is asked for.
     """
     if not rule.wrong and not rule.share:
         return {}

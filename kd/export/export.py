@@ -131,11 +131,6 @@ def export(
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
         teacher: export the teacher in place of the student.
-
-    Raises:
-        RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
     """
     folder, settings = opened_run(path, trust)
     require_files(path, settings.data)
@@ -176,11 +171,7 @@ def export(
 
 @contextmanager
 def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
-    """Open the data of a run.
-
-    Raises:
-        RunError: its content hash is not the `expected` one ("": none is), or its classes are others.
-    """
+    """Open the data of a run."""
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
@@ -191,13 +182,7 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
 
 
 def write(subject: Subject, target: Path, options: Options) -> Exported:
-    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused.
-
-    Raises:
-        RunError: something else lies at `target`, or the disk is full.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
-    """
+    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused."""
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data.section
     if options.compare and not 1 <= options.threads <= cores():
@@ -217,6 +202,7 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
             "output": _output(student, made),
             "parity": made.parity,
             **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+            "validation": made.validation,
             "environment": _environment(),
         }
         complete(draft, content, weights, provenance, facts)

@@ -48,16 +48,12 @@ class Made:
     """The first of those with which they were compared, uint8 [3, S, S]."""
     rungs: list[int8.Rung] = field(default_factory=list)
     """Of the ladder to int8, those that were tried."""
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each graph answered on validation images: see `kd.shift.Reference`."""
 
 
 def write(subject: Subject, folder: Path, options: Options) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
-
-    Raises:
-        RunError: the data is not that of the run.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
-    """
+    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer."""
     if not options.onnx and (options.int8 or options.openvino or options.compare):
         raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
     _check_repair(subject, options)
@@ -86,6 +82,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
     made.thresholds = task.thresholds(answers.outputs[EAGER], answers.labels, classes)
     for name in runners:
         made.parity[name], line = _accepted(name, answers, task, options)
+        made.validation[name] = answers.reference(name, task, classes, bool(calibration)).record()
         size = sum(path.stat().st_size for path in variants.files(folder / name))
         made.lines.append(f"{name:16s} {size / 1e6:6.2f} MB  {line} (PyTorch {made.eager_ms:.2f})")
         if options.compare and name != PT2:
@@ -98,11 +95,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
 
 
 def _accepted(name: str, answers: parity.Answers, task: Task, options: Options) -> tuple[dict[str, Any], str]:
-    """Return what is recorded of a graph, and a line about it.
-
-    Raises:
-        ModelError: an exact graph does not answer as PyTorch does.
-    """
+    """Return what is recorded of a graph, and a line about it."""
     scores, difference, images = answers.scores(name, task), answers.difference(name), len(answers.labels)
     what = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}"
     if name in EXACT:
@@ -151,7 +144,7 @@ def _quantized(subject: Subject, folder: Path, images: Images, options: Options,
             folder=folder,
             student=subject.student,
             size=subject.recipe.data.section.image_size,
-            exam=int8.Exam.of(subject.recipe.student.task, subject.student, images(options.images)),
+            exam=int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.images)),
             views=views,
             max_drop=options.max_drop,
             both=options.compare and static,

@@ -40,11 +40,12 @@ from kd.text import percent
 ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
 VIEWS = 300
 """Training views on which NNCF finds ranges: its own default."""
-RANKED = 20
-"""Batches of images on which accuracy control ranks layers."""
+RANKED, CONTROLLED = 20, 2000
+"""Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
 Train = Callable[[Classifier, Classifier, int], None]
 """(fake-quantized student, float32 student, steps): trains the first in place."""
-Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
+Shown = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
+Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +82,19 @@ class Exam:
     """Says what a graph loses against the student in PyTorch, on the same images."""
 
     task: Task
-    images: list[tuple[np.ndarray, np.ndarray]]
-    """uint8 [B, 3, S, S] and labels [B], N in all."""
+    images: Shown
+    """Yields uint8 [B, 3, S, S] and labels [B], always the same N."""
     reference: torch.Tensor
     """What the student returns for them in PyTorch: logits [N, C] or vectors [N, D]."""
     labels: torch.Tensor
 
     @classmethod
-    def of(cls, task: Task, student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> Exam:
+    def of(cls, task: Task, student: Classifier, images: Shown) -> Exam:
         """Ask the student."""
-        seen, answer = list(images), eager_runner(student)
-        outputs = torch.from_numpy(np.concatenate([answer(pixels) for pixels, _ in seen]))
-        return cls(task, seen, outputs, torch.from_numpy(np.concatenate([label for _, label in seen])))
+        answer = eager_runner(student)
+        seen = [(answer(pixels), label) for pixels, label in images()]
+        outputs, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
+        return cls(task, images, outputs, labels)
 
     def __call__(self, name: str, path: Path, left_out: tuple[str, ...] = ()) -> Rung:
         """Run the graph on all images."""
@@ -106,7 +108,16 @@ class Exam:
 
     def answers(self, run: Runner) -> torch.Tensor:
         """Return what a graph returns for all images."""
-        return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images]))
+        return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
+
+    def first(self, images: int) -> Iterator[tuple[np.ndarray, np.ndarray, torch.Tensor]]:
+        """Yield the first batches of at least so many images with what the student returns for each."""
+        done = 0
+        for pixels, label in self.images():
+            yield pixels, label, self.reference[done : done + len(label)]
+            done += len(label)
+            if done >= images:
+                return
 
     def scores(self, outputs: torch.Tensor) -> GraphScores:
         """Compare outputs with the student's."""
@@ -139,7 +150,7 @@ class Ladder:
     student: Classifier
     size: int
     exam: Exam
-    views: Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
+    views: Views
     """Yields so many training views, uint8 [B, 3, S, S], with labels."""
     max_drop: float
     """A share: 0.005 is half a point."""
@@ -156,10 +167,6 @@ class Ladder:
         """Quantize until the drop holds; return all rungs that were tried, the last one holds.
 
         A file of a rung that does not hold is removed, unless `both` wants it in a table.
-
-        Raises:
-            MissingExtra: NNCF or OpenVINO is not installed, and a rung needs it.
-            ModelError: no rung holds.
         """
         runtimes.write_int8(self.folder / ONNX, self.folder / DYNAMIC)
         self.rungs.append(self.exam("dynamic", self.folder / DYNAMIC))
@@ -203,11 +210,7 @@ class Ladder:
 
 
 def require(ladder: Ladder) -> None:
-    """Require what the rungs above the first one need.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """Require what the rungs above the first one need."""
     for name in ("nncf", "openvino"):
         if not runtimes.installed(name):
             lost = f"dynamic int8 loses {100 * ladder.rungs[0].drop:.2f} points, "
@@ -215,7 +218,7 @@ def require(ladder: Ladder) -> None:
             raise MissingExtra("--int8", f"{lost}, which is not installed", "", "pip install 'kd[nncf]'")
 
 
-def post_training(source: Path, path: Path, views: Images, smooth: bool = True) -> None:
+def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
     """Write OpenVINO's IR with int8 weights and activations, ranges from training views.
 
     Args:
@@ -232,10 +235,10 @@ def post_training(source: Path, path: Path, views: Images, smooth: bool = True) 
         openvino.save_model(quantized, str(path), compress_to_fp16=False)
 
 
-def controlled(source: Path, path: Path, views: Images, exam: Exam, max_drop: float) -> tuple[str, ...]:
+def controlled(source: Path, path: Path, views: Views, exam: Exam, max_drop: float) -> tuple[str, ...]:
     """Write the same with layers in float32 until the drop holds on the validation images; return their names.
 
-    The layers are chosen on the images on which the drop is measured, which flatters it a little.
+    The layers are chosen on images on which the drop is measured (at most `CONTROLLED`), which flatters it a little.
     """
 
     def score(model: Any, items: Iterable[Any]) -> tuple[float, list[list[np.ndarray]]]:
@@ -252,8 +255,7 @@ def controlled(source: Path, path: Path, views: Images, exam: Exam, max_drop: fl
         openvino = runtimes.require("openvino", "--int8", "nncf")
         model, data = openvino.convert_model(str(source)), nncf.Dataset(_singles(views))
         plain = int8_layers(nncf.quantize(model, data, **_common(nncf)))
-        references = exam.reference.split([len(label) for _, label in exam.images])
-        items = [(*pair, reference) for pair, reference in zip(exam.images, references, strict=True)]
+        items = list(exam.first(CONTROLLED))
         found = nncf.quantize_with_accuracy_control(
             openvino.convert_model(str(source)),
             data,
@@ -294,7 +296,7 @@ def modules_of(path: Path) -> dict[str, str]:
 
 
 def fake_quantized(
-    student: Classifier, size: int, views: Images, temperature: float = 1.0, smooth: bool = True
+    student: Classifier, size: int, views: Views, temperature: float = 1.0, smooth: bool = True
 ) -> tuple[Classifier, Classifier]:
     """Return a student with the logits that it was trained for, and the same fake-quantized: as in int8, and trainable.
 
@@ -340,7 +342,7 @@ def write_fake(fake: Classifier, size: int, path: Path, temperature: float = 1.0
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
 
-def _singles(views: Images) -> list[np.ndarray]:
+def _singles(views: Views) -> list[np.ndarray]:
     """Return training views one by one, uint8 [1, 3, S, S]: NNCF's statistics are those of an image."""
     pixels = (image[None] for batch, _ in views(VIEWS) for image in batch)
     return list(itertools.islice(pixels, VIEWS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
+from kd.shift import Reference, measure
 from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
@@ -40,10 +41,21 @@ class Answers:
     """Logits [N, C] or vectors [N, D] by graph."""
     labels: torch.Tensor
     """int [N], or label sets [N, C]; -1 where nobody knows."""
+    measures: Sequence[tuple[float, float]]
+    """See `kd.shift.measure`."""
     cpu_ms: Mapping[str, float]
     """CPU time of an image with one thread."""
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first image, uint8 [3, S, S]."""
+
+    def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
+        """Return what a graph answered, for whoever compares later images with these."""
+        if not task.logits:
+            return Reference.of((), ((0, numbers) for numbers in self.measures), False)
+        logits_NC = self.outputs[name].double()
+        best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
+        found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
+        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
         """Return how a graph answers beside PyTorch."""
@@ -75,9 +87,6 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
         data: of the run.
         limit: how many, evenly spaced over the split; 0: all.
         training: of the training split instead, as its first epoch sees them.
-
-    Raises:
-        DataError: not one of them can be decoded.
     """
     shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
@@ -102,14 +111,15 @@ def compare(
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, first = [], np.zeros(0)
+    labels, measures, first = [], [], np.zeros(0)
     for pixels, label in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
+        measures += map(measure, pixels)
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every), first[0])
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
@@ -119,9 +129,6 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
         Temperature, images and the calibration error before and after, the latter on images that did not choose the
         temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
         the reason.
-
-    Raises:
-        ModelError: the network's logits are not what its last layer returns.
     """
     answer = eager_runner(student)
     seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -178,11 +185,7 @@ def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
 
 
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
-    """Require a graph to compute what PyTorch computes.
-
-    Raises:
-        ModelError: a value differs by more than `tolerance`, or an answer does.
-    """
+    """Require a graph to compute what PyTorch computes."""
     if difference > tolerance or scores.others:
         wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
         remedy = "Nothing was written; export with --no-onnx, or report the network"

@@ -61,9 +61,6 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         fake: the fake-quantized student.
         own: the same in float32.
         steps: optimizer steps.
-
-    Raises:
-        RunError: the fitted teacher of the run is not here.
     """
     losses = _on_logits(recipe.student.losses)
     needed = any(one.teacher for one in needs(losses))

@@ -19,12 +19,7 @@ WHERE = "--teacher"
 
 
 def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
-    """Return what is exported of a run's teacher, from what is exported of its student.
-
-    Raises:
-        ModelError: there is none, there are several, or it runs outside torch.
-        RunError: it is code and not trusted, or was fitted and its folder is not here.
-    """
+    """Return what is exported of a run's teacher, from what is exported of its student."""
     recipe, task = subject.recipe, subject.recipe.student.task
     plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]
     if not kinds:

@@ -43,11 +43,9 @@ def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     """Ask the teacher of a run about all its images, write what it doubts into `audit` of its folder, and say so.
 
     Of training images the cache is asked first: a mean over their views. Without a cache the teacher runs on all.
-
-    Raises:
-        RunError: there is no teacher of classes, there are no labels, or several processes.
     """
-    if recipe.student.task.logits != "softmax" or not recipe.teacher.logits or not data.labelled:
+    asked = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
+    if recipe.student.task.logits != "softmax" or not asked or not data.labelled:
         wrong = "the run has no teacher that answers one class of each image, or its images have no labels"
         raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label an image", "")
     if run.backend.world_size > 1:
@@ -69,8 +67,7 @@ def _training(run: Run, data: Data) -> Answers:
     if known is None:
         return _asked(_live(run), data.train, range(len(data.train)), data)
     left = np.setdiff1d(np.arange(len(data.train)), known.id)
-    asked = _asked(_live(run), data.train, left.tolist(), data)
-    return Answers(*(np.concatenate(parts) for parts in zip(known, asked, strict=True)))
+    return _joined([known, _asked(_live(run), data.train, left.tolist(), data)])
 
 
 def _stored(store: Store, views: int, data: Data) -> Answers:
@@ -120,6 +117,7 @@ def _told(ids: np.ndarray, shares: np.ndarray, source: Source) -> Answers:
 
 
 def _joined(parts: Sequence[Answers]) -> Answers:
+    parts = [one for one in parts if len(one.id)]
     if not parts:
         none = np.zeros(0, np.int64)
         return Answers(none, none, none, np.zeros(0), np.zeros(0), np.zeros((0, 1), np.float32))
@@ -129,21 +127,19 @@ def _joined(parts: Sequence[Answers]) -> Answers:
 def _labels(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
     """Write labels.csv and labels.html, and say how many labels are doubted."""
     head = ("split", "name", "label", "answer", "share of answer", "share of label")
-    rows, figures, counts, classes = [], [], [], data.classes
+    listed, counts, classes = [], [], data.classes
     for split, one in told.items():
-        source, found = data.splits[split], doubted(one.label, one.answer, one.share, one.own)
+        found = doubted(one.label, one.answer, one.share, one.own)
         counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
-        for row in found:
+        for rank, row in enumerate(found):
             id, label, answer = int(one.id[row]), classes[int(one.label[row])], classes[int(one.answer[row])]
-            shares = round(float(one.share[row]), 4), round(float(one.own[row]), 4)
-            rows.append((split, source.name(id), label, answer, *shares))
-            caption = f"{label}, or {answer} ({100 * shares[0]:.0f} %)?"
-            figures.append((shares[1] - shares[0], caption, [Seen(split, source.name(id), label, id)]))
-    rows.sort(key=lambda row: row[5] - row[4])
-    figures.sort(key=lambda one: one[0])
+            seen, shares = Seen(split, data.splits[split].name(id), label, id), (one.share[row], one.own[row])
+            listed.append((rank, seen, answer, [round(float(share), 4) for share in shares]))
+    listed.sort(key=lambda one: one[:2])
+    rows = [(*seen[:3], answer, *shares) for _, seen, answer, shares in listed]
     write_table(target / "labels.csv", [head, *rows])
-    shown = page("Labels that the teacher doubts, the surest first", [one[1:] for one in figures], data.splits)
-    write_text(target / "labels.html", shown)
+    figures = [(f"{one.label}, or {answer} ({100 * shares[0]:.0f} %)?", [one]) for _, one, answer, shares in listed]
+    write_text(target / "labels.html", page("Labels that the teacher doubts, the surest first", figures, data.splits))
     lines = [f"labels    doubted by the teacher: {', '.join(counts)}"]
     return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
 

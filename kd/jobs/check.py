@@ -14,7 +14,6 @@ from kd.errors import DataError
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
-from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
@@ -31,7 +30,10 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     """
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
-    check_trackers(recipe.record.trackers)
+    if recipe.record.trackers:
+        from kd.progress.trackers import check as check_trackers  # only where some are named
+
+        check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = split_batch(section, num_ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()

@@ -28,7 +28,6 @@ from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
 from kd.progress.summary import samples_of, skipped_text
-from kd.progress.trackers import Trackers
 from kd.scores import Scored, Scores
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
@@ -91,7 +90,11 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     known = folder.manifest()
     require_same_folder(backend, known)
     names, scores = recipe.record.trackers if backend.rank == 0 else (), recipe.student.task.scores
-    trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
+    trackers = None
+    if names:
+        from kd.progress.trackers import Trackers  # only where some are named
+
+        trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
             results = Results(folder, console, known.get("choices", {}))
@@ -112,7 +115,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
         observer.conclude(title)
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
-        if names and data.labelled and recipe.student.task.logits == "softmax":
+        if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
             from kd.setup.answers import mistakes  # only where a tracker shows them
 
             with run.average.applied() if run.average is not None else nullcontext():

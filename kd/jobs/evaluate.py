@@ -14,8 +14,9 @@ from kd.progress.console import Console
 from kd.scores import Scored
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import Trust, load_distillation, opened_run, require_files
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import resolve
+from kd.setup.student import load_distillation
 
 log = logging.getLogger("kd")
 
@@ -26,9 +27,6 @@ def evaluate(
     """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test".
 
     `audit`: also list labels that the teacher doubts and images that repeat; what it found is logged.
-
-    Raises:
-        RunError: it is no run folder, or needs trust, or has no test split.
     """
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)

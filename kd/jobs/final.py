@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import torch
+
 from kd.artifacts.run_dir import RunDir
 from kd.evaluation import Sampled
 from kd.scores import Scored
 from kd.setup.build import Built
 from kd.setup.data import Data
-from kd.setup.finished import load_distillation
+from kd.setup.student import load_distillation
 
 
-def conclude(built: Built, data: Data, folder: RunDir) -> Scored:
+@torch.no_grad()
+def conclude(built: Built, data: Data, folder: RunDir) -> Scored | None:
     """Score the best checkpoint of a run that has ended and write scored.json; what was scored before is read.
 
-    The student has the weights of that checkpoint afterwards. All ranks must call it.
+    The student has the weights of that checkpoint afterwards. All ranks must call it. Rank 0 reads the folder; where it
+    knows the score, the others return None.
     """
-    backend, source = built.run.backend, data.val if data.test is None else data.test
-    backend.barrier()  # rank 0 has written the last checkpoint
-    known = folder.scored()
-    if known is not None and known.data == source.fingerprint:
+    backend, module, source = built.run.backend, built.run.distillation, data.val if data.test is None else data.test
+    known, step, rows = None, 0, 0
+    if backend.rank == 0:
+        known = folder.scored()
+        known = known if known is not None and known.data == source.fingerprint else None
+    told = torch.tensor([float(known is not None)], device=backend.device)
+    backend.broadcast_([told])
+    if told.item():
         return known
-    state, tensors, _ = folder.best()
-    load_distillation(built.run.distillation, tensors)
-    known = score(built, data, state.step, len(folder.metrics("val")), data.test is not None)
+    if backend.rank == 0:
+        state, tensors, _ = folder.best()
+        load_distillation(module, tensors)
+        step, rows = state.step, len(folder.metrics("val"))
+    backend.broadcast_([*module.parameters(), *module.buffers()])
+    known = score(built, data, step, rows, data.test is not None)
     if backend.rank == 0:
         folder.write_scored(known)
     return known

@@ -26,10 +26,6 @@ def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything
     """Decode images, all or for five seconds in random order; say which are damaged, and which repeat.
 
     Pairs in two splits, or with two labels, are listed in `audit` of a run folder. Nothing is removed.
-
-    Raises:
-        CorruptImage: an image is damaged, and `data.on_corrupt` is "error".
-        RunError: the list cannot be written.
     """
     damaged, album = _decoded(splits, everything)
     total = sum(map(len, splits.values()))

@@ -141,11 +141,7 @@ def write_int8(source: Path, path: Path) -> None:
 
 
 def write_openvino(source: Path, path: Path, half: bool = False) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-    """
+    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`."""
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
         openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)

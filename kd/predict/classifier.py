@@ -17,8 +17,8 @@ from kd.serve.limits import Limits
 from kd.serve.model import Model
 from kd.serve.problems import Problem
 
-STAMP = "stamp"
-"""Key of an image's stamp. Only rows of the journal have it."""
+STAMP, MEASURES = "stamp", "measures"
+"""Keys of an image's stamp and of what `kd.shift.measure` returns. Only rows of the journal have them."""
 BY, FIRST, SECOND = "answered_by", "first", "second"
 """Key of a row where a second model is asked, and its values."""
 Row = dict[str, Any]
@@ -37,23 +37,20 @@ class Classifier:
     """It answers in the place of `model` for images of which that is not sure."""
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
-        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images.
-
-        Raises:
-            DataError: the storage is away.
-        """
+        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
         made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
         outputs = []
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
             try:
                 data = contents[i].result() if contents else self.images.content(id)
-                pixels = prepare(data, self.model.size, self.model.crop, self.limits).pixels
+                picture = prepare(data, self.model.size, self.model.crop, self.limits)
             except GONE as error:
                 row["error"] = error.strerror or type(error).__name__
             except Problem as problem:
                 row["error"] = problem.detail
             else:
-                outputs.append(self.model.engine(pixels[None]))
+                row[MEASURES] = picture.measures
+                outputs.append(self.model.engine(picture.pixels[None]))
         if outputs:
             values, output = np.concatenate(outputs), self.model.output
             if output.embeds:

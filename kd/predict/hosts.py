@@ -52,12 +52,7 @@ class Job:
         return Job(images, description, graph, limits, top)
 
     def classifier(self) -> Classifier:
-        """Load the model.
-
-        Raises:
-            ModelError: the graph does not run here.
-            MissingExtra: its runtime is not installed here.
-        """
+        """Load the model."""
         with tempfile.TemporaryDirectory(prefix="kd-predict-") as folder:
             for name, content in self.graph.items():
                 Path(folder, name).write_bytes(content)
@@ -99,13 +94,7 @@ def _answer(job: list[Any], ids: range) -> Answer:
 
 
 def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
-    """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`.
-
-    Raises:
-        ConfigError: no cluster is named.
-        RunError: there is none, or a host cannot do its part.
-        DataError: a host does not find the images.
-    """
+    """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`."""
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "Start one with `ray start --head`, or see docs/cluster.md"
         raise ConfigError(WHERE, "the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)

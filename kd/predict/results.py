@@ -11,14 +11,14 @@ import csv
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
 from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
-from kd.predict.classifier import BY, SECOND, STAMP, Row
+from kd.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
@@ -33,8 +33,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 class Journal:
     """The rows so far. Made by `opened`."""
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self._file = path, file
+    def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
+        self.path, self._file, self._seen = path, file, seen
         self.done = self.num_unreadable = self.passed_on = 0
         self.unreadable: list[str] = []
         """Name and error of the first few."""
@@ -42,12 +42,7 @@ class Journal:
         """Name of the first image that is not the one that a row was made of; "": all are."""
 
     def resume(self, identity: Row, images: Images) -> None:
-        """Count the rows that are there; cut off the rest. A new journal begins with `identity`.
-
-        Raises:
-            RunError: the journal was begun with another one, or the disk is full.
-            DataError: an image that has a row is not there any more: the storage is away.
-        """
+        """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""
         end = 0
         for row, size in _rows(self._file):
             if end:
@@ -73,11 +68,7 @@ class Journal:
             self.flush()
 
     def add(self, row: Row) -> None:
-        """Append the row of the next image.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Append the row of the next image."""
         self._write(row)
         self._count(row)
 
@@ -90,16 +81,13 @@ class Journal:
     def _count(self, row: Row) -> None:
         self.done += 1
         self.passed_on += row.get(BY) == SECOND
+        self._seen(row)
         if "error" in row:
             self.num_unreadable += 1
             self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
 
     def flush(self) -> None:
-        """Give the rows to the system, where they survive the end of this process.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Give the rows to the system, where they survive the end of this process."""
         try:
             self._file.flush()
         except OSError as error:
@@ -113,15 +101,11 @@ class Journal:
             top: labels of each image; 0: as many as exceed their thresholds.
             scored: labels that have a column of their own with their score, in a CSV.
             more: keys of rows that have a column of their own.
-
-        Raises:
-            RunError: the disk is full or not writable, or `target` is another file.
-            MissingExtra: Parquet without pyarrow.
         """
         self.flush()
         self._file.seek(0)
         rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
-        rows = ({key: value for key, value in row.items() if key != STAMP} for row in rows)
+        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES)} for row in rows)
         next(rows)
         with atomic_file(target, WHERE) as draft:
             FORMATS[target.suffix](draft, rows, top, scored, more)
@@ -131,15 +115,8 @@ class Journal:
 
 
 @contextmanager
-def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterator[Journal]:
-    """Open or begin the journal of a result, `<target>.part`.
-
-    Raises:
-        RunError: the journal is of other images or another model, `target` is there and the journal has not all rows,
-            or the disk is full, not writable or has no locks.
-        DataError: as `Journal.resume`.
-        FolderInUse: another process is writing it.
-    """
+def opened(target: Path, identity: Mapping[str, Any], images: Images, seen: Callable[[Row], None]) -> Iterator[Journal]:
+    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start."""
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +128,7 @@ def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterato
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
         recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
-        journal = Journal(path, file)
+        journal = Journal(path, file, seen)
         journal.resume(dict(identity), images)
         if target.exists() and journal.done < len(images.names):
             raise _exists(target)
@@ -252,12 +229,7 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def check_format(target: Path) -> None:
-    """Refuse a result that could not be written in the end.
-
-    Raises:
-        RunError: an unknown ending, or the result is there already, without a journal.
-        MissingExtra: Parquet without pyarrow.
-    """
+    """Refuse a result that could not be written in the end."""
     if target.suffix not in FORMATS:
         raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
     if target.exists() and not _journal(target).exists():

@@ -18,7 +18,7 @@ from typing import IO
 from kd.errors import MissingExtra, ModelError, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import BY, Classifier, Row, in_order
+from kd.predict.classifier import BY, MEASURES, Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
 from kd.serve.model import Description, describe, load
@@ -68,17 +68,12 @@ class Summary:
     """Machines that have classified some."""
     passed_on: int
     """Images for which the second model answered."""
+    notes: tuple[str, ...]
+    """The expected accuracy, and how the images differ from those of validation."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images, or embed them, and write one row for each, in the order of their names.
-
-    Raises:
-        ModelError: the folder is not a whole export, or the second model does not go with the first.
-        DataError: there are no images, or the storage is away.
-        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
-        MissingExtra: a package is not installed.
-    """
+    """Classify images, or embed them, and write one row for each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
@@ -100,8 +95,15 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         **({"second": [second.name, second.version, _bands(second)]} if second else {}),
     }
     rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
+    reference = None if second else described.reference  # a row would hold the answer of the second
+    tally = reference.empty() if reference else None
+
+    def seen(row: Row) -> None:
+        if reference and tally and MEASURES in row:
+            reference.count(tally, row, row[MEASURES])
+
     started = time.monotonic()
-    with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
+    with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
         if journal.changed:
@@ -123,8 +125,9 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
+    notes = reference.notes(tally) if reference and tally else ()
     counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
-    return Summary(len(images.names), resumed, unreadable, *counted)
+    return Summary(len(images.names), resumed, unreadable, *counted, notes)
 
 
 def _bands(described: Description) -> list[list[float]]:
@@ -132,11 +135,7 @@ def _bands(described: Description) -> list[list[float]]:
 
 
 def _second(settings: Settings, first: Description) -> Description | None:
-    """Read the manifest of the second model.
-
-    Raises:
-        ModelError: it is no export, it has other classes than the first, or the first never says that it is unsure.
-    """
+    """Read the manifest of the second model."""
     if settings.second is None:
         return None
     if not first.output.unsure:

@@ -7,15 +7,18 @@ import os
 import time
 from collections.abc import Mapping
 from html import escape
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kd.progress.trackers import Trackers
 from kd.references import redact
 from kd.scores import Scores
 from kd.text import html_table, percent
 from kd.types import State
+
+if TYPE_CHECKING:
+    from kd.progress.trackers import Trackers
 
 
 class Console:

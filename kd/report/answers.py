@@ -30,7 +30,13 @@ def answers(runs: Sequence[RunRecord]) -> str:
         part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
         cards = [card(f"Accuracy by class{part}", _dumbbells(one)), card("Confusion", _confusion(one))]
         sections.append(
-            section(f"Answers{who}", "", f'<div class="grid two">{"".join(cards)}</div>', pair(one), _photographs(one))
+            section(
+                f"Answers{who}",
+                one.without_leaks(),
+                f'<div class="grid two">{"".join(cards)}</div>',
+                pair(one),
+                _photographs(one),
+            )
         )
     return "".join(sections)
 

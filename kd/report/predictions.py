@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
+from kd.audit.lists import FOLDER, read_repeats
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
@@ -65,6 +67,7 @@ def answers(
         of=stored["of"],
         student_sure=stored["student_sure"],
         cpu_ms=stored["cpu_ms"],
+        leaked=_leaked(stored, data, folder.path),
     )
     try:
         return replace(answers, pictures=_pictures(stored, data)), ""
@@ -84,11 +87,7 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
 def _predict(
     folder: RunDir, plan: StudentPlan, teacher: TeacherModel | None, data: Data, images: int
 ) -> dict[str, Any]:
-    """Run both models over validation images as evaluation shows them, in float32.
-
-    Raises:
-        RunError: the images have no labels.
-    """
+    """Run both models over validation images as evaluation shows them, in float32."""
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
     student, _ = best_student(folder, plan, data.section, data.classes)
@@ -99,12 +98,15 @@ def _predict(
     return ask(models, data, images, device)
 
 
-def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
-    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first.
+def _leaked(stored: Mapping[str, Any], data: Data, path: Path) -> list[int]:
+    """Return which of the images are in another split too, as the list of `--check` or `--audit` says."""
+    pairs = [pair for pair in read_repeats(path / FOLDER) if pair.leaks]
+    names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
+    return [i for i, id in enumerate(stored["ids"]) if data.val.name(id) in names] if names else []
 
-    Raises:
-        DataError: an image cannot be read.
-    """
+
+def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
+    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
     if "teacher" not in stored:
         return []
     differ = [i for i, answer in enumerate(stored["student"]) if answer != stored["teacher"][i]]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
-from kd.intervals import Samples
+from kd.intervals import Samples, wilson
 from kd.scores import Column, Scored, Scores
-from kd.text import clock, money
+from kd.text import clock, money, percent
 
 SPANS = (
     "data",
@@ -65,6 +65,21 @@ class Answers:
     """The student's probability for its answer, calibrated on every second image."""
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds of an image by model; empty: they ran on a GPU."""
+    leaked: Sequence[int] = ()
+    """Positions in `label` of images that are also in another split, where the run folder has a list of such."""
+
+    def without_leaks(self) -> str:
+        """Say the accuracy with and without images that are in another split too; "" where no list names any."""
+        if not self.leaked:
+            return ""
+        clean = sorted({*range(len(self.label))} - {*self.leaked})
+        shares = []
+        for rows in (range(len(self.label)), clean):
+            right = sum(self.student[i] == self.label[i] for i in rows)
+            ends = " to ".join(percent(end) for end in wilson(right / max(1, len(rows)), len(rows)))
+            shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
+        count = f"{len(self.leaked)} of {len(self.label)} validation images are also in another split"
+        return f"{count} (audit/duplicates.csv): the student's accuracy is {shares[0]} with them, {shares[1]} without."
 
     def images(self) -> list[int]:
         """Return the number of images of each class."""

@@ -41,6 +41,7 @@ def _results(run: RunRecord) -> list[str]:
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
     skipped = skipped_text(run.skipped, run.steps)
     note = [run.scored.note, ""] if run.scored is not None else []
+    note += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
     return [*stands, ", ".join(parts) + ".", "", *note, *([skipped, ""] if skipped else [])]
 
 

@@ -21,11 +21,7 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archives(export: Path) -> list[Path]:
-    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
-
-    Raises:
-        RunError: that folder holds something else, the disk is full or not writable.
-    """
+    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths."""
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
     files = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}

@@ -56,9 +56,6 @@ def ask(
         threads: `kd-serve --threads`.
         slots: `kd-serve --slots`.
         seconds: for each server, at most; three turns at least.
-
-    Raises:
-        KdError: a server does not start, or does not answer.
     """
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}

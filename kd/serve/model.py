@@ -16,6 +16,7 @@ import numpy as np
 from kd.errors import MissingExtra, ModelError
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 from kd.files.sure import Bands, bands
+from kd.shift import Reference
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
@@ -57,6 +58,8 @@ class Description:
     """Share of the shorter side that the crop keeps."""
     files: dict[str, str]
     """The sha256 of each file, as manifest.json has it."""
+    reference: Reference | None
+    """What the graph answered on validation images; None: an older export, or one without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,7 @@ class Model(Description):
     engine: Engine
 
     def warm_up(self, times: int = 3) -> None:
-        """Run the graph on a grey image, so that the first client does not wait for allocations.
-
-        Raises:
-            ModelError: the graph fails, or returns another shape than the manifest says.
-        """
+        """Run the graph on a grey image, so that the first client does not wait for allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
@@ -88,9 +87,6 @@ def describe(folder: Path, file: str = "") -> Description:
     Args:
         folder: the export.
         file: of the graph; "": the one that `kd-export --compare` picked, or model.onnx.
-
-    Raises:
-        ModelError: not an export, an export without this graph, or a file that was changed after the export.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     if isinstance(manifest, dict) and not unchanged(manifest):
@@ -107,7 +103,9 @@ def describe(folder: Path, file: str = "") -> Description:
         output = Output(str(output["name"]), width, thresholds, unsure)
         name, version = str(manifest["name"]), str(manifest["version"])
         file = file or str(manifest.get("pick") or "model.onnx")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        recorded = manifest.get("validation", {}).get(file)
+        reference = Reference.read(recorded, labels) if recorded else None
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     if not (size > 0 and 0 < crop <= 1):
         raise _invalid_export(f"'{folder}' has the input size {size} and the crop {crop} in manifest.json")
@@ -117,16 +115,11 @@ def describe(folder: Path, file: str = "") -> Description:
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     _read_verified(folder, "config.json", files)
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    return Description(folder, file, name, version + kind, labels, output, size, crop, files)
+    return Description(folder, file, name, version + kind, labels, output, size, crop, files, reference)
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
-    """Load the graph, for at most `slots` calls at the same time, each with so many threads.
-
-    Raises:
-        ModelError: the file was changed after the export, or the runtime cannot load it.
-        MissingExtra: the runtime is not installed.
-    """
+    """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
     content = _read_verified(description.folder, description.file, description.files)
     try:
         runtime, precision, _ = GRAPHS[description.file]

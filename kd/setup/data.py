@@ -14,7 +14,6 @@ import torch
 from kd import parts
 from kd.config.schema import Augment, DataSection
 from kd.contracts import Backend, Noted, Source
-from kd.data.subset import set_aside
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.errors import ConfigError, DataError
 from kd.models.load import Images
@@ -154,6 +153,8 @@ def open_sources(plan: DataPlan) -> Data:
         splits = without(section.exclude, splits)
     train, val = splits["train"], splits["val"]
     if section.test_fraction:
+        from kd.data.subset import set_aside  # only where images are set aside
+
         return Data(plan, train, *set_aside(val, section.test_fraction))
     return Data(plan, train, val, splits.get("test"))
 

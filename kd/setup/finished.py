@@ -24,13 +24,12 @@ from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
 from kd.config.load import read_yaml
 from kd.config.schema import DataSection, LossSection
-from kd.engine.criterion import Distillation
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.setup.data import Data, DataPlan
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.student import build_student
+from kd.setup.student import build_student, load_student
 from kd.types import Dims
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
@@ -97,11 +96,7 @@ def best_student(
 
 
 def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned.
-
-    Raises:
-        RunError: none of the losses has learned one.
-    """
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
     _, tensors, _ = folder.best()
     number = 0
     for i, section in enumerate(losses):
@@ -116,19 +111,6 @@ def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int)
         number += teachers if term.needs.features else 1
     wrong = "no loss of this run maps the student's vectors into the teacher's space"
     raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
-
-
-def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
-    prefix = "model."
-    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    load_student(distillation.student, tensors)
-
-
-def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the student's weights of a checkpoint, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
 
 @dataclass(frozen=True, slots=True)

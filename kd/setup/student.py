@@ -148,3 +148,16 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
         compile_forward(module.student)
+
+
+def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    prefix = "model."
+    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_student(distillation.student, tensors)
+
+
+def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the student's weights of a checkpoint, averaged ones first."""
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
+    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

@@ -70,11 +70,7 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
 
 
 def load_fitted(plan: TeacherPlan, data: Data) -> TeacherModel | None:
-    """Load the teacher of a finished run, several as one; None without any.
-
-    Raises:
-        RunError: it was fitted elsewhere and is not here.
-    """
+    """Load the teacher of a finished run, several as one; None without any."""
     weights: dict[str, str | Path] = {}
     for where, (_, target) in fit_folders(plan, data.fingerprint).items():
         weights[where] = target

@@ -175,6 +175,7 @@ class Evaluator:
     def of(self, teacher: Teacher) -> Evaluator:
         other = copy.copy(self)
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
+        other._right = {}
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -266,6 +266,7 @@ def test_check_answers_and_writes_nothing(fitted, settings, written, command, tm
         "backend",
         "memory",
         "images",
+        "repeats",
         "time",
         "speed",
     ]

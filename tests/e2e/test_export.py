@@ -242,4 +242,4 @@ def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_
 
 def test_options_that_exclude_each_other(distilled, refused, tmp_path):
     told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--int8")
-    assert told.startswith("--no-onnx: --int8 and --openvino are made from model.onnx.")
+    assert told.startswith("--no-onnx: all other graphs are made from model.onnx.")

@@ -163,7 +163,7 @@ class Fixed:
 
 
 def test_the_interval_of_map_holds_that_of_all_images():
-    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is 3 points too high by itself."""
+    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is too high by itself."""
     rng = np.random.default_rng(4)
     truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
     logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth

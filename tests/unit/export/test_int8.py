@@ -72,7 +72,7 @@ def test_the_interval_is_that_of_the_same_images():
     outputs = reference.clone()
     outputs[0] = torch.eye(4)[3]  # the graph is right where PyTorch is not,
     outputs[1:4] = torch.eye(4)[0]  # and wrong three times
-    exam = Exam(SingleLabel(), [], reference, labels)
+    exam = Exam(SingleLabel(), lambda: [], reference, labels)
     assert exam._interval(outputs, 0.1) == paired(3, 1, 20)
 
 
@@ -139,7 +139,7 @@ def test_repair_brings_back_what_outliers_cost(tmp_path):
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         views = partial(shown_images, data, training=True)
-        exam = Exam.of(recipe.student.task, student, shown_images(data, 0))
+        exam = Exam.of(recipe.student.task, student, partial(shown_images, data, 0))
         int8.post_training(graph, quantized, views, smooth=False)
         ruined = exam("MinMax", quantized)
         own, fake = int8.fake_quantized(student, 16, views, smooth=False)

@@ -57,7 +57,7 @@ def record(name: str = "depth", **changes) -> RunRecord:
 
 def card(**changes) -> str:
     content = {name: "" for name, field in Card.__dataclass_fields__.items() if field.default is MISSING}
-    content |= dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)
+    content |= {"losses": ["kl"], **dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)}
     content |= {key: {} for key in ("thresholds", "defer", "calibration", "metrics", "baseline", "graphs", "commands")}
     return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
 
