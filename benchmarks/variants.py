@@ -55,7 +55,7 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
     "repvit": ("", []),
 }
 """Configuration, "": REPVIT, and keys by name."""
-ROUNDS, SECONDS = 30, 0.3
+ROUNDS, SECONDS = 8, 2.0
 """Of part `client`: turns of each client, and seconds of one."""
 
 

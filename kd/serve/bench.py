@@ -6,7 +6,9 @@ process, on the same cores. Needs only the standard library.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kd.errors import KdError
@@ -23,6 +26,8 @@ TURN, FEWEST, COLD = 0.3, 8, 3
 that do not count, because the caches still hold another model."""
 ENOUGH = 400
 """Answers of each server, after which the time does not count."""
+_PDEATHSIG = 1
+"""Of prctl: a server gets a signal when this process ends, also when it is killed."""
 START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0
 
@@ -55,7 +60,7 @@ def ask(
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}
     with ExitStack() as stack:
-        servers = {file: stack.enter_context(_server(folder, file, threads, slots)) for file in files}
+        servers = {file: stack.enter_context(server(folder, file, threads, slots)) for file in files}
         pool = stack.enter_context(ThreadPoolExecutor(clients))
         end, turns = time.monotonic() + seconds * len(servers), 0
         while turns < 3 or (time.monotonic() < end and min(map(len, took.values())) < ENOUGH):
@@ -74,11 +79,12 @@ def _seen(took: list[float], clients: int, memory: float) -> Seen:
 
 
 @contextmanager
-def _server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[str, int]]:
+def server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[str, int]]:
     """Start a server, wait until it is ready, and yield its host and port."""
     argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--file", file, "--port", "0", "--quiet", "--no-ui"]
     argv += ["--threads", str(threads), "--slots", str(slots)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ends = partial(ctypes.CDLL(None).prctl, _PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ends)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

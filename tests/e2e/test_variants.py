@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -153,3 +157,20 @@ def test_timmx_takes_an_export_over(exported, photos, tmp_path):
     found = torch.export.load(path).module()(torch.from_numpy(image) / 255).detach().numpy()
     (expected,) = onnxruntime.InferenceSession(exported / "model.onnx").run(None, {"image": image})
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_killed_export_leaves_no_server(exported):
+    code = "import sys, time; from pathlib import Path; from kd.serve.bench import server\n"
+    code += "with server(Path(sys.argv[1]), 'model.onnx', 1, 1) as at: print(at[1], flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        process.kill()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlives the export")
