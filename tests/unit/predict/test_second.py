@@ -137,6 +137,7 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
 
 
 def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
+    from kd.predict.classifier import MEASURES, STAMP
     from kd.predict.hosts import Job
     from kd.serve.limits import Limits
     from kd.serve.model import describe
@@ -144,7 +145,7 @@ def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
     both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
     first, second = (Job.of(describe(one), images, Limits(), 2) for one in (small, large))
     rows = replace(first, second=second).classifier().rows(range(len(images.names)))
-    assert {row.pop("image"): {key: row[key] for key in row if key not in ("stamp", "measures")} for row in rows} == both
+    assert {row.pop("image"): {key: row[key] for key in row if key not in (STAMP, MEASURES)} for row in rows} == both
 
 
 def test_the_teacher_is_written_in_the_same_form(distilled, large, teacher, command, tmp_path):
