@@ -276,7 +276,7 @@ def main() -> None:
         rows = planted(options.data)
     elif options.part == "leaks":
         known = published(options.known, options.labels) if options.known else None
-        rows = [leaks(options.data, *options.splits, known)]
+        rows = [leaks(options.data, options.splits[0], options.splits[1], known)]
     else:
         rows = labels(options.run)
     shown = [word if "/" not in word else "PATH" for word in sys.argv[1:]]
