@@ -216,7 +216,8 @@ class Reference:
         values = _log10(evidence, 2 * len(ends))
         best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
         texts = [
-            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, {expected[i]:.0%} in validation"
+            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, "
+            f"{expected[i]:.0%} in validation"
             for i in best
             if values[i] >= ALARM
         ]
