@@ -216,7 +216,8 @@ class Reference:
         values = _log10(evidence, 2 * len(ends))
         best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
         texts = [
-            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, {expected[i]:.0%} there"
+            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, "
+            f"{expected[i]:.0%} in validation"
             for i in best
             if values[i] >= ALARM
         ]
@@ -238,7 +239,7 @@ class Reference:
             found.append(_log10(_shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()), 2 * 2 * 2).max())
         share, expected = came / max(1, came.sum()), ours / max(1, ours.sum())
         i = int(abs(share - expected).argmax())
-        text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} answers, {expected[i]:.0%} there"
+        text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} answers, {expected[i]:.0%} in validation"
         return float(max(found)), text
 
 
