@@ -343,6 +343,7 @@ FREE = (
     "data.root",
     "data.copies",
     "data.exclude",
+    "data.test",  # test_split and its like: no weight depends on them
     "data.workers",
     "data.loader",
     "data.deadline",

@@ -172,6 +172,13 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_fraction [hf]": ("FR", "0.1", *HF),
     "data.image_key [hf]": ("FR", "b", *HF),
     "data.label_key [hf]": ("FR", "b", *HF),
+    "data.exclude": ("", "exclude.txt"),  # the listing without them has another fingerprint
+    "data.test_fraction": ("", "0.3"),  # so have the validation images that are left
+    "data.test_split [imagefolder]": ("", "c"),
+    "data.test_split [hf]": ("", "c", *HF),
+    "data.test_list [csv]": ("", "c.csv", *LISTS),
+    "data.test_labels [multilabel]": ("", "c", *SETS),
+    "data.test [webdataset]": ("", "c", *SHARDS),
     "data.root [imagefolder]": ("", "elsewhere"),
     "data.train_split [imagefolder]": ("FR", "b"),
     "data.val_split [imagefolder]": ("FR", "b"),
