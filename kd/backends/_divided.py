@@ -148,6 +148,7 @@ def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device)
     other method may be called. Not handled: a parameter shared by two blocks.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
     for unit in [*_units(module), module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     module.to_empty(device=device)

@@ -38,7 +38,7 @@ def brief(monkeypatch) -> None:
 @pytest.mark.usefixtures("brief")
 def test_the_table_and_the_pick(distilled, command, tmp_path):
     target = tmp_path / "student"
-    answer = command("export", distilled, "--to", target, "--compare", "--max-drop", "0.2")
+    answer = command("export", distilled, "--to", target, "--compare", "--max-drop", "20")
     assert answer.code == 0, answer
     assert "left out: OpenVINO's variants, because openvino is not installed: pip install 'kd[openvino]'" in answer.out
     manifest = json.loads((target / "manifest.json").read_text())
@@ -84,7 +84,7 @@ def test_what_loses_too_much_is_in_the_table_and_not_in_the_folder(distilled, co
 
 @pytest.mark.usefixtures("brief")
 def test_a_budget_that_nothing_reaches(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--budget", "0.001ms", "--max-drop", "0.2")
+    told = refused("export", distilled, "--to", tmp_path / "student", "--budget", "0.001ms", "--max-drop", "20")
     assert told.startswith("--budget: no file answers within 0.001 ms on 1 threads and loses at most 20.0 %.")
     assert not (tmp_path / "student").exists()
 
