@@ -5,6 +5,7 @@
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
+# make proof     CIFAR-10 at full length, every way of training the student, three seeds: DATA=FOLDER; hours, resumable
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contra
 	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-xla test-floor gpu soak compare bench lint clean
+.PHONY: run test test-xla test-floor gpu soak compare proof bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -29,7 +30,7 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python kd
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
@@ -49,6 +50,9 @@ ARGS ?= run.epochs=10
 # ARGS: other arguments of tools/compare.py, such as --config FILE, --seeds 0, or key=value of the configuration
 compare: $(VENV)/.run
 	$(VENV)/bin/python tools/compare.py --timm $(TIMM) $(ARGS)
+
+proof: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/proof.py --data $(DATA) $(PROOF)
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/step.py

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,9 +39,8 @@ class Hostile:
 
     def __init__(self, url: str, picture: bytes, seed: int = 0) -> None:
         self.parts, self.rng = urlsplit(url), random.Random(seed)
-        self.kinds: dict[str, Callable[[], object]] = {
-            name: lambda name=name: self._attack(name) for name in ATTACKS
-        } | {name: lambda sent=sent: self._once(sent) for name, sent in damaged(url, picture).items()}
+        self.kinds: dict[str, Callable[[], object]] = {name: partial(self._attack, name) for name in ATTACKS}
+        self.kinds |= {name: partial(self._once, sent) for name, sent in damaged(url, picture).items()}
         self.count = dict.fromkeys(self.kinds, 0)
 
     async def client(self) -> None:

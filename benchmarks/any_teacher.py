@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--images", type=int, default=0, help="of each class and split; 0: all")
     given = parser.parse_args()
-    from any_teacher import make
+    from any_teacher import make  # type: ignore[attr-defined]  # that of examples/
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:

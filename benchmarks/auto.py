@@ -113,7 +113,7 @@ def busy() -> None:
     torch.set_num_threads(1)
     matrix = torch.randn(1024, 1024)
     while True:
-        matrix @ matrix
+        torch.mm(matrix, matrix)
 
 
 class Run:

@@ -16,12 +16,11 @@ import torch
 
 from _record import write
 from kd.export import parity as _parity
-from kd.export.calibrate import temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
-from kd.tasks.single_label import calibration_error
+from kd.tasks.single_label import calibration_error, temperature
 from kd.text import table
 
 
@@ -33,7 +32,7 @@ def one(path: Path) -> dict[str, Any]:
     answer = _parity.eager_runner(student)
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
-        seen = [(answer(pixels), labels) for pixels, labels in _parity.validation_images(data, 0)]
+        seen = [(answer(pixels), labels) for pixels, labels in _parity.shown_images(data, 0)]
     logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
     found = temperature(logits_NC[::2], label_N[::2])
     rest_NC, rest_N = logits_NC[1::2], label_N[1::2]

@@ -2,6 +2,7 @@
 
 One teacher is fitted on the labels of `configs/vit_food.yaml` (seed 0) and then used without its classifier. A student
 of each seed learns its vectors, without labels; what stands in the run's manifest before step 1 are random weights.
+`recall` and `found` are of the student's projected vectors in an index of the teacher's.
 
 Run: python benchmarks/embedding.py [--seeds 0 1 2] [--fit-epochs 3] [key=value ...]
 """
@@ -42,6 +43,9 @@ def main() -> None:
             row |= {f"teacher_{kind}": run.metrics[f"teacher_{kind}"], f"student_{kind}": run.metrics[kind]}
             row[f"random_{kind}"] = before[kind]
         row |= {"agreement": run.metrics["agreement"], "random_agreement": before["agreement"]}
+        recall, own = run.metrics["recall"], run.metrics["teacher_recall"]
+        row |= {"teacher_recall": own, "student_recall": recall, "random_recall": before["recall"]}
+        row |= {"recall_of_teachers": recall / own, "found": run.metrics["found"], "random_found": before["found"]}
         rows.append({name: round(value, 4) for name, value in row.items()})
         print(rows[-1], flush=True)
     for name in rows[0]:

@@ -122,19 +122,16 @@ def run(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 
 def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Find the largest batch that fits, by the precision of the teacher, and what a step of it takes at its peak."""
+    """Measure what a step takes at its peak, by the precision of the teacher."""
     import torch
 
     rows = []
     for precision in ("fp32", "bf16"):
         if scale.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        overrides = ("run.steps=2", "data.batch_size=auto", f"teacher.precision={precision}")
-        folder = train(scale, work, f"auto_{precision}", *overrides)
+        overrides = ("run.steps=2", f"teacher.precision={precision}")
+        folder = train(scale, work, f"memory_{precision}", *overrides)
         peak = torch.cuda.max_memory_allocated() / 2**20 if scale.kind == "cuda" else 0.0
-        manifest = json.loads((folder / "manifest.json").read_text())
-        found = float(manifest["choices"]["batch_size"])
-        rows.append(row(f"largest batch, {precision} teacher", found, "images", manifest["batch_search"]))
         rows.append(row(f"peak, {precision} teacher", peak, "MiB"))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         held = next(line["optimizer_mib"] for line in reversed(lines) if "optimizer_mib" in line)
@@ -262,7 +259,7 @@ def teacher_folder(scale: Scale, work: Path) -> Path:
     folder = work / "teacher"
     if not (folder / "model.safetensors").is_file():
         model = library.create_model(scale.teacher, num_classes=CLASSES, **scale.teacher_args)
-        save_for_hf(model, folder, model_args=scale.teacher_args, safe_serialization=True)
+        save_for_hf(model, str(folder), model_args=scale.teacher_args, safe_serialization=True)
     return folder
 
 

@@ -45,7 +45,7 @@ def main() -> None:
             shared = [f"run.seed={seed}", f"run.name=label_free_{name}_{seed}", "run.baseline=false"]
             shared += [f"run.steps={given.steps}", "teacher.precision=fp32", "backend.threads=1"]
             run = kd.train(settings, *shared, *overrides)
-            values = evaluate(run.folder, ["data.labels=all"]) if name == "withheld" else run.metrics
+            values = evaluate(run.folder, ["data.labels=all"]).row if name == "withheld" else run.metrics
             row |= {name: round(values["accuracy"], 4), f"{name}_agreement": round(values["agreement"], 4)}
             row["teacher"] = round(values["teacher_accuracy"], 4)
         rows.append(row)

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from _record import write
 from kd import api
-from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import Memory
 from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
 from kd.engine.run import Run

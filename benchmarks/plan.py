@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from kd.report.scaling import exposed_ms
 
 BATCH, SIZE, STEPS = 16, 64, 6
 RANKS = (1, 2, 4)
-MODELS = {"vit_tiny": {"depth": 4}, "wide": {"depth": 2, "embed_dim": 768, "num_heads": 12}}
+MODELS: dict[str, dict[str, Any]] = {"vit_tiny": {"depth": 4}, "wide": {"depth": 2, "embed_dim": 768, "num_heads": 12}}
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def bare(export: Path, paths: Sequence[Path], target: Path, threads: int) -> Non
 
     def classify(path: Path) -> tuple[str, str, float]:
         pixels = np.asarray(centre_crop(to_rgb(Image.open(path)), told.size, told.crop)).transpose(2, 0, 1)
-        logits = session.run(["logits"], {"image": np.ascontiguousarray(pixels)[None]})[0][0]
+        logits = np.asarray(session.run(["logits"], {"image": np.ascontiguousarray(pixels)[None]})[0])[0]
         odds = np.exp(logits - logits.max())
         best = int(odds.argmax())
         return str(path), told.labels[best], float(odds[best] / odds.sum())

@@ -172,7 +172,7 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
         with torch.no_grad():
             said = student(torch.stack([sample.pixels for sample in samples])).logits.argmax(-1)
         for sample, answer in zip(samples, said.tolist(), strict=True):
-            hits.setdefault(sample.label, []).append(answer == sample.label)
+            hits.setdefault(int(sample.label), []).append(answer == sample.label)
     return [100 * statistics.mean(hits[label]) for label in sorted(hits)]
 
 

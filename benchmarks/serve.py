@@ -1,6 +1,6 @@
-"""The endpoint: speed of the graphs, cold start, load, overload, memory over time, and LitServe with the same model.
+"""The endpoint: cold start, load, overload, memory over time, and LitServe with the same model.
 
-Run: python benchmarks/serve.py [EXPORT] [--part speed] [--seconds 8]     every part on its own takes about a minute
+Run: python benchmarks/serve.py [EXPORT] [--part load] [--seconds 8]     every part on its own takes about a minute
 
 EXPORT is what `kd-export` wrote; without it, a ViT-Tiny of 224 px with random weights, which says all about speed and
 nothing about accuracy. The picture is a synthetic JPEG of 600 x 450. The load generator runs on the same cores.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import io
 import json
 import os
 import statistics
@@ -24,17 +23,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from _hostile import Hostile
 from _load import Answer, Server, closed_loop, exchange, kd_serve, open_loop, percentile, request, wait_ready
-from PIL import Image
+from variants import picture, random_export
 
 from _record import write
 
 Rows = list[dict[str, Any]]
 RATE, HOSTILE = 3.0, 0.1
 """Clients a second of the part `hostile`, and the share of them that is."""
-LABELS = [f"class_{i:02d}" for i in range(12)]
 TORCH = """
 import io, sys, torch, timm
 from PIL import Image
@@ -68,70 +65,6 @@ if __name__ == "__main__":
     server = ls.LitServer(API(), accelerator="cpu", workers_per_device=int(sys.argv[4]))
     server.run(host="127.0.0.1", port=int(sys.argv[2]), generate_client_file=False, log_level="warning")
 """
-
-
-def picture() -> bytes:
-    """Return a JPEG of 600 x 450, smooth with some noise, about 100 KB."""
-    generator = np.random.default_rng(0)
-    coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), np.uint8)).resize((600, 450), 3)
-    noisy = np.asarray(coarse).astype(int) + generator.integers(-12, 13, (450, 600, 3))
-    file = io.BytesIO()
-    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
-    return file.getvalue()
-
-
-def random_export(folder: Path, name: str, size: int) -> Path:
-    """Write an export of a model with random weights."""
-    import torch
-
-    from kd.export.folder import complete, new_export
-    from kd.models import runtimes
-    from kd.models.load import Spec, load
-    from kd.models.timm_folder import export_files
-
-    torch.manual_seed(0)
-    student = load(Spec("student", name, {}, LABELS), size).eval()
-    with new_export(folder / "export") as draft:
-        runtimes.write_onnx(runtimes.export_program(student, size), draft / "model.onnx")
-        runtimes.write_int8(draft / "model.onnx", draft / "model.int8.onnx")
-        content, weights = export_files(student, LABELS, 1.0, "single_label_classification")
-        facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
-        complete(draft, content, weights, {}, facts)
-    return folder / "export"
-
-
-def speed(folder: Path, seconds: float) -> Rows:
-    """CPU time of one image with one thread, PyTorch and each graph in turns."""
-    import timm
-    import torch
-
-    from kd.serve.model import describe, load
-
-    torch.set_num_threads(1)
-    network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    size = json.loads((folder / "manifest.json").read_text())["input"]["size"]
-    pixels = np.random.default_rng(0).integers(0, 256, (1, 3, size, size), np.uint8)
-    normal = torch.randn(1, 3, size, size)
-    runs: dict[str, Any] = {"eager": lambda: network(normal)}
-    for file in ("model.onnx", "model.int8.onnx", "openvino.xml"):
-        if (folder / file).is_file():
-            engine = load(describe(folder, file), 1, 1).engine
-            runs[file] = lambda engine=engine: engine(pixels)
-    rows, end, turn = [], time.monotonic() + seconds, 0
-    with torch.inference_mode():
-        while time.monotonic() < end or turn < 10:
-            for name, run in runs.items():
-                wall, cpu = time.perf_counter(), time.process_time()
-                run()
-                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-                if turn >= 3:
-                    rows.append({"part": "speed", "which": name, "cpu_ms": 1000 * cpu, "wall_ms": 1000 * wall})
-            turn += 1
-    eager = statistics.median(row["cpu_ms"] for row in rows if row["which"] == "eager")
-    for name in runs:
-        median = statistics.median(row["cpu_ms"] for row in rows if row["which"] == name)
-        print(f"speed: {name:16s} {median:7.2f} ms CPU an image, {median / eager:.3f} of eager")
-    return rows
 
 
 def cold(folder: Path, seconds: float) -> Rows:
@@ -317,7 +250,7 @@ def hostile(folder: Path, seconds: float) -> Rows:
 
 
 def litserve(folder: Path, seconds: float) -> Rows:
-    """The same model, pixels and base64 JSON body in LitServe and here, in turns, at one and eight clients."""
+    """The picked file, and model.onnx, here; the picked file in LitServe: the same pixels and JSON body, in turns."""
     cores = len(os.sched_getaffinity(0))
     body = json.dumps({"image": base64.b64encode(picture()).decode()}).encode()
     rows, port = [], 18765
@@ -325,9 +258,9 @@ def litserve(folder: Path, seconds: float) -> Rows:
         script = Path(temporary) / "lit.py"
         script.write_text(LITSERVE)
         for turn in range(2):
-            for which in ("kd-serve", "litserve 1 worker", "litserve worker a core"):
-                if which == "kd-serve":
-                    server = kd_serve(folder)
+            for which in ("kd-serve", "kd-serve model.onnx", "litserve 1 worker", "litserve worker a core"):
+                if which.startswith("kd-serve"):
+                    server = kd_serve(folder, *(["--file", "model.onnx"] if "model.onnx" in which else []))
                 else:
                     workers = 1 if "1" in which else cores
                     port += 1
@@ -344,7 +277,6 @@ def litserve(folder: Path, seconds: float) -> Rows:
 
 
 PARTS = {
-    "speed": speed,
     "cold": cold,
     "load": load,
     "overload": overload,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from _record import write
-from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import Memory
 from kd.engine.criterion import Criterion
 from kd.engine.loop import update
 from kd.losses.ce import CE

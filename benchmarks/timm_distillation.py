@@ -72,7 +72,7 @@ def teacher_folder(name: str, num_classes: int, work: Path) -> Path:
 
     folder = work / f"teacher_{name}"
     model = timm.create_model(TEACHERS[name], num_classes=num_classes)
-    save_for_hf(model, folder, safe_serialization=True)
+    save_for_hf(model, str(folder), safe_serialization=True)
     return folder
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kd.config import Config
     from kd.config import load as load_config
     from kd.errors import KdError
-    from kd.monitor.region import region
+    from kd.monitor.timeline import region
 
 # Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait: beside any busy neighbour, such
 # as the loader's own worker, a step on two cores was measured to take fifty times as long. Where they sleep at once, a
@@ -36,7 +36,7 @@ _HOMES = {
     "KdError": ("kd.errors", "KdError"),
     "distill": ("kd.api", "distill"),
     "load_config": ("kd.config", "load"),
-    "region": ("kd.monitor.region", "region"),
+    "region": ("kd.monitor.timeline", "region"),
     "train": ("kd.api", "train"),
 }
 

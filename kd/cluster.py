@@ -16,11 +16,7 @@ from kd.host import versions
 
 
 def connect(where: str) -> None:
-    """Connect this process to the cluster, once.
-
-    Raises:
-        RunError: there is none; `where` is the config path of the message.
-    """
+    """Connect this process to the cluster, once."""
     if ray.is_initialized():
         return
     address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/cluster.md"
@@ -44,11 +40,7 @@ def decoding_versions(*packages: str) -> dict[str, str]:
 
 
 def check_versions(where: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Refuse a host with other versions than this one.
-
-    Raises:
-        RunError: naming both.
-    """
+    """Refuse a host with other versions than this one."""
     if other := [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]:
         remedy = "Install the same packages on all hosts, or use one image for all"
         raise RunError(where, f"the host {address} decodes with {', '.join(other)}", "", remedy)

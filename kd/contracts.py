@@ -25,15 +25,18 @@ from kd.types import Batch, Costs, Decoded, Label, Needs, Outputs, Plan, Sample,
 class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
-    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val".
-    `classes` is None for the training split, which defines the class order. The validation split gets these and must
-    use them, even where it lacks some.
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
+    or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
+    order. Other splits get these and must use them, even where they lack some.
     """
 
-    classes: Sequence[str]
-    """Class names; the position is the label. Empty without labels."""
     fingerprint: str
     """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names; the position is the label. Empty without labels."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -168,8 +171,8 @@ class TeacherModel(Protocol):
     """"torch" if precision, kernel and compiler can be chosen, else the runtime that executes it as it is, such as
     "onnxruntime"."""
     reads_ids: bool
-    """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation()` is that for
-    ids of the validation split."""
+    """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation(test)` is that
+    for ids of the validation split, or of the test split."""
 
     @property
     def network(self) -> nn.Module:
@@ -221,7 +224,8 @@ class Loss(Protocol):
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
 
-    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it.
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it. One that maps the
+    # student's pooled features into the teacher's space with a module `project` also has `projected(student)` [B, D].
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 
@@ -262,10 +266,6 @@ class Backend(Protocol):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Broadcast rank 0's weights and set up the gradient all-reduce, for example by DDP."""
-        ...
-
-    def free_mib(self) -> float:
-        """Return the memory that this rank may still allocate, in MiB; infinity where an allocation error is raised."""
         ...
 
     def check_divided(self, stages: int) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from kd.contracts import Backend, Loader, Teacher
+from kd.intervals import Samples
 from kd.scores import GraphScores, Scores
 from kd.types import Batch, Outputs, Plan
 
@@ -42,6 +43,8 @@ class Evaluation:
     """Answers for training images; another than `teacher` where it answers by an image's id."""
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None
     """(student, teacher) -> cosine [B], through what the losses on features have learned."""
+    projected: Callable[[Outputs], Tensor | None] | None = None
+    """The student's pooled features in the first teacher's space [B, D]; None: no loss maps them there."""
     members: int = 1
     """Number of teachers."""
 
@@ -71,6 +74,15 @@ class Evaluator(Protocol):
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return scores [B] of a training batch beside the loss terms."""
+        ...
+
+
+@runtime_checkable
+class Sampled(Protocol):
+    """An evaluator that keeps what its last row was computed from. Of another one no interval is known."""
+
+    def samples(self) -> dict[str, Samples]:
+        """Return what scores of the last row, by their keys in it, were computed from. All ranks must call it."""
         ...
 
 

@@ -28,8 +28,7 @@ have a map of their own (2**16)."""
 def cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: its affinity, within the CPU quotas of cgroups.
 
-    Args:
-        root: the folder that holds /proc and /sys.
+    `root` is the folder that holds /proc and /sys.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -98,8 +97,8 @@ class BusyClock:
         return time.thread_time() + queued
 
 
-def keep_freed_memory(keep: bool = True) -> bool:
-    """Keep the memory that this process frees, or from now on return it to the system; return whether that was set.
+def keep_freed_memory() -> bool:
+    """Keep the memory that this process frees, from now on; return whether that was set.
 
     glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
     is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's
@@ -109,10 +108,7 @@ def keep_freed_memory(keep: bool = True) -> bool:
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    results = [libc.mallopt(_M_MMAP_MAX, 0 if keep else 2**16), libc.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2**17)]
-    if not keep:
-        libc.malloc_trim(0)
-    return all(results)
+    return all([libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)])
 
 
 def free_mib() -> float:

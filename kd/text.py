@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -22,6 +23,41 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])
+
+
+def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what `kd-export --compare` measured as rows of a table: each graph of an export at each number of threads.
+
+    The fastest on one thread first. Empty where nothing was compared.
+    """
+    rows, found = [], manifest.get("variants", {})
+    for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
+        mark = " (picked)" if file == manifest["pick"] else "" if one["written"] else " (not kept)"
+        show = percent if one["unit"] == "%" else "{:.4f}".format
+        for threads, speed in one["speed"].items():
+            rows.append(
+                {
+                    "file": file + mark,
+                    "threads": threads,
+                    "p50 ms": f"{speed['p50_ms']:.2f}",
+                    "p99 ms": f"{speed['p99_ms']:.2f}",
+                    "images/s": f"{speed['images_per_second']:.1f}",
+                    "MB": f"{one['bytes'] / 1e6:.2f}",
+                    "memory MB": f"{speed['memory_mb']:.0f}",
+                    one["title"]: show(one["score"]),
+                    "95 %": f"{show(one['interval'][0])} to {show(one['interval'][1])}",
+                    "as trained": show(one["agreement"]),
+                }
+            )
+    return rows
+
+
+VARIANTS_NOTE = (
+    "p50 and p99: what one client of kd-serve waits for an answer to one image (JPEG, S x S pixels), with so many "
+    "threads. images/s: with as many images at a time as threads. MB: on disk. memory: of the server. as trained: the "
+    "same answer as the student in PyTorch before the export. 95 %: of the score."
+)
+"""Under the table of `variant_rows`."""
 
 
 def html_table(rows: list[dict[str, Any]]) -> str:

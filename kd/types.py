@@ -355,6 +355,8 @@ class DatasetFacts:
     """What the label of an image is: "class", or "set" where it may have several."""
     root: str = ""
     """The folder whose files are the images; "": they do not lie in files of one folder."""
+    test: str = ""
+    """The key that names a test split, where it is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

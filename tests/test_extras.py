@@ -30,6 +30,7 @@ TRIED: dict[str, str] = {
     "": "-m kd.cli train food.yaml --check",
     "hf": "-c 'import datasets, kd.datasets.hf'",
     "heic": "-c 'import pillow_heif; from kd.datasets._decode import HEIF, _load_heif; assert HEIF; _load_heif()'",
+    "nncf": "-c 'import nncf, openvino, kd.export.int8; nncf.quantize'",
     "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",

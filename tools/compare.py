@@ -32,6 +32,7 @@ from timm_distillation import Finished, finished, train_with_timm  # noqa: E402
 
 from _record import write  # noqa: E402
 from kd import config  # noqa: E402
+from kd.intervals import wilson  # noqa: E402
 from kd.jobs.teach import teach  # noqa: E402
 from kd.report import svg  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
@@ -103,8 +104,12 @@ def curve_of_kd(folder: Path) -> list[Row]:
     ]
 
 
-def one(arm: str, seed: int, given: argparse.Namespace, settings: Row, classes: int) -> list[Row]:
-    """Train one student in a process of its own; return its curve, with what the whole job took in each row."""
+def one(arm: str, seed: int, given: argparse.Namespace, settings: Row, sizes: tuple[int, int]) -> list[Row]:
+    """Train one student in a process of its own; return its curve, with what the whole job took in each row.
+
+    `sizes` are the numbers of classes and of validation images.
+    """
+    classes, images = sizes
     name = re.sub(r"\W+", "_", arm) + f"-{seed}"
     if arm == "timm":
         flags = timm_flags(config.load(settings), classes, seed)
@@ -118,15 +123,17 @@ def one(arm: str, seed: int, given: argparse.Namespace, settings: Row, classes: 
         done = finished([*argv, "run.name=run", *ARMS[arm]])
         rows = curve_of_kd(folder / "run")
     whole = {"job_seconds": done.seconds, "job_cpu_seconds": done.cpu_seconds, "peak_mib": done.peak_mib}
-    return [{"arm": arm, "seed": seed, **row, **{k: round(v, 1) for k, v in whole.items()}} for row in rows]
+    more = {"val_images": images, **{k: round(v, 1) for k, v in whole.items()}}
+    return [{"arm": arm, "seed": seed, **row, **more} for row in rows]
 
 
-def prepare(given: argparse.Namespace) -> tuple[Row, int]:
-    """Fit the teacher; return the configuration of all runs, and the number of classes."""
+def prepare(given: argparse.Namespace) -> tuple[Row, tuple[int, int]]:
+    """Fit the teacher; return the configuration of all runs, and the numbers of classes and of validation images."""
     pins = ["run.baseline=false", f"run.folder={given.work / 'teacher'}", f"teacher.fit.folder={given.work / 'fitted'}"]
     pins += ["run.every.evaluate=0", "data.micro_batch=0", "data.workers=1", "backend.kind=cpu"]
     loaded = config.load(str(given.config), [*pins, *given.overrides])
-    train = open_sources(resolve(loaded).data).train
+    data = open_sources(resolve(loaded).data)
+    train = data.train
     train.prepare()
     root = Path(loaded.data.options.root) / Path(train.name(0)).parts[0] if loaded.data.kind == "food_mini" else None
     settings = config.to_dict(loaded)
@@ -138,7 +145,7 @@ def prepare(given: argparse.Namespace) -> tuple[Row, int]:
     if given.threads:
         settings["backend"]["threads"] = given.threads
         os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    return settings, len(train.classes)
+    return settings, (len(train.classes), len(data.val))
 
 
 def first(curve: Sequence[Row], target: float) -> Row | None:
@@ -149,6 +156,12 @@ def first(curve: Sequence[Row], target: float) -> Row | None:
 def curve(rows: Sequence[Row], arm: str, seed: int) -> list[Row]:
     """Return the points of one run."""
     return [row for row in rows if (row["arm"], row["seed"]) == (arm, seed)]
+
+
+def _accuracy(row: Row) -> str:
+    """Return an accuracy with its 95 % interval, where the number of images is known; in percent."""
+    ends = [f"{100 * end:.1f}" for end in wilson(row["accuracy"] / 100, row.get("val_images", 0))]
+    return f"{row['accuracy']:.1f}" + (f" ({' to '.join(ends)})" if row.get("val_images") else "")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -166,7 +179,7 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(
             {
                 "trained by": arm,
-                "last accuracy": " ".join(f"{mine[-1]['accuracy']:.1f}" for mine, _ in pairs),
+                "last accuracy": ", ".join(_accuracy(mine[-1]) for mine, _ in pairs),
                 "training time": against("training_seconds"),
                 "job time": against("job_seconds"),
                 "job CPU time": against("job_cpu_seconds"),
@@ -208,14 +221,14 @@ def main() -> None:
     given = parser.parse_args()
     given.work = given.work or Path(tempfile.mkdtemp(prefix="kd_compare_"))
     given.work.mkdir(parents=True, exist_ok=True)
-    settings, classes = prepare(given)
+    settings, sizes = prepare(given)
     rows: list[Row] = []
     for turn, seed in enumerate(given.seeds):
         arms = ["timm", *ARMS]
         for arm in arms if turn % 2 == 0 else reversed(arms):
             kept = given.work / f"{re.sub(r'[^a-z0-9]+', '_', arm)}-{seed}.json"
             if not kept.is_file():
-                kept.write_text(json.dumps(one(arm, seed, given, settings, classes)))
+                kept.write_text(json.dumps(one(arm, seed, given, settings, sizes)))
             rows += json.loads(kept.read_text())
             print(f"seed {seed}, {arm}: {rows[-1]}", flush=True)
     rows.sort(key=lambda row: (["timm", *ARMS].index(row["arm"]), row["seed"], row["epoch"]))
@@ -232,7 +245,8 @@ def main() -> None:
 HEAD = """# kd and timm, head to head
 
 `{csv}` has the command, commit, hardware, date and each epoch of each run.
-Times are shares of timm's, means of the seeds; accuracies are one number a seed.
+Times are shares of timm's, means of the seeds; accuracies are one number a seed, with its 95 % interval (Wilson), which
+holds the luck of the validation images; the seeds show that of the run.
 """
 
 

@@ -199,7 +199,7 @@ def main() -> None:
     steps = prepare(settings, range(given.seeds))
     chosen = {n: o for n, o in methods(given.epochs, steps).items() if given.only in n}
     tasks = [(settings, name, seed, overrides) for seed in range(given.seeds) for name, overrides in chosen.items()]
-    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:  # type: ignore[call-overload]
         rows = earlier(given.join)
         for row in pool.map(one, tasks):
             rows.append(row)

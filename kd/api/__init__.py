@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from kd import config, parts
 from kd.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
 from kd.api.result import Distilled, Origin
-from kd.artifacts.memory import Memory
-from kd.artifacts.run_dir import RunDir
+from kd.artifacts.run_dir import Memory, RunDir
 from kd.config import Config
 from kd.contracts import Backend, Sifter
 from kd.data.loader import evaluation_plan
@@ -37,7 +36,7 @@ from kd.monitor.timeline import Timeline
 from kd.progress.console import Console
 from kd.setup.build import Parts, Results, assemble, distributed, run_length
 from kd.setup.gate import sift_context
-from kd.setup.loaders import fixed_batch, split_batch
+from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe, Record, flatten
 from kd.setup.student import build_criterion
 from kd.types import Dims
@@ -179,7 +178,7 @@ def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models
 
 def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
     section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, len(models.classes)
-    batch_size, train, labels = fixed_batch(section), arguments.train, arguments.labels
+    batch_size, train, labels = section.batch_size, arguments.train, arguments.labels
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
     val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
@@ -222,8 +221,8 @@ def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models
         decides=scores.decides(arguments.labels != "none").key,
         task=recipe.student.task.name,
         scores=scores.record(),
-        batch=str(fixed_batch(recipe.data.section)),
-        batch_size=fixed_batch(recipe.data.section),
+        batch=str(recipe.data.section.batch_size),
+        batch_size=recipe.data.section.batch_size,
         backend=world.kind,
         world_size=world.world_size,
         machines=world.world_size // world.local_world_size,

@@ -127,19 +127,20 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def batches(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
-        Those of a dataset are evenly spaced, those of a DataLoader its first ones.
+        Those of a dataset are evenly spaced, those of a DataLoader its first ones. `training`: training images instead.
         """
-        items, labels = self.arguments.val, self.arguments.labels
+        items, labels = self.arguments.train if training else self.arguments.val, self.arguments.labels
+        split = "train" if training else "val"
         if isinstance(items, DataLoader):
             size = batch_of(items, 1)
             count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
-            for batch in BatchLoader(items, size, "val", labels).epoch(evaluation_plan(count, size), 0):
+            for batch in BatchLoader(items, size, split, labels).epoch(evaluation_plan(count, size), 0):
                 yield self.levels(batch.image), batch.label.numpy()
             return
-        dataset = MapDataset(items, self.arguments.seed, "val", labels)
+        dataset = MapDataset(items, self.arguments.seed, split, labels)
         ids = evenly_spaced(len(dataset), limit or len(dataset))
         for first in range(0, len(ids), BATCH):
             samples = [dataset.load(id, 0) for id in ids[first : first + BATCH]]

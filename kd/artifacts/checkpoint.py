@@ -27,11 +27,7 @@ class Broken(RunError):
 
 
 def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
-    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded.
-
-    Raises:
-        RunError: the disk is full or not writable.
-    """
+    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded."""
     on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     content = {"format": FORMAT, "best": best, "state": asdict(state), "info": info}
     with atomic_folder(folder) as draft:
@@ -46,7 +42,6 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
 
     Raises:
         Broken: it is damaged; the remedy names what to do.
-        RunError: it is of another format.
     """
     try:
         content = json.loads((folder / STATE).read_text())
@@ -65,7 +60,6 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         Broken: it is cut short or damaged (the tensor is named); the remedy names what to do.
-        RunError: it is of another format.
     """
     state, content = head(folder)
     try:

@@ -57,13 +57,7 @@ class Mirror:
         return self._text(name) if _checkpoints(self._names()) else ""
 
     def open(self) -> None:
-        """Become the one writer of the copy, and restore the run folder if it holds no run.
-
-        Raises:
-            RunError: the copy is no run, has no whole checkpoint, or a newer one than the folder; the disk is full.
-            DataError: the store refuses or is away.
-            MissingExtra: no package for the URL's protocol is installed.
-        """
+        """Become the one writer of the copy, and restore the run folder if it holds no run."""
         empty, names = not (self.folder / CONFIG).exists(), self._names()
         newest, here = max(_checkpoints(names), default=""), max(_checkpoints(_files(self.folder)), default="")
         if not empty and newest > here:
@@ -76,11 +70,7 @@ class Mirror:
             self._restore(names)
 
     def push(self) -> None:
-        """Upload what has changed, in the background. A push that has not begun is replaced by this one.
-
-        Raises:
-            RunError: another process has taken the copy over.
-        """
+        """Upload what has changed, in the background. A push that has not begun is replaced by this one."""
         if self._without_copy():
             return
         snapshot = {}

@@ -30,6 +30,7 @@ from kd.files.storage import (
     write_json,
     write_text,
 )
+from kd.scores import Scored
 from kd.types import State
 
 CHECKSUM = "choices_crc32"
@@ -59,11 +60,7 @@ class RunDir:
         return self._mirror.read(name) if self._mirror is not None else ""
 
     def restore_copy(self) -> None:
-        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`.
-
-        Raises:
-            RunError: another process writes the folder, or the copy does not fit it.
-        """
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`."""
         if self._mirror is not None:
             self._enter()
             self._mirror.open()
@@ -81,7 +78,7 @@ class RunDir:
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
         new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
-        if new and any(not path.name.startswith((".", "checkpoints")) for path in self.path.iterdir()):
+        if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
         if self._lock is None:
@@ -205,12 +202,26 @@ class RunDir:
         folder = self._best()
         return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
 
-    def complete_copy(self) -> None:
-        """Wait until the copy is complete.
+    def write_scored(self, scored: Scored) -> None:
+        """Write the score of the best checkpoint, scored.json."""
+        write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
 
-        Raises:
-            RunError: it is not.
-        """
+    def scored(self) -> Scored | None:
+        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing."""
+        file = self.path / "scored.json"
+        if not file.is_file():
+            return None
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            best = self.best_weights()  # "": the checkpoints were removed
+            same = content.pop("weights") == best or not best
+            return Scored.read(content) if same else None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
+            raise RunError("run.folder", wrong, "", "Remove the file") from error
+
+    def complete_copy(self) -> None:
+        """Wait until the copy is complete."""
         if self._mirror is not None:
             self._mirror.finish()
 
@@ -277,3 +288,19 @@ class RunDir:
 
 def _checksum(choices: dict[str, str]) -> int:
     return zlib.crc32(json.dumps(choices, sort_keys=True).encode())
+
+
+class Memory:
+    """Keep the metrics of a run in memory. See `kd.contracts.RunStore`."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Nothing: the caller holds the student."""
+
+    def restore(self) -> None:
+        return None

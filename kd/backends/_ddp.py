@@ -7,6 +7,7 @@ all-reduce checks the world size before training starts.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.backends import _shards
-from kd.backends._launch import read_launch, set_rendezvous, store_prefix
-from kd.backends._optimizers import copy_before_step, mib, parameters, skip_fused_unless_finite, state_tensors
-from kd.backends._watch import Stragglers
+from kd.backends._launch import read_launch, set_rendezvous
+from kd.backends._optimizers import (
+    copy_before_step,
+    gather,
+    is_divided,
+    mib,
+    parameters,
+    scatter,
+    skip_fused_unless_finite,
+    state_tensors,
+)
 from kd.errors import BackendError, KdError
-from kd.host import free_mib
 from kd.types import Batch
 
 
@@ -45,7 +52,6 @@ class DDPBackend:
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
-        self._stragglers: Stragglers | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._teacher: nn.Module | None = None
         self._module: nn.Module | None = None
@@ -60,7 +66,6 @@ class DDPBackend:
         try:
             self._join()
             self._joined = True
-            self._stragglers = Stragglers(self.launch, self.timeout.total_seconds())
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _join_error(self.launch.launcher, self.timeout, error) from error
         present = torch.ones(1, device=self.device)
@@ -72,7 +77,6 @@ class DDPBackend:
                 "Every rank must take part in the reduction",
                 "Start all ranks with the same command and the same `backend.kind`",
             )
-        self._stragglers.start()
 
     def _join(self) -> None:
         """Join the process group, with store keys that no earlier attempt of this launcher has used.
@@ -81,7 +85,7 @@ class DDPBackend:
         the address of a dead rank and wait for it.
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        store = dist.PrefixStore(store_prefix(), store)
+        store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
 
     def seed(self, seed: int) -> None:
@@ -103,10 +107,6 @@ class DDPBackend:
             wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
         self._module = wrapped
         return wrapped
-
-    def free_mib(self) -> float:
-        """Return this rank's share of the machine's free memory; infinity on a device, whose allocator raises."""
-        return free_mib() / self.local_world_size if self.device.type == "cpu" else math.inf
 
     def check_divided(self, stages: int) -> None:
         """Require one rank per stage; to shard (0 stages), at least two ranks."""
@@ -130,17 +130,15 @@ class DDPBackend:
             )
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        from kd.backends._fsdp import shard  # older torch lacks what it imports
+        from kd.backends._divided import shard  # older torch lacks what it imports
 
         self.check_divided(0)
         self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
-        from kd.backends._pipeline import Pipelined  # older torch lacks what it imports
+        from kd.backends._divided import Pipelined  # older torch lacks what it imports
 
-        if self._stragglers is not None:
-            self._stragglers.counts_agree = False
         self._teacher = Pipelined(module, self.device)
         return self._teacher
 
@@ -158,7 +156,7 @@ class DDPBackend:
         parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         """
         if zero and self.world_size > 1:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `_shards.is_divided`
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
 
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
             self._optimizer = optimizer.optim
@@ -170,7 +168,7 @@ class DDPBackend:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
         with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
-        inner = optimizer.optim if _shards.is_divided(optimizer) else optimizer
+        inner = optimizer.optim if is_divided(optimizer) else optimizer
         if inner.defaults.get("fused"):
             skip_fused_unless_finite(inner, norm)
             optimizer.step()
@@ -182,13 +180,13 @@ class DDPBackend:
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if _shards.is_divided(optimizer):
-            return _shards.gather(optimizer, self.device)
+        if is_divided(optimizer):
+            return gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if _shards.is_divided(optimizer):
-            _shards.scatter(optimizer, state)
+        if is_divided(optimizer):
+            scatter(optimizer, state)
         else:
             optimizer.load_state_dict(state)
 
@@ -196,7 +194,7 @@ class DDPBackend:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
         memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
         if self._teacher is not None:
-            from kd.backends._fsdp import local_tensors
+            from kd.backends._divided import local_tensors
 
             memory["teacher_mib"] = mib(local_tensors(self._teacher))
         return memory
@@ -247,14 +245,6 @@ class DDPBackend:
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
-        straggler = self._stragglers.describe() if self._stragglers is not None else ""
-        if straggler:
-            return BackendError(
-                "backend",
-                f"rank {self.rank} gave up waiting: {straggler}",
-                f"A collective may take {self.timeout.total_seconds():g} s (backend.timeout_seconds)",
-                "See what holds that process up; the same command resumes from the last checkpoint",
-            )
         return BackendError(
             "backend",
             f"rank {self.rank} lost the other ranks ({reason})",
@@ -263,8 +253,6 @@ class DDPBackend:
         )
 
     def close(self) -> None:
-        if self._stragglers is not None:
-            self._stragglers.close()
         if self._joined:
             self._joined = False
             if torch.__version__ < _FSDP2:

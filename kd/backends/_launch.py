@@ -100,8 +100,3 @@ def set_rendezvous(launch: Launch) -> None:
             "All ranks need the address of rank 0",
             f"Export {missing}, or start with torchrun",
         )
-
-
-def store_prefix() -> str:
-    """Return a prefix of keys in torchrun's store that no earlier attempt has used: it outlives a restart."""
-    return f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

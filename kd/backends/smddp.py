@@ -1,7 +1,7 @@
 """AWS P4d and P4de: NVIDIA GPUs over SageMaker's collectives library (smddp).
 
 The library is a torch.distributed backend: importing it registers its name, and plain DDP uses it. It does not support
-a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_shards.py`.
+a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_optimizers.py`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,7 @@ class SMDDP(DDPBackend):
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:
-    """Build the smddp backend; `setup` joins the world.
-
-    Raises:
-        MissingExtra: the library is not installed and no fallback is allowed.
-        BackendError: no GPU for this rank.
-    """
+    """Build the smddp backend; `setup` joins the world."""
     try:
         importlib.import_module(LIBRARY)
     except ImportError as error:

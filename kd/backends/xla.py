@@ -119,10 +119,6 @@ class XLA:
         self.broadcast_([*module.parameters(), *module.buffers()])
         return module
 
-    def free_mib(self) -> float:
-        """Return infinity: it is not known, and unused, since a batch size search would compile every size."""
-        return math.inf
-
     def check_divided(self, stages: int) -> None:
         """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13, but torch_xla ends with 2.9."""
         key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+REMOVED = {
+    "--verify": "each command that opens a cache compares a sample",
+    "--push": "`hf upload OWNER/NAME FOLDER` does the same",
+    "--live": "kd-report writes the page of a run that goes, too",
+}
+"""Flags of earlier versions, and what to do instead."""
 
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
@@ -76,6 +82,8 @@ class Parser(argparse.ArgumentParser):
         """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
         message = message.removesuffix(", key=value")  # argparse says so of what may be left out
+        gone = [f"{flag} is gone: {instead}" for flag, instead in REMOVED.items() if flag in message.split()]
+        message = ". ".join([message, *gone])
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,11 +110,7 @@ def taken(cls: type[Settings], options: argparse.Namespace, **others: object) ->
 
 
 def explained(prefix: str = "") -> str:
-    """Return what the keys below a dotted prefix mean: two lines or more for each.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """Return what the keys below a dotted prefix mean: two lines or more for each."""
     from kd import config  # kd-serve and the like do without the configuration and what it imports
 
     rows = config.explain(re.sub(r"\.[0-9]+(?=\.|$)", "[]", prefix))

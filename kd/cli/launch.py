@@ -180,11 +180,7 @@ def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Take image, role and output from the environment where they are no options.
-
-    Raises:
-        ConfigErrors: one is missing or wrong.
-    """
+    """Take image, role and output from the environment where they are no options."""
     errors = []
     for name, variable in options.variables.items():
         setattr(options, name, getattr(options, name) or os.environ.get(variable, ""))

@@ -1,4 +1,4 @@
-"""`kd-report RUN... [--live | --price] [key=value ...]`: show where the time and the money of runs went."""
+"""`kd-report RUN... [--price] [key=value ...]`: show where the time and the money of runs went."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd.cli.command import Parser, add_trust, guarded, new_parser
-
-LIVE_SECONDS = 5.0
 
 
 def report(argv: Sequence[str] | None = None) -> int:
@@ -25,36 +23,17 @@ def report(argv: Sequence[str] | None = None) -> int:
         if not paths:
             wrong = f"'{overrides[0]}' is no run folder, and there is no other"
             raise ConfigError("RUN", wrong, "Run folders, then key=value", "Name one, such as runs/vit_food")
-        if options.live and options.to:
-            raise ConfigError("--to", "does not go with --live, which writes no file", "", "Leave one of them out")
         if options.price:
             text = table(job.prices(paths, overrides, options.trust))
             print(text)
             if options.to:
                 write_text(options.to, text + "\n", "--to")
-        elif options.live:
-            _serve(paths, options.port, overrides, options.trust)
         else:
             page = job.report(paths, options.to, options.images, overrides, options.trust)
             print(page.summary)
             print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
 
     return guarded(command)
-
-
-def _serve(paths: Sequence[Path], port: int, overrides: Sequence[str], trust: bool) -> None:
-    from kd.errors import RunError
-    from kd.report.live import LOOPBACK, server
-    from kd.report.report import live_page
-
-    live_page(paths, LIVE_SECONDS, overrides, trust)  # refuses a wrong folder before anything is served
-    try:
-        running = server(lambda: live_page(paths, LIVE_SECONDS, overrides, trust), port)
-    except OSError as error:
-        raise RunError("--port", f"{port} cannot be bound ({error.strerror})", "", "Give another, or 0") from error
-    print(f"http://{LOOPBACK}:{running.server_address[1]}/ shows the run while it goes; Ctrl-C ends it", flush=True)
-    with running:
-        running.serve_forever()
 
 
 def _parser() -> Parser:
@@ -69,8 +48,6 @@ def _parser() -> Parser:
     add("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
     text = "where to write the page (default: report.html in the first RUN), or the prices"
     add("--to", metavar="FILE", type=Path, help=text)
-    add("--live", action="store_true", help="serve the page on this machine while the run goes")
-    add("--port", metavar="PORT", type=int, default=8090, help="of --live (default 8090; 0: any free one)")
     add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
     text = "validation images to ask both models; 0: all (default 2000)"
     add("--images", metavar="N", type=int, default=2000, help=text)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
 from kd.errors import Interrupted
+from kd.text import VARIANTS_NOTE, table, variant_rows
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
 DRAIN = 5
 """Seconds that a container drains; SageMaker and Kubernetes ask for its health every few seconds."""
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-GRAPHS = "model.onnx (default), model.int8.onnx or openvino.xml"
+GRAPHS = "the graph (default: the one that kd-export --compare picked, or model.onnx)"
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -29,19 +30,19 @@ def export(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd.export.export import Options, export
 
-        exported = export(options.run, options.to, taken(Options, options), options.overrides, options.trust)
+        options.compare = options.compare or bool(options.budget)
+        wanted = taken(Options, options)
+        exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
+        if rows := variant_rows(exported.manifest):
+            print(f"{table(rows)}\n{VARIANTS_NOTE}\npicked: {exported.manifest['pick']}, which kd-serve now loads")
         if options.sagemaker:
             from kd.sagemaker.archives import sagemaker_archives
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
-        if options.push:
-            from kd.export.hub import push
-
-            print(f"uploaded to {push(exported.folder, options.push)}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -61,16 +62,34 @@ def _export_parser() -> Parser:
     add("run", metavar="RUN", type=Path, help="a run folder")
     add("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
+    text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
+    add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    add("--int8", action="store_true", help="also model.int8.onnx, if it is about as accurate")
+    text = (
+        "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
+    )
+    add("--int8", action="store_true", help=text)
+    text = "of --int8: where none holds, train the quantized student on for so many steps"
+    add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
+    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
+    add("--index", action="store_true", help=text)
     add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
     text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
     add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
+    text = "say which answers are sure: at most this share of them wrong, such as 0.02"
+    add("--defer", metavar="X", type=float, default=0.0, help=text)
+    add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--push", metavar="OWNER/NAME", default="", help="upload to the Hugging Face hub")
     add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
-    add("--max-drop", metavar="X", type=float, default=0.01, help="accuracy int8 may lose (default 0.01)")
+    text = "measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"
+    add("--compare", action="store_true", help=text)
+    text = "pick the most accurate that answers within this, such as 10ms (its p50); implies --compare"
+    add("--budget", metavar="TIME", type=_milliseconds, default=0.0, help=text)
+    text = "on which an image is computed for the pick (default 1, as kd-serve does)"
+    add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
+    text = "points of accuracy that int8 may lose on the validation images (default 1)"
+    add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
     add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
     add_trust(parser)
@@ -113,7 +132,7 @@ def _serve_parser() -> Parser:
     add, count = parser.add_argument, whole_number
     hosted = f"the bare word `{SAGEMAKER_WORD}`: {SAGEMAKER_MODEL}, on 0.0.0.0"
     add("folder", metavar="FOLDER", help=f"what kd-export wrote; {hosted}")
-    add("--file", metavar="FILE", default="model.onnx", help=GRAPHS)
+    add("--file", metavar="FILE", default="", help=GRAPHS)
     add("--host", metavar="HOST", default="", help="interface (default 127.0.0.1: only this machine)")
     add("--port", metavar="PORT", type=count(0, 65535), help="default 8080; 0: any free one, which is printed")
     add("--threads", metavar="N", dest="cores", type=_cores, default=0, help="cores to use (default auto: all it may)")
@@ -131,6 +150,20 @@ def _serve_parser() -> Parser:
     add("--quiet", action="store_true", help="log no requests")
     add("--log-format", choices=["text", "json"], default="text", help="json: an object a line")
     return parser
+
+
+def _milliseconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(ms|s)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time such as 10ms or 0.5s")
+    return float(match[1]) * (1000 if match[2] == "s" else 1)
+
+
+def _points(text: str) -> float:
+    try:
+        return float(text) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5") from None
 
 
 def _cores(text: str) -> int:
@@ -170,7 +203,9 @@ def predict(argv: Sequence[str] | None = None) -> int:
     )
     add("images", metavar="IMAGES", help=text)
     add("--to", metavar="FILE", type=Path, default=Path("predictions.csv"), help=".csv, .jsonl or .parquet")
-    add("--file", default="model.onnx", help=GRAPHS)
+    add("--file", metavar="FILE", default="", help=GRAPHS)
+    text = "another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"
+    add("--second", metavar="EXPORT", type=Path, help=text)
     add("--top", metavar="N", type=count, default=1, help="labels of each image; 0: all (default 1)")
     add("--threads", metavar="N", dest="cores", type=count, default=0, help="cores to use; 0: all (default 0)")
     add("--max-pixels", metavar="N", type=count, default=100_000_000, help="of an image (default 1e8)")
@@ -184,7 +219,9 @@ def predict(argv: Sequence[str] | None = None) -> int:
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
         hosts = f" on {result.hosts} hosts" if options.ray else ""
-        print(f"{result.images} images{earlier}, {speed:.1f} images/s{hosts}: {options.to}")
+        passed = f", {result.passed_on} of them by the second model" if options.second else ""
+        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
+        print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,21 @@ from kd.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`kd-train CONFIG [key=value ...] [--check] [--compile-only]`: distill a teacher into a student."""
+    """`kd-train CONFIG [key=value ...] [--check[=all]] [--compile-only]`: distill a teacher into a student."""
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
         "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
-    text = "check everything, time a few steps, say what the run takes and costs; train nothing"
-    parser.add_argument("--check", action="store_true", help=text)
+    text = (
+        "check everything, look for damaged and repeated images (=all: among all, not for five seconds only), time a "
+    )
+    text += "few steps, say what the run takes and costs; train nothing"
+    parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
     text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
     parser.add_argument("--compile-only", action="store_true", help=text)
-    options = parser.read(argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may come behind
 
     def command() -> None:
         settings = load_config(options)
@@ -28,7 +33,7 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.jobs.forecast import forecast
             from kd.setup.recipe import resolve
 
-            print(forecast(resolve(settings), options.config))
+            print(forecast(resolve(settings), options.config, everything=options.check == "all"))
             return
         if options.compile_only:
             from kd.jobs.precompile import compile_only
@@ -65,14 +70,13 @@ def teach(argv: Sequence[str] | None = None) -> int:
 
 
 def cache(argv: Sequence[str] | None = None) -> int:
-    """`kd-cache CONFIG [key=value ...] [--verify] [--export FILE]`: compute the teacher's logits before training."""
+    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits before training."""
     parser = new_parser(
         "kd-cache",
         "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. Interrupted, the same command "
         "goes on.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
-    parser.add_argument("--verify", action="store_true", help="compute a sample of the records again and compare")
     text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
     options = parser.read(argv)
@@ -81,24 +85,22 @@ def cache(argv: Sequence[str] | None = None) -> int:
         settings = load_config(options)
         from kd.jobs.cache import cache
 
-        filled = cache(settings, options.verify, options.export)
+        filled = cache(settings, options.export)
         print(
             f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
             f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
         )
         if options.export:
             print(f"cache: wrote '{options.export}'")
-        if options.verify:
-            print(f"cache: largest difference between a stored logit and the teacher's: {filled.difference:.3g}")
 
     return guarded(command, resumable=True)
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    """`kd-evaluate RUN [key=value ...]`: score student and teacher; with `--endpoint`, a running endpoint."""
+    """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher; with `--endpoint`, a running endpoint."""
     parser = new_parser(
         "kd-evaluate",
-        "Evaluate the best student of a run folder, its teacher and their agreement on the validation split; or, with "
+        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals; or, with "
         "--endpoint and --data, a running endpoint on a folder of class folders.",
         "kd-evaluate runs/vit_food data.workers=2\n"
         "         kd-evaluate --endpoint http://localhost:8080 --data images/val",
@@ -106,8 +108,12 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run folder")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
+    text = "the images: val (default), or test, on which nothing was chosen"
+    parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
     parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
+    text = "also list the labels that the teacher doubts, and images in both splits that its answers find (RUN/audit)"
+    parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
     if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
@@ -117,13 +123,15 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         if options.endpoint:
             from kd.serve import client
 
-            values = client.evaluate(options.endpoint, options.data)
+            values, samples = client.evaluate(options.endpoint, options.data), {}
         else:
             from kd.jobs.evaluate import evaluate
 
-            values = evaluate(options.run, options.overrides, options.trust)
+            scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
+            values, samples = {**scored.row, "images": scored.images}, scored.samples
         for name, value in values.items():
-            print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
+            ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
+            print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
 
     return guarded(command)
 

@@ -31,15 +31,8 @@ def load(
 ) -> Config:
     """Read a configuration: schema default < YAML < overrides.
 
-    Args:
-        path: a YAML file, or its contents as a dictionary.
-        overrides: `key=value`, the key dotted (`optimizer.lr=1e-3`, `losses.0.weight=2`, `losses[0].weight=2`).
-        here: require the packages that it names; False for the record of a run that was made elsewhere.
-        cluster: also require the address of the cluster, where the run decodes on one; False for who starts it.
-
-    Raises:
-        ConfigErrors: everything that is wrong with it, one line each.
-        MissingExtra: a package is not installed, and nothing else is wrong.
+    `overrides` are `key=value`, the key dotted (`losses.0.weight=2`, `losses[0].weight=2`). `here`: require the
+    packages that it names; False for the record of a run made elsewhere. `cluster`: also require the cluster's address.
     """
     errors: list[KdError] = []
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)

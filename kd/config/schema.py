@@ -99,14 +99,16 @@ class DataSection:
 
     kind: str = chosen("datasets", "")
     """The dataset."""
+    test_fraction: float = ranged(0.0, low=0.0, high=0.9)
+    """Share of the validation images that is set aside as a test split, by a hash of each name: the same images in
+    every run. Scored once, at the end of a run, and nothing is chosen on it. Not with a test split of the dataset."""
     labels: Literal["all", "some", "none"] = "all"
     """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
     and the student is compared with it alone."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
-    batch_size: int | str = ranged(256, low=1)
-    """Images per optimizer step, all ranks and micro-batches together. `auto`: as many as fit into memory on each
-    rank, a power of two, in one micro-batch; found at start, recorded in the manifest. The learning rate stays."""
+    batch_size: int = ranged(256, low=1)
+    """Images per optimizer step, all ranks and micro-batches together."""
     micro_batch: int = ranged(0, low=0)
     """Images per forward on one rank. 0: the rank's whole share at once."""
     eval_batch: int = ranged(0, low=0)
@@ -135,6 +137,9 @@ class DataSection:
     max_skipped: float = ranged(0.01, low=0.0, high=1.0)
     """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
     the images that it has asked for."""
+    exclude: str = file_key("")
+    """Text file of images to leave out, NAME or SPLIT:NAME a line, such as the `audit/exclude.txt` of `--check`. Ids
+    shift, so that caches and stores are made anew."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
     options: Any = None
@@ -349,8 +354,8 @@ class ProfileSection:
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, the top operators,
-    the memory. They are slower. Empty: none."""
+    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, and the top
+    operators. They are slower. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,6 +73,10 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     if isinstance(data.workers, int) and data.workers < 0:
         allowed = "Allowed: `auto` or a whole number >= 0"
         yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
+    named = parts.facts("datasets", data.kind, data.options, "data.kind").test
+    if named and data.test_fraction:
+        wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
+        yield ConfigError("data.test_fraction", wrong, "One of the two", remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
@@ -82,15 +86,6 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
-    if data.batch_size != "auto":
-        return
-    if data.micro_batch:
-        wrong = f"is {data.micro_batch}, but data.batch_size is auto, which finds it"
-        yield ConfigError("data.micro_batch", wrong, "", "Set data.micro_batch=0, or data.batch_size to a number")
-    if teacher.shard or teacher.pipeline:
-        wrong = "is auto, but a rank that runs out of memory inside a divided teacher would leave the others waiting"
-        allowed = "A number goes with teacher.shard and teacher.pipeline"
-        yield ConfigError("data.batch_size", wrong, allowed, "Set data.batch_size")
 
 
 def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:

@@ -118,9 +118,6 @@ class Pool:
         """Connect to the cluster that RAY_ADDRESS names. Rank 0 must be first; all ranks have the same `token`.
 
         A call may take `deadline` seconds.
-
-        Raises:
-            RunError: there is no such cluster.
         """
         connect(WHERE)
         self.deadline, self.slots = deadline, list[Slot]()
@@ -159,11 +156,7 @@ class Pool:
         return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
     def trusted(self) -> list[Slot]:
-        """Return the decoders that answer.
-
-        Raises:
-            RunError: a host would make other pixels than this one.
-        """
+        """Return the decoders that answer."""
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
         answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []

@@ -109,12 +109,7 @@ class LocalLoader:
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `start` on.
-
-        Raises:
-            DataError: an image cannot be read, or more were skipped than `max_skipped` allows.
-            RunError: a worker process has ended, or makes no batch in time.
-        """
+        """Yield this rank's micro-batches of the steps from `start` on."""
         # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
         self._requests.make = partial(self._share.requests, plan, view, start)
         for batch in self._arriving():

@@ -37,11 +37,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Source:
-    """Refuse: there are no files to list.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse: there are no files to list."""
     remedy = "Choose one of `kd-parts datasets`, or call kd.distill from Python"
     raise ConfigError("data.kind", "is for kd.distill, which hands its datasets over", "Images as files", remedy)
 
@@ -58,11 +54,7 @@ class Labels:
     """Labels must be below; 0: the number is not known yet."""
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
-        """Return image and label of an item, or of a batch; -1 where labels are not read.
-
-        Raises:
-            DataError: it is an image alone, and labels are read.
-        """
+        """Return image and label of an item, or of a batch; -1 where labels are not read."""
         parts = [*item] if isinstance(item, (tuple, list)) and item else [item]
         if self.kind == "none":
             return parts[0], -1
@@ -73,11 +65,7 @@ class Labels:
         return parts[0], parts[1]
 
     def check(self, found: Any, subject: str) -> torch.Tensor:
-        """Return labels as classes int64 [B], or -1 where some are missing, or as sets of classes int8 [B, C].
-
-        Raises:
-            DataError: naming the first that is none of these.
-        """
+        """Return labels as classes int64 [B], or -1 where some are missing, or as sets of classes int8 [B, C]."""
         where, classes = self.where, self.num_classes
         try:
             labels_B = torch.as_tensor(found)
@@ -119,11 +107,7 @@ class MapDataset:
         return len(self.items)
 
     def load(self, id: int, view: int) -> Sample:
-        """Return item `id` as the view's seed makes it.
-
-        Raises:
-            DataError: it is no image, or has no label where it must have one.
-        """
+        """Return item `id` as the view's seed makes it."""
         seed = seed_from(self.seed, "view", view, id)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
@@ -181,11 +165,7 @@ class BatchLoader:
         self.unreadable: set[int] = set()
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield as many batches as the plan has room for.
-
-        Raises:
-            DataError: a batch is no images with labels.
-        """
+        """Yield as many batches as the plan has room for."""
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:

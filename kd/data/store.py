@@ -172,12 +172,7 @@ class Stored:
         self.source.prepare()
 
     def decode(self, id: int) -> Decoded:
-        """Return an image as training needs it, RGB, with the CRC of the encoded bytes that it came from.
-
-        Raises:
-            CorruptImage: it is not stored and cannot be decoded.
-            DataError: it is not stored and cannot be read.
-        """
+        """Return an image as training needs it, RGB, with the CRC of the encoded bytes that it came from."""
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
@@ -231,11 +226,7 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open the images of at most `pixels` in a folder that was made from an `identity`, or begin them.
-
-    Raises:
-        RunError: the folder cannot be used, or its manifest is damaged.
-    """
+    """Open the images of at most `pixels` in a folder that was made from an `identity`, or begin them."""
     open_folder(folder, made_from, WHERE)
     return _opened(folder / PIXELS, pixels)
 
@@ -244,9 +235,6 @@ def open_ram(pixels: int, name: str) -> Slots:
     """Store images in memory, for this process and the workers that it will fork; memory is taken image by image.
 
     This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
-
-    Raises:
-        RunError: this system has no such files.
     """
     make = getattr(os, "memfd_create", None)
     if make is None:

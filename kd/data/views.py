@@ -67,12 +67,7 @@ class Views:
         return len(self.source)
 
     def load(self, id: int, view: int) -> Sample:
-        """Return one view of one image.
-
-        Raises:
-            CorruptImage: the image cannot be decoded and `data.on_corrupt` is `error`.
-            DataError: it cannot be read.
-        """
+        """Return one view of one image."""
         rng = random.Random(seed_from(self.seed, "view", view, id))
         label = self.source.label(id)
         decoded = self._pixels(id, rng)

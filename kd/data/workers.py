@@ -21,11 +21,7 @@ WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB.
-
-    Raises:
-        RunError: there is too little, and the run would wait for a worker that cannot hand its batch over.
-    """
+    """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB."""
     if workers and needed / 2**20 > free:
         raise RunError(
             WHERE,

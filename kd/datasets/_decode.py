@@ -18,8 +18,8 @@ from PIL import Image, UnidentifiedImageError
 
 from kd.errors import CorruptImage, DataError, did_you_mean
 from kd.files.pixels import MAX_BYTES, to_rgb
-from kd.files.retry import REMEDY, retried
-from kd.types import Decoded
+from kd.files.storage import REMEDY, retried
+from kd.types import Decoded, Label
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
@@ -32,12 +32,7 @@ MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM
 
 
 def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
-    """Read an image file, again where the storage fails, and decode it.
-
-    Raises:
-        CorruptImage: as `decode`.
-        DataError: it cannot be read; `remedy` says what to do. It ends the run, whatever `data.on_corrupt` says.
-    """
+    """Read an image file, again where the storage fails, and decode it."""
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
 
@@ -54,11 +49,7 @@ def read_file(path: str | bytes, subject: str, where: str) -> Decoded:
 
 
 def check_bytes(size: int, subject: str, where: str) -> None:
-    """Refuse an image of too many encoded bytes before they are read.
-
-    Raises:
-        CorruptImage: it has more than MAX_BYTES.
-    """
+    """Refuse an image of too many encoded bytes before they are read."""
     if size > MAX_BYTES:
         raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 
@@ -68,9 +59,6 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
 
     `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
     `subject` is the file as a message names it: "file 'apple/1.jpg'".
-
-    Raises:
-        CorruptImage: empty, truncated, no image, too large, or of pixels without a known range.
     """
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
@@ -172,9 +160,6 @@ def label_images(
 
     `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
     Those of training, `classes`, are used instead, but for the training split itself (None).
-
-    Raises:
-        DataError: no images, only one class, a class that training does not know.
     """
     if not names:
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
@@ -224,6 +209,38 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
         if count > 1:
             held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
     return held
+
+
+def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
+    """Return the ids of the images of "train" or "val", where validation images are held out; see `hold_out`."""
+    ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
+    if not len(ids):
+        wrong = f"no class has two images, so that none is left for the split '{split}'"
+        raise DataError("data.val_fraction", wrong, "", "Add images")
+    return ids
+
+
+class Listed:
+    """A listing of images that are there: what all sources of files have in common."""
+
+    classes: tuple[str, ...]
+    _labels: np.ndarray
+    """A class each, or int8 [N, C] of sets."""
+    _stamps: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, id: int) -> Label:
+        """Return the label of one image, or its set of labels."""
+        return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
+
+    def stamp(self, id: int) -> int:
+        """Return a number made of the times of the image's file when it was listed. See `kd.contracts.Stamped`."""
+        return int(self._stamps[id])
+
+    def prepare(self) -> None:
+        """Do nothing: the images are there."""
 
 
 def stamp(status: os.stat_result) -> int:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Names, fingerprint, first_few, read_file, stamp
+from kd.datasets._decode import AVIF, HEIF, MAGIC, READ_BY, Listed, Names, fingerprint, first_few, read_file, stamp
 from kd.errors import DataError, did_you_mean
 from kd.files import pixels
-from kd.files.retry import retried
-from kd.types import Decoded, Label
+from kd.files.storage import retried
+from kd.types import Decoded
 
 WHERE = "data.root"
 MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
@@ -32,7 +32,7 @@ class File(NamedTuple):
     """See `kd.contracts.Stamped`."""
 
 
-class ImageFolder:
+class ImageFolder(Listed):
     """A listing of image files. Its memory is four arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
@@ -46,31 +46,12 @@ class ImageFolder:
         self._stamps = np.array([file.stamp for file in files.values()], np.uint64)
         self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, [file.size for file in files.values()])
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def label(self, id: int) -> Label:
-        """Return the label of one image, or its set of labels."""
-        return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
-
     def name(self, id: int) -> str:
         """Return the path in the root folder, with "/" on every system."""
         return text(self._names[id])
 
-    def stamp(self, id: int) -> int:
-        """Return a number made of the times of the file when it was listed."""
-        return int(self._stamps[id])
-
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
-
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the file is no whole image.
-            DataError: it is gone or cannot be read.
-        """
+        """Return one image as RGB, 8 bits a channel."""
         path = os.path.join(self._root, self._names[id])
         return read_file(path, f"file '{self.name(id)}'", WHERE)
 
@@ -113,11 +94,7 @@ def scan(root: str, folder: bytes) -> Listing:
 
 
 def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], tuple[int, int]]:
-    """Return what a folder holds, without hidden names, and by what the system knows the folder.
-
-    Raises:
-        DataError: it cannot be listed.
-    """
+    """Return what a folder holds, without hidden names, and by what the system knows the folder."""
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
@@ -195,11 +172,7 @@ def folders(path: str) -> list[str]:
 
 
 def find_root(root: str) -> str:
-    """Return the path of a folder, `~` expanded.
-
-    Raises:
-        DataError: it is none; a similar name beside it is offered.
-    """
+    """Return the path of a folder, `~` expanded."""
     root = os.path.expanduser(root)
     if os.path.isdir(root):
         return root

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from kd.datasets._decode import READ_BY, hold_out
+from kd.datasets._decode import READ_BY, part
 from kd.datasets._folder import ENDINGS, File, entries_of, file_of, is_folder, is_image, text
 from kd.errors import DataError, did_you_mean
 
@@ -48,78 +48,70 @@ class Lists:
     """The lists of a dataset."""
 
     root: str
-    keys: tuple[str, str]
-    """Of the configuration: where the training list and the validation list are named."""
-    train: str
-    """Absolute, or relative to `root`."""
-    val: str
-    """The same; "": `val_fraction` of the training list."""
+    keys: Mapping[str, str]
+    """Of the configuration: where the list of each split is named; of "train", "val" and "test"."""
+    files: Mapping[str, str]
+    """The list of each split, absolute, or relative to `root`. "" of val: `val_fraction` of the training list."""
     val_fraction: float
 
     def __post_init__(self) -> None:
-        train, val = self.keys
-        if not self.root or not self.train:
-            raise ValueError(f"root and {train} must be set: the folder of the images, and the file that lists them")
+        if not self.root or not self.files["train"]:
+            wrong = f"root and {self.keys['train']} must be set: the folder of the images, and the file that lists them"
+            raise ValueError(wrong)
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
-        if bool(self.val) == bool(self.val_fraction):
-            raise ValueError(f"{val} or val_fraction is needed; set one of them")
+        if bool(self.files["val"]) == bool(self.val_fraction):
+            raise ValueError(f"{self.keys['val']} or val_fraction is needed; set one of them")
+
+    @classmethod
+    def of(cls, options: Any, ending: str) -> Lists:
+        """Return the lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`."""
+        keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}
+        files = {split: getattr(options, key) for split, key in keys.items()}
+        return cls(options.root, keys, files, options.val_fraction)
 
     def key(self, split: str) -> str:
         """Return the config path of the list that has the images of a split."""
-        return f"data.{self.keys[1] if split == 'val' and self.val else self.keys[0]}"
+        return f"data.{self.keys[split if self.files[split] else 'train']}"
 
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
         """Return the images of the list of a split by their paths in `root`, and what is left out.
 
         `read` is of a file and its config path.
-
-        Raises:
-            DataError: a name is no file, or stands there twice, or in both lists.
         """
         root, folders = os.path.expanduser(self.root), dict[bytes, _Beside]()
 
-        def located(key: str, path: str) -> dict[bytes, Listed]:
-            return _locate(root, folders, read(os.path.join(root, os.path.expanduser(path)), key), key)
+        def located(split: str) -> dict[bytes, Listed]:
+            key = self.key(split)
+            return _locate(root, folders, read(os.path.join(root, os.path.expanduser(self.files[split])), key), key)
 
-        train_key, val_key = self.key("train"), self.key("val")
-        if split == "train" or not self.val:
-            own, other = located(train_key, self.train), {}
-        else:
-            own, other = located(val_key, self.val), located(train_key, self.train)
+        lists = [name for name in self.keys if self.files[name]]
+        listed = split if split in lists else "train"
+        own = located(listed)
+        others = {name: located(name) for name in lists[: lists.index(listed)]}
         # Validation on training images measures memory; nothing later in the run would show it.
-        if both := sorted(own.keys() & other.keys()):
-            wrong = f"{own[both[0]].entry} is also in {train_key}, {other[both[0]].entry}, with {len(both) - 1} more"
-            raise DataError(val_key, wrong, "An image is in one of the lists", "Remove it from one of them")
-        if self.val and not other:
-            return own, []  # the training list alone says nothing of the others
+        for name, other in others.items():
+            if both := sorted(own.keys() & other.keys()):
+                first, more = both[0], len(both) - 1
+                wrong = f"{own[first].entry} is also in {self.key(name)}, {other[first].entry}, with {more} more"
+                raise DataError(self.key(split), wrong, "An image is in one of the lists", "Remove it from one of them")
+        if listed != lists[-1]:
+            return own, []  # some of the lists alone say nothing of the others
         beside = (posixpath.join(folder, name) for folder, one in folders.items() for name in one.images)
-        unlisted = sum(name not in own and name not in other for name in beside)
+        unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
         if not unlisted:
             return own, []
         return own, [f"{unlisted} images beside the listed ones are in no list"]
 
     def held(self, names: Sequence[bytes], labels: np.ndarray, split: str) -> np.ndarray:
-        """Return the positions of the images of a split among those of its list, by `val_fraction` of each class.
-
-        Raises:
-            DataError: none is left.
-        """
-        if not self.val_fraction:
+        """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
+        if not self.val_fraction or split == "test":
             return np.arange(len(names))
-        keep = np.flatnonzero(hold_out(names, labels, self.val_fraction) == (split == "val"))
-        if not len(keep):
-            wrong = f"no class has two images, so that none is left for the split '{split}'"
-            raise DataError("data.val_fraction", wrong, "", "Name more images")
-        return keep
+        return part(names, labels, self.val_fraction, split)
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:
-    """Return what `read` makes of a text file with one of these endings; it raises ValueError where that is not `form`.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
+    """Return what `read` makes of a text file with one of these endings; ValueError: that is not `form`."""
     if not path.lower().endswith(tuple(endings)):
         raise DataError(where, f"is '{path}'", f"A file that ends in {', '.join(endings)}", "Write it as one of them")
     try:
@@ -175,11 +167,7 @@ class _Beside:
 
 
 def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], where: str) -> dict[bytes, Listed]:
-    """Return the entries by the paths of their files in `root`, sorted; a folder is listed once.
-
-    Raises:
-        DataError: a name is no file, or more than one, or stands there twice.
-    """
+    """Return the entries by the paths of their files in `root`, sorted; a folder is listed once."""
     found: dict[bytes, Listed] = {}
     missing: list[tuple[Entry, bytes]] = []
     roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]

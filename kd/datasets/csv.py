@@ -31,6 +31,8 @@ class Options:
     """CSV, TSV or text file of the training images: absolute, or relative to `root`."""
     val_list: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training list."""
+    test_list: str = file_key("", within="root")
+    """The same of the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = 0.0
     """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""
     image_key: str = "path"
@@ -39,14 +41,14 @@ class Options:
     """Column of the labels: class names, or integers."""
 
     def __post_init__(self) -> None:
-        _lists(self)
+        Lists.of(self, "list")
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
             raise ValueError("image_key and label_key must name two different columns")
 
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(root=options.root)
+    return DatasetFacts(root=options.root, test="test_list" if options.test_list else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
@@ -55,7 +57,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     Raises:
         DataError: no such folder, file or column, an image that is not there, a class that training does not know.
     """
-    lists, root = _lists(options), find_root(options.root)
+    lists, root = Lists.of(options, "list"), find_root(options.root)
     found, notes = lists.open(split, partial(_read, options=options, labels=labels))
     where = lists.key(split)
     names, label_of = [*found], [one.entry.label for one in found.values()]
@@ -67,11 +69,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     order, label = label_images(label_of, _in_order({*label_of} - {""}), classes, where, split, labels)
     keep = lists.held(names, label, split)
     return ImageFolder(root, {names[id]: found[names[id]].file for id in keep}, label[keep], order, notes)
-
-
-def _lists(options: Options) -> Lists:
-    keys = ("train_list", "val_list")
-    return Lists(options.root, keys, options.train_list, options.val_list, options.val_fraction)
 
 
 def _in_order(names: set[str]) -> list[str]:

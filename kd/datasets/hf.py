@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 
 from kd.datasets._decode import (
+    Listed,
     decode,
     fingerprint,
-    hold_out,
     label_images,
     name_labels,
+    part,
     read_file,
     refuse,
     stamp,
 )
 from kd.errors import DataError, MissingExtra, did_you_mean
-from kd.types import Decoded, file_key
+from kd.types import DatasetFacts, Decoded, file_key
 
 WHERE = "data.path"
 ROWS = 10_000
@@ -43,6 +44,8 @@ class Options:
     """Split to train on."""
     val_split: str = "validation"
     """Split to validate on; not used with `val_fraction`."""
+    test_split: str = ""
+    """Split that is scored once, at the end of a run, and on which nothing is chosen. Empty: none."""
     val_fraction: float = 0.0
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     image_key: str = ""
@@ -59,9 +62,11 @@ class Options:
             raise ValueError("train_split and val_split must not be empty")
         if self.train_split == self.val_split and not self.val_fraction:
             raise ValueError("train_split and val_split are the same; to share one split, set val_fraction")
+        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
+            raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
 
 
-class HuggingFace:
+class HuggingFace(Listed):
     """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
 
     def __init__(
@@ -73,23 +78,9 @@ class HuggingFace:
         self._stamps = stamps[rows]
         self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def label(self, id: int) -> int:
-        """Return the label of one image."""
-        return int(self._labels[id])
-
     def name(self, id: int) -> str:
         """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
-
-    def stamp(self, id: int) -> int:
-        """Return a number made of the times of the image's own file, or of the table's files, when it was listed."""
-        return int(self._stamps[id])
-
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
 
     def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
@@ -111,6 +102,11 @@ class HuggingFace:
         return cell.get("bytes"), cell.get("path")
 
 
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test_split" if options.test_split else "")
+
+
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
     """Load a split; without labels it needs no column of them.
 
@@ -119,8 +115,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         DataError: no such dataset, split or column, a missing label, a class that training does not know.
     """
     hub = _import_datasets()
-    shared = bool(options.val_fraction)
-    key = "train_split" if split == "train" or shared else "val_split"
+    shared = bool(options.val_fraction) and split != "test"
+    key = "train_split" if shared else f"{split}_split"
     splits = _load(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:
@@ -141,10 +137,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(names))
     if shared:
-        in_val = hold_out((str(row).encode() for row in rows), label, options.val_fraction)
-        rows = np.flatnonzero(in_val == (split == "val"))
-        if not len(rows):
-            raise DataError("data.val_fraction", "no class has two images, so that none is left for validation")
+        rows = part((str(row).encode() for row in rows), label, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 

@@ -7,14 +7,12 @@ import posixpath
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kd.datasets._decode import first_few, hold_out, label_images
+from kd.datasets._decode import first_few, label_images, part
 from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, find_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
 
-ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test")}
+ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
 
 
@@ -27,11 +25,14 @@ class Options:
     root: str = file_key()
     """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
     train_split: str = "train"
-    """Folder of the training images in `root`; not used with `val_fraction`."""
+    """Folder of the training images in `root`; not used with `val_fraction` alone."""
     val_split: str = "val"
     """Folder of the validation images in `root`; not used with `val_fraction`."""
+    test_split: str = ""
+    """Folder of the test images in `root`: scored once, at the end of a run; nothing is chosen on it. Empty: none."""
     val_fraction: float = 0.0
-    """Share of each class held out for validation, chosen by a hash of the path, where `root` has no split folders."""
+    """Share of each class held out for validation, chosen by a hash of the path: of `root`, where it has no split
+    folders, or of `train_split`, where `test_split` is set."""
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""
 
@@ -42,11 +43,13 @@ class Options:
             raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
         if not self.train_split or not self.val_split or self.train_split == self.val_split:
             raise ValueError("train_split and val_split must be two different folders; to share one, set val_fraction")
+        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
+            raise ValueError("test_split must be another folder than train_split and val_split; or set test_fraction")
 
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(root=options.root)
+    return DatasetFacts(root=options.root, test="test_split" if options.test_split else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
@@ -56,12 +59,12 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         DataError: no such folder, no images, only one class, a class that training does not know.
     """
     root = find_root(options.root)
-    folder = b""
-    if options.val_fraction:
+    folder, shared = b"", bool(options.val_fraction) and split != "test"
+    if shared and not options.test_split:
         files, notes = scan(root, b"")
         _check_unsplit(options, files)
     else:
-        folder = os.fsencode(_split_folder(options, split, root))
+        folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
         files, notes = scan(root, folder)
     names = sorted(files)  # by bytes: the same on every machine, whatever its locale
     class_of = [text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
@@ -76,16 +79,14 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     except DataError as error:  # a class may be missing because its files are not read
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
-    if options.val_fraction:
-        keep = hold_out(names, label, options.val_fraction) == (split == "val")
-        if not keep.any():
-            raise DataError(WHERE, "no class has two images, so that none is left for validation", "", "Add images")
-        names, label = [names[id] for id in np.flatnonzero(keep)], label[keep]
+    if shared:
+        ids = part(names, label, options.val_fraction, split)
+        names, label = [names[id] for id in ids], label[ids]
     return ImageFolder(root, {name: files[name] for name in names}, label, order, notes)
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
-    key = "train_split" if split == "train" else "val_split"
+    key = f"{split}_split"
     name = getattr(options, key)
     if os.path.isdir(os.path.join(root, name)):
         return name.strip("/")
@@ -95,7 +96,8 @@ def _split_folder(options: Options, split: str, root: str) -> str:
         WHERE,
         f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}",
         did_you_mean(name, there) or near,
-        f"Set data.{key}, or data.val_fraction=0.1 where the class folders lie directly in data.root",
+        f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1"
+        + (" where the class folders lie directly in data.root" if split != "test" else ""),
     )
 
 

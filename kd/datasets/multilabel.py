@@ -38,20 +38,22 @@ class Options:
     """CSV, TSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
     val_labels: str = file_key("", within="root")
     """The same of the validation images. Empty: `val_fraction` of the training file."""
+    test_labels: str = file_key("", within="root")
+    """The same of the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = 0.0
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
     separator: str = "|"
     """Between two labels in a table of two columns."""
 
     def __post_init__(self) -> None:
-        _lists(self)
+        Lists.of(self, "labels")
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
 
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(label="set", root=options.root)
+    return DatasetFacts(label="set", root=options.root, test="test_labels" if options.test_labels else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
@@ -60,7 +62,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     Raises:
         DataError: no such folder or file, an image that is not there, a class that training does not know.
     """
-    lists, root = _lists(options), find_root(options.root)
+    lists, root = Lists.of(options, "labels"), find_root(options.root)
     where, columns = lists.key(split), dict[str, list[str]]()
     found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
     if not found:
@@ -77,11 +79,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     if labels == "none":
         return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes)
     return ImageFolder(root, files, _sets([*chosen.values()], order, where, labels), order, notes)
-
-
-def _lists(options: Options) -> Lists:
-    keys = ("train_labels", "val_labels")
-    return Lists(options.root, keys, options.train_labels, options.val_labels, options.val_fraction)
 
 
 def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str) -> np.ndarray:

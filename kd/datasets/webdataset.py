@@ -15,10 +15,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
+from kd.datasets._decode import Listed, Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
-from kd.types import Decoded, file_key
+from kd.types import DatasetFacts, Decoded, file_key
 
 MAX_LABEL = 2**20
 """Bytes of a label member."""
@@ -33,6 +33,8 @@ class Options:
     (`train-*.tar`)."""
     val: str = file_key()
     """Validation shards, like `train`."""
+    test: str = file_key("")
+    """Test shards, like `train`: scored once, at the end of a run, and nothing is chosen on them. Empty: none."""
     image_keys: str = "jpg;jpeg;png;webp"
     """Endings of the image members; the first of them that a sample has is taken."""
     label_key: str = "cls"
@@ -68,7 +70,7 @@ class _Image:
     label: str
 
 
-class WebDataset:
+class WebDataset(Listed):
     """Images at known offsets in tar files."""
 
     def __init__(
@@ -83,7 +85,7 @@ class WebDataset:
         self.classes = tuple(classes)
         self._shard_of, self._labels, self._where = shard_of, labels, where
         self._shards = tuple(shard.path for shard in shards)
-        self._stamps = [stamp(os.stat(path)) for path in self._shards]
+        self._stamps = np.array([stamp(os.stat(path)) for path in self._shards], np.uint64)[shard_of]
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
         titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
@@ -97,23 +99,9 @@ class WebDataset:
         self._sizes = np.fromiter((image.size for image in images), np.int64, len(images))
         self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, self._sizes)
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def label(self, id: int) -> int:
-        """Return the label of one image."""
-        return int(self._labels[id])
-
     def name(self, id: int) -> str:
         """Return shard and key, `train-000000.tar/0001`."""
         return self._names[id].decode("utf-8", "backslashreplace")
-
-    def stamp(self, id: int) -> int:
-        """Return a number made of the times of the shard when it was indexed."""
-        return self._stamps[self._shard_of[id]]
-
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
 
     def decode(self, id: int) -> Decoded:
         """Return one image as RGB, 8 bits a channel.
@@ -126,6 +114,11 @@ class WebDataset:
         subject = f"image '{self.name(id)}'"
         check_bytes(size, subject, self._where)
         return read_image(lambda: content(shard, offset, size), subject, self._where)
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test" if options.test else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:

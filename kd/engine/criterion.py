@@ -77,6 +77,13 @@ class Criterion(nn.Module):
             found = [weight * term.agreement(student, teacher.of(member)) for weight, term, member in chosen]
             return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
 
+    def projected(self, student: Outputs) -> Tensor | None:
+        """Return the student's pooled features in the first teacher's space [B, D]; None: no term maps them there."""
+        terms: Any = zip(self.weights, self.terms, self.members, strict=True)
+        able = (term for weight, term, member in terms if weight and not member and hasattr(term, "projected"))
+        with torch.autocast(student.logits.device.type, enabled=False):
+            return next((term.projected(student) for term in able), None)
+
 
 class Distillation(nn.Module):
     """Student and criterion as one module: DDP wraps it, and so also reduces what a loss learns (a projector)."""
@@ -92,11 +99,7 @@ class Distillation(nn.Module):
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
-    """Require a number an image that the student can learn from.
-
-    Raises:
-        ModelError: a loss returns something else.
-    """
+    """Require a number an image that the student can learn from."""
     if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
         found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
         allowed = f"float32 [{len(batch.weight)}], one number an image"

@@ -24,11 +24,6 @@ def train(run: Run) -> State:
 
     Everything random in a step is seeded by (seed, step, rank), the data by (seed, view, id), the order by
     (seed, epoch): a run that is killed and resumed computes what an unbroken one does.
-
-    Raises:
-        NonFiniteLoss: a term became NaN or infinite; nothing of it was checkpointed. Term, steps and layer are named.
-            Or more than half of the steps of the whole run were skipped.
-        Interrupted: `run.stop` asked for it; a checkpoint of the last step was written.
     """
     try:
         return _train(run)

@@ -37,11 +37,7 @@ class Meter:
         self.places.append((state, plan))
 
     def flush(self, state: State, lr: float) -> State:
-        """Log the means since the last flush and return the state with the time spent.
-
-        Raises:
-            NonFiniteLoss: naming the terms and the steps.
-        """
+        """Log the means since the last flush and return the state with the time spent."""
         steps = state.step - self.since.step
         if not steps:
             return state
@@ -71,11 +67,7 @@ class Meter:
         return state
 
     def _applied(self) -> tuple[dict[str, float], int, int]:
-        """Return the means of the steps that were applied, how many were not, and how many of those end the window.
-
-        Raises:
-            NonFiniteLoss: no step may be skipped, too many were in a row, or a term is not finite in one that was not.
-        """
+        """Return the means of the steps that were applied, how many were not, and how many of those end the window."""
         names, run = list(self.rows[0]), self.run
         table_SN = torch.stack([torch.stack([row[name].float() for name in names]) for row in self.rows])
         table_SN = run.backend.reduce_mean(table_SN).cpu()  # only here: with all numbers finite one row is reduced

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kd.scores import Scores
-from kd.text import percent, table
+from kd.export.defer import lines_of
+from kd.progress.summary import differences, samples_of
+from kd.scores import Scored, Scores
+from kd.text import VARIANTS_NOTE, percent, table
 
 WITH_TIMM = "With timm"
+STUDENT, ALONE = "this student", "the same student, labels only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +25,20 @@ class Card:
     teacher: str
     """Empty: trained on labels alone."""
     losses: Sequence[str]
+    """Empty: it is a teacher, and was not distilled."""
     data: str
     labels: Sequence[str]
     """Empty: an embedding model."""
     thresholds: Mapping[str, Mapping[str, Any]]
-    """By label, where an image may have several: threshold, chosen, images. Empty: an image has one label."""
+    """By label, where an image may have several: threshold, chosen, images, f1. Empty: an image has one label."""
+    defer: Mapping[str, Any]
+    """See `kd.export.defer.choose`; empty: no answer says whether it is sure."""
     calibration: Mapping[str, Any]
     """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
     width: int
     """Of its vectors; 0 of a classifier."""
+    index: bool
+    """Whether its vectors lie in the teacher's space."""
     scores: Scores
     """The columns of `metrics` and `baseline`."""
     metrics: Mapping[str, Any]
@@ -39,6 +47,8 @@ class Card:
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
     """For each file: max_difference, images, cpu_ms; cosine, or same_top1 and the score that decides, by its title."""
+    variants: list[dict[str, str]]
+    """What `--compare` measured, as `kd.text.variant_rows` has it; empty: nothing was compared."""
     eager_ms: float
     """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
     processor: str
@@ -49,6 +59,9 @@ class Card:
     """Origin of the initial weights, with their licence, as text."""
     version: str
     commands: Mapping[str, str]
+    scored: Scored | None = None
+    """The last score of the exported checkpoint; None: `metrics` are all that is known."""
+    baseline_scored: Scored | None = None
 
 
 def render(card: Card) -> str:
@@ -65,12 +78,13 @@ def _front(card: Card) -> list[str]:
 
 def _intro(card: Card) -> list[str]:
     origin = f"distilled from `{card.teacher}`" if card.teacher else "trained on labels alone"
+    origin += f" by kd (losses: {', '.join(card.losses)})"
+    origin = origin if card.losses else "a teacher"
     names = ", ".join(card.labels[:30]) + (f" and {len(card.labels) - 30} more" if len(card.labels) > 30 else "")
     return [
         f"# {card.name}",
         "",
-        f"`{card.student}` with {card.student_parameters / 1e6:.2f} M parameters, {origin} by kd "
-        f"(losses: {', '.join(card.losses)}). Version `{card.version}`.",
+        f"`{card.student}` with {card.student_parameters / 1e6:.2f} M parameters, {origin}. Version `{card.version}`.",
         "",
         f"- Data: {card.data}",
         f"- Output: a vector of {card.width} numbers" if card.width else f"- {len(card.labels)} classes: {names}",
@@ -81,13 +95,19 @@ def _intro(card: Card) -> list[str]:
 
 
 def _scores(card: Card) -> list[str]:
-    scores, row, calibration = card.scores, card.metrics, card.calibration
+    scores, scored, calibration = card.scores, card.scored, card.calibration
+    row = card.metrics if scored is None else scored.row
     if not row:
         return ["The run recorded no validation for these weights.", ""]
-    models = {**scores.of_teachers(row), "this student": row, "the same student, labels only": card.baseline}
-    rows = scores.table({name: values for name, values in models.items() if scores.own[0].key in values})
+    teachers, alone = scores.of_teachers(row), card.baseline_scored
+    own = STUDENT if card.losses else "this teacher"
+    models = {**teachers, own: row, ALONE: card.baseline if alone is None else alone.row}
+    samples = {**samples_of(scored, teachers, own), **samples_of(alone, (), ALONE)}
+    rows = scores.table({name: values for name, values in models.items() if scores.own[0].key in values}, samples)
     if rows:
-        lines = ["On the validation split:", "", table(rows), "", *([scores.note, ""] if scores.note else [])]
+        on = "On the validation split:" if scored is None else f"On {scored.images:,} {scored.title} images:"
+        lines = [on, "", table(rows), "", *([scores.note, ""] if scores.note else [])]
+        lines += [*differences(scores, row, samples, own), *([scored.note, ""] if scored is not None else [])]
     else:
         lines = ["Trained and evaluated without labels, against its teacher.", ""]
     comparison = scores.against_teacher(row)
@@ -96,8 +116,9 @@ def _scores(card: Card) -> list[str]:
         lines += [
             "These are the logits of the run. Here they are divided by "
             f"{calibration['temperature']:.3g}, fitted on {calibration['images']} validation images "
-            f"(arXiv:1706.04599), where the calibration error falls from {percent(calibration['ece'])} to "
-            f"{percent(calibration['calibrated_ece'])}. The answers are the same.",
+            f"(arXiv:1706.04599). The calibration error goes from {percent(calibration['ece'])} to "
+            f"{percent(calibration['calibrated_ece'])} on images that chose nothing: fitted on one half of them and "
+            "counted on the other, twice. The answers are the same.",
             "",
         ]
     return lines
@@ -124,6 +145,7 @@ def _graphs(card: Card) -> list[str]:
         f"Compared on validation images. CPU time: one thread, one image, {card.processor}, interleaved with PyTorch, "
         f"which took {card.eager_ms:.2f} ms.",
         "",
+        *([table(card.variants), "", VARIANTS_NOTE, ""] if card.variants else []),
     ]
 
 
@@ -138,9 +160,12 @@ def _limits(card: Card) -> list[str]:
     if card.thresholds:
         limits = f"{_several_labels(card.thresholds)}An image unlike the training data gets scores too: {apart}"
     elif card.width:
-        limits = (
-            "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. They lie in "
-            "the student's own space: they do not compare with the teacher's."
+        limits = "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. "
+        limits += (
+            "The graphs map them into the teacher's space with what the run has learned, so that an index of the "
+            "teacher's vectors, made length 1 too, can be searched. The weights for timm are without that map."
+            if card.index
+            else "They lie in the student's own space: they do not compare with the teacher's (`kd-export --index`)."
         )
     return [
         "## Pixels",
@@ -151,14 +176,17 @@ def _limits(card: Card) -> list[str]:
         "",
         "## Limits",
         "",
-        f"The numbers above are of one run on one validation split. {limits}",
+        f"The numbers above are of one run; an interval holds the luck of the images, not that of the seed. {limits}",
+        *(["", "An answer says whether it is sure:", ""] if card.defer else []),
+        *(f"- {line}" for line in lines_of(card.defer)),
     ]
 
 
 def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
     chosen = sum(bool(one["chosen"]) for one in thresholds.values())
+    known = [one["f1"] for one in thresholds.values() if one["chosen"] and "f1" in one]
     return (
         "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
-        f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images, on which their F1 is "
-        "therefore too good; the others are 0.5. "
+        f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images; the others are 0.5. "
+        + (f"On images that chose nothing the mean F1 is {percent(sum(known) / len(known))}. " if known else "")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,27 @@ import numpy as np
 from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.config.schema import BackendSection, DataSection, StudentSection
-from kd.errors import RunError
-from kd.export import graphs
+from kd.errors import ConfigError, RunError
+from kd.export import graphs, variants
 from kd.export.card import WITH_TIMM, Card, render
-from kd.export.folder import complete, new_export, refuse_other
+from kd.export.folder import complete, new_export, refuse_other, seal
 from kd.export.graphs import Made
-from kd.export.parity import validation_images
-from kd.host import environment, processor, versions
+from kd.export.int8 import Train
+from kd.export.parity import shown_images
+from kd.export.repair import repair
+from kd.export.teacher import teacher_of
+from kd.host import cores, environment, processor, versions
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files, is_timm
 from kd.references import written
+from kd.scores import Scored
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.finished import Trust, best_student, opened_run, require_files
+from kd.setup.finished import Trust, best_projector, best_student, opened_run, require_files
 from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.text import variant_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +44,28 @@ class Options:
     onnx: bool = True
     """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
     int8: bool = False
-    """model.int8.onnx, refused if it loses more than `max_drop` of the accuracy, or of the cosine with PyTorch's."""
+    """A graph in int8 that loses at most `max_drop` of the accuracy, or of the cosine with PyTorch's vectors."""
+    repair: int = 0
+    """Of `int8`: train on for so many steps where nothing else holds; 0: do not."""
     openvino: bool = False
+    index: bool = False
+    """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
     pt2: bool = False
     calibrate: bool = True
     """Divide the logits by one temperature, fitted on validation images, so that confidences are right on average.
     Where these are not read (no graph is written), nothing is divided."""
+    compare: bool = False
+    """Every graph that this machine can run, each measured; the fastest that loses at most `max_drop` is picked."""
+    budget: float = 0.0
+    """Of `compare`: milliseconds within which a client has its answer; the most accurate graph that fits is picked."""
+    threads: int = 1
+    """Of `compare`: on how many threads an image is computed for the pick."""
+    defer: float = 0.0
+    """The largest share of wrong answers among those that are sure: see `kd.export.defer`; 0: none says so."""
+    defer_share: float = 0.0
+    """Instead, the share of images whose answer is not sure."""
     max_drop: float = 0.01
+    """A share: 0.01 is one point."""
     tolerance: float = 1e-3
     images: int = 2000
     """How many validation images are compared, evenly spaced; 0: all."""
@@ -61,10 +81,13 @@ class Exported:
     """One for each graph, for a person."""
     load: str
     """Python that loads the student."""
+    manifest: Mapping[str, Any]
+    """What manifest.json says, without files and checksum."""
 
 
-Images = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""limit -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced; 0: all."""
+Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
+"""(limit, training=False) -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced;
+0: all. With `training`, views of training images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +108,10 @@ class Subject:
     """Opens the validation images with which the graphs are compared."""
     baseline: Sequence[Mapping[str, Any]] = ()
     """Validation rows of the same student trained on labels alone."""
+    scored: tuple[Scored | None, Scored | None] = (None, None)
+    """The last scores of the student and of the one trained on labels alone."""
+    train: Train | None = None
+    """Trains a fake-quantized student on, as the run did; None: its run cannot be built again."""
 
 
 def export(
@@ -93,20 +120,17 @@ def export(
     options: Options | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
+    teacher: bool = False,
 ) -> Exported:
-    """Export the best student of a run folder.
+    """Export the best student of a run folder, or its teacher.
 
     Args:
         path: the run folder.
-        target: where; None: `export` in the run folder.
+        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
         options: what to write; None: the defaults.
         overrides: `key=value` over the run's configuration, such as where its data lies now.
         trust: import modules that the run names, and read images wherever it says.
-
-    Raises:
-        RunError: no run folder, no checkpoint, other data, what takes trust, or the disk is full.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
+        teacher: export the teacher in place of the student.
     """
     folder, settings = opened_run(path, trust)
     require_files(path, settings.data)
@@ -115,13 +139,21 @@ def export(
     if not manifest.get("classes"):
         raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     options, section = options or Options(), recipe.data.section
-    refuse_other(target or path / "export")  # before minutes of work, not after
+    target = target or path / ("export-teacher" if teacher else "export")
+    refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
+    if options.repair:
+        vouched.check_teacher(recipe.teacher)
     if options.onnx or options.pt2:  # they are compared on images
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
+    if options.index:
+        if student.num_classes:
+            wrong = "this student answers with classes, not with vectors"
+            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
         student=student,
@@ -129,38 +161,33 @@ def export(
         data=manifest.get("data", "not recorded"),
         provenance=provenance,
         baseline=RunDir(path / BASELINE).metrics("val"),
+        scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
+        train=partial(repair, recipe, manifest.get("choices", {})),
     )
-    return write(subject, target or path / "export", options)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 @contextmanager
 def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
-    """Open the data of a run.
-
-    Raises:
-        RunError: its content hash is not the `expected` one ("": none is), or its classes are others.
-    """
+    """Open the data of a run."""
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
             wrong = "the data is not what the run was trained on (its content hash differs)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
-        yield partial(validation_images, data)
+        yield partial(shown_images, data)
 
 
 def write(subject: Subject, target: Path, options: Options) -> Exported:
-    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused.
-
-    Raises:
-        RunError: something else lies at `target`, or the disk is full.
-        ModelError: a graph does not answer as PyTorch does.
-        MissingExtra: a package that an option needs.
-    """
+    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused."""
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data.section
+    if options.compare and not 1 <= options.threads <= cores():
+        allowed = f"1 to {cores()}, which this process may use"
+        raise ConfigError("--threads", f"is {options.threads}", allowed, "Measure where the endpoint will run")
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options)
         if made.calibration:
@@ -170,18 +197,24 @@ def write(subject: Subject, target: Path, options: Options) -> Exported:
         facts = {
             "format": 1,
             "name": recipe.record.name,
-            "version": provenance["digest"][:12],
+            "version": provenance["digest"][:12] + ("-index" if student.project is not None else ""),
             "input": _input(student, section),
-            "output": _output(student, made.thresholds),
+            "output": _output(student, made),
             "parity": made.parity,
+            **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+            "validation": made.validation,
             "environment": _environment(),
         }
+        complete(draft, content, weights, provenance, facts)
+        if options.compare:
+            facts |= variants.compare(draft, made.qualities, made.image, options)
         timm_builds_it = is_timm(student.network)
         used = _commands(target.name, options.onnx, timm_builds_it)
-        card = _card(subject, made, license=options.license, commands=used, version=facts["version"])
+        more = {"version": facts["version"], "variants": variant_rows(facts)}
+        card = _card(subject, made, license=options.license, commands=used, **more)
         (draft / "README.md").write_text(render(card), encoding="utf-8")
-        complete(draft, content, weights, provenance, facts)
-    return Exported(target, made.lines, _loading(str(target), timm_builds_it))
+        seal(draft, facts)
+    return Exported(target, made.lines, _loading(str(target), timm_builds_it), facts)
 
 
 def _card(subject: Subject, made: Made, **own: Any) -> Card:
@@ -197,8 +230,10 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         data=f"{section.kind}, content hash {subject.data[:12]}",
         labels=subject.classes if task.logits else (),
         thresholds=made.thresholds,
+        defer=made.defer,
         calibration=made.calibration,
         width=0 if task.logits else student.num_features,
+        index=student.project is not None,
         metrics=subject.provenance["metrics"],
         baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
         graphs=made.parity,
@@ -208,6 +243,8 @@ def _card(subject: Subject, made: Made, **own: Any) -> Card:
         crop=section.eval_crop,
         weights_from=subject.origin,
         scores=task.scores,
+        scored=subject.scored[0],
+        baseline_scored=subject.scored[1],
         **own,
     )
 
@@ -249,13 +286,15 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _output(student: Classifier, made: Made) -> dict[str, Any]:
     if student.num_classes:
-        more = {"thresholds": thresholds} if thresholds else {}
+        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"
         return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
     width = student.num_features
-    return {"name": runtimes.EMBEDDING, "layout": f"float32 [batch, {width}], each of length 1", "width": width}
+    space = {"space": "teacher"} if student.project is not None else {}
+    layout = f"float32 [batch, {width}], each of length 1"
+    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, **space}
 
 
 def _environment() -> dict[str, Any]:

@@ -21,9 +21,6 @@ def new_export(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export.
 
     What a killed export left beside it is removed.
-
-    Raises:
-        RunError: something else lies at `folder`, the disk is full or not writable.
     """
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
@@ -58,16 +55,18 @@ def complete(
     (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
     write_json(draft / "config.json", config)
     write_json(draft / "kd.json", provenance)
-    content = json.loads(json.dumps({**(facts or {}), "files": _listing(draft)}))  # as it will be read
+    seal(draft, facts or {})
+
+
+def seal(draft: Path, facts: dict[str, Any]) -> None:
+    """Write manifest.json, after which `kd-serve` serves the folder: facts, all files, a checksum."""
+    (draft / MANIFEST).unlink(missing_ok=True)
+    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as it will be read
     write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse to replace what is not an export, or an export in which somebody has worked.
-
-    Raises:
-        RunError: `folder` is a file or a link, or holds what its manifest does not list.
-    """
+    """Refuse to replace what is not an export, or an export in which somebody has worked."""
     listed: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
         content = json.loads((folder / MANIFEST).read_bytes())

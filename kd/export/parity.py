@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ import torch
 from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.evaluation import Task
-from kd.export.calibrate import divide_logits, temperature
+from kd.export.calibrate import divide_logits, exchanged
+from kd.intervals import around, resampled, wilson
 from kd.models.classifier import Classifier
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
-from kd.tasks.single_label import calibration_error
+from kd.shift import Reference, measure
+from kd.tasks.single_label import calibration_error, temperature
 from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
@@ -39,12 +41,38 @@ class Answers:
     """Logits [N, C] or vectors [N, D] by graph."""
     labels: torch.Tensor
     """int [N], or label sets [N, C]; -1 where nobody knows."""
+    measures: Sequence[tuple[float, float]]
+    """See `kd.shift.measure`."""
     cpu_ms: Mapping[str, float]
     """CPU time of an image with one thread."""
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """The first image, uint8 [3, S, S]."""
+
+    def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
+        """Return what a graph answered, for whoever compares later images with these."""
+        if not task.logits:
+            return Reference.of((), ((0, numbers) for numbers in self.measures), False)
+        logits_NC = self.outputs[name].double()
+        best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
+        found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
+        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
         """Return how a graph answers beside PyTorch."""
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
+
+    def interval(self, name: str, task: Task) -> tuple[float, float]:
+        """Return the 95 % interval of the score that decides: Wilson's of a share, else the bootstrap's."""
+        output, reference, scores = self.outputs[name], self.outputs[EAGER], self.scores(name, task)
+        value, images = scores.facts[scores.decides], len(self.labels)
+        if "correct" in scores.facts:
+            return wilson(value, images)
+
+        def score(picks: np.ndarray) -> float:
+            found = task.graph_scores(output[picks], reference[picks], self.labels[picks])
+            return found.facts[found.decides]
+
+        return around(value, resampled(score, images))
 
     def difference(self, name: str) -> float:
         """Return the largest |difference| from PyTorch; infinite where one is no number."""
@@ -52,15 +80,15 @@ class Answers:
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
-def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    `limit` of them, evenly spaced over the split; 0: all.
-
-    Raises:
-        DataError: not one of them can be decoded.
+    Args:
+        data: of the run.
+        limit: how many, evenly spaced over the split; 0: all.
+        training: of the training split instead, as its first epoch sees them.
     """
-    shown = Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
+    shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
@@ -69,7 +97,12 @@ def validation_images(data: Data, limit: int) -> Iterator[tuple[np.ndarray, np.n
             found += len(samples)
             yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
     if not found:
-        raise DataError("data", "no image of the validation split can be decoded", "", "Check data.root")
+        split = "training" if training else "validation"
+        raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
+
+
+def _evaluated(data: Data) -> Views:
+    return Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
 
 
 def compare(
@@ -78,25 +111,24 @@ def compare(
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, first = [], np.zeros(0)
+    labels, measures, first = [], [], np.zeros(0)
     for pixels, label in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
+        measures += map(measure, pixels)
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), _time(first, every))
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
     Returns:
-        Temperature, images and the calibration error before and after, as JSON values, and a line about them. Where
-        nothing was changed, nothing and the reason.
-
-    Raises:
-        ModelError: the network's logits are not what its last layer returns.
+        Temperature, images and the calibration error before and after, the latter on images that did not choose the
+        temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
+        the reason.
     """
     answer = eager_runner(student)
     seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -115,9 +147,9 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
         wrong = f"the logits of {type(student.network).__name__} are not what its last layer returns"
         raise ModelError("export.calibrate", wrong, "", "Export with --no-calibrate")
-    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, logits_NC / found))
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
     line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
-    line += f"calibration error there {percent(before)} -> {percent(after)}"
+    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
     return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
 
 
@@ -153,27 +185,9 @@ def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
 
 
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
-    """Require a graph to compute what PyTorch computes.
-
-    Raises:
-        ModelError: a value differs by more than `tolerance`, or an answer does.
-    """
+    """Require a graph to compute what PyTorch computes."""
     if difference > tolerance or scores.others:
         wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
         remedy = "Nothing was written; export with --no-onnx, or report the network"
         allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
         raise ModelError(f"export.{name}", wrong, allowed, remedy)
-
-
-def check_drop(name: str, scores: GraphScores, eager: GraphScores, max_drop: float, images: int) -> str:
-    """Require an approximate graph to be about as right as PyTorch, and return what it loses, as text.
-
-    Raises:
-        ModelError: it loses more than `max_drop` of the score that decides.
-    """
-    before, after = eager.facts[eager.decides], scores.facts[scores.decides]
-    if not before - after <= max_drop:
-        wrong = f"{scores.title} falls from {percent(before)} to {percent(after)} on {images} images"
-        remedy = "Nothing was written; raise --max-drop, or export without --int8"
-        raise ModelError(f"export.{name}", wrong, f"A drop of at most {100 * max_drop:g} points (--max-drop)", remedy)
-    return f", {scores.title} {percent(before)} -> {percent(after)} (drop {100 * (before - after):.2f} points)"

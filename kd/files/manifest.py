@@ -6,9 +6,28 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
+
+
+class Graph(NamedTuple):
+    """What a file of an export is, by its name."""
+
+    runtime: str
+    precision: str
+    option: str
+    """Of `kd-export`, that writes it."""
+
+
+GRAPHS = {
+    "model.onnx": Graph("onnxruntime", "float32", ""),
+    "model.int8.onnx": Graph("onnxruntime", "int8", "--int8"),
+    "openvino.xml": Graph("openvino", "float32", "--openvino"),
+    "openvino.bf16.xml": Graph("openvino", "bf16", "--compare"),
+    "openvino.int8.xml": Graph("openvino", "int8", "--int8"),
+}
+"""The graphs that an endpoint can serve."""
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

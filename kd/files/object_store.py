@@ -32,12 +32,7 @@ def join(url: str, name: str) -> str:
 
 
 def listing(url: str, where: str) -> dict[str, int]:
-    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted; no folders.
-
-    Raises:
-        DataError: it cannot be listed.
-        MissingExtra: no package for this protocol is installed.
-    """
+    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted; no folders."""
     return {each: int(info["size"] or 0) for each, info in _infos(url, where).items()}
 
 
@@ -63,12 +58,7 @@ def _infos(url: str, where: str) -> dict[str, Any]:
 
 
 def version(url: str, where: str) -> str:
-    """Return a hash of the size, ETag and times that the store has for a file: it changes when the content does.
-
-    Raises:
-        DataError: there is no such file.
-        MissingExtra: no package for this protocol is installed.
-    """
+    """Return a hash of the size, ETag and times that the store has for a file: it changes when the content does."""
     with _one_line(url, where):
         files, path = _open(url, where)
         return _version(url, files.info(path))
@@ -84,8 +74,6 @@ def read(url: str, where: str) -> bytes:
 
     Raises:
         FileNotFoundError, PermissionError: as a local file.
-        DataError: it cannot be read.
-        MissingExtra: no package for this protocol is installed.
     """
     try:
         with _one_line(url, where, (FileNotFoundError, PermissionError)):
@@ -96,25 +84,14 @@ def read(url: str, where: str) -> bytes:
 
 
 def copy_here(url: str, target: Path, where: str) -> None:
-    """Copy a file to this machine. It is whole or absent.
-
-    Raises:
-        DataError: it cannot be read.
-        RunError: the disk is full or not writable.
-        MissingExtra: no package for this protocol is installed.
-    """
+    """Copy a file to this machine. It is whole or absent."""
     with atomic_file(target, where) as draft, _one_line(url, where, disk=True):
         files, path = _open(url, where)
         files.get_file(path, str(draft))
 
 
 def upload(file: BinaryIO, url: str, where: str) -> None:
-    """Write the rest of an open file to a URL. It is whole or absent there.
-
-    Raises:
-        DataError: it cannot be written.
-        MissingExtra: no package for this protocol is installed.
-    """
+    """Write the rest of an open file to a URL. It is whole or absent there."""
     with _one_line(url, where):
         files, path = _open(url, where)
         target = files.open(path, "wb")
@@ -130,12 +107,7 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
 
 
 def remove(url: str, where: str) -> None:
-    """Remove a file; it is no error if there is none.
-
-    Raises:
-        DataError: the store refuses or is away.
-        MissingExtra: no package for this protocol is installed.
-    """
+    """Remove a file; it is no error if there is none."""
     with _one_line(url, where, (FileNotFoundError,)):
         files, path = _open(url, where)
         try:

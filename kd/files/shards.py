@@ -38,15 +38,7 @@ class Shard:
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
     """Return the shards that a pattern names, in its order; copy those that are not on this machine.
 
-    Args:
-        pattern: a path or URL with braces (`train-{000..009}.tar`) or wildcards (`train-*.tar`).
-        where: config path for messages.
-        copies: folder of the copies. A copy stays until it is removed by hand; a shard that has changed is copied anew.
-
-    Raises:
-        DataError: no such shard, or one that cannot be copied.
-        RunError: the disk is full or not writable.
-        MissingExtra: no package for the URL's protocol is installed.
+    Copies stay in `copies` until they are removed by hand; a shard that has changed is copied anew.
     """
     if pattern.startswith("pipe:"):
         raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
@@ -68,7 +60,6 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
     """Return offset and size of every member of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
 
     Raises:
-        DataError: it is cut short, or a member is a link or there twice.
         tarfile.TarError, OSError: it cannot be read.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}

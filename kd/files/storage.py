@@ -1,4 +1,4 @@
-"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, folders named by a hash."""
+"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, reading again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
-from kd.errors import RunError
+from kd.errors import DataError, RunError
 from kd.files.records import Records as Records  # the caches import these three from here
 from kd.files.records import Stop as Stop
 from kd.files.records import record_bytes as record_bytes
@@ -48,9 +48,6 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` if the block ends well, and is removed if it does not.
 
     An existing folder at `path` is replaced. If the process is killed in between, `recover` puts the old one back.
-
-    Raises:
-        RunError: the disk is full or not writable; no half-written folder stays.
     """
     recover(path.parent, path.name)
     draft = _beside(path)
@@ -81,11 +78,7 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
 
 
 def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
-    """Refuse to replace a folder that holds other files than those of these names.
-
-    Raises:
-        RunError: it does, or it is a file or a link.
-    """
+    """Refuse to replace a folder that holds other files than those of these names."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         wrong = f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
         raise RunError(where, wrong, REPLACED, "Choose another folder")
@@ -124,11 +117,7 @@ def remove_folder(path: Path, where: str = "run.folder") -> None:
 
 @contextmanager
 def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield the path of a draft that becomes `path` if the block ends well, and is removed if it does not.
-
-    Raises:
-        RunError: the disk is full or not writable.
-    """
+    """Yield the path of a draft that becomes `path` if the block ends well, and is removed if it does not."""
     draft = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +133,7 @@ def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, where: str = "run.folder") -> None:
-    """Write a text file atomically.
-
-    Raises:
-        RunError: the disk is full or not writable.
-    """
+    """Write a text file atomically."""
     with atomic_file(path, where) as draft, draft.open("x", encoding="utf-8") as file:
         file.write(text)
 
@@ -231,11 +216,7 @@ def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
 
 
 def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with the wanted rows alone. Nothing happens where there is no file.
-
-    Raises:
-        RunError: the disk is full or not writable.
-    """
+    """Rewrite a file of JSON lines with the wanted rows alone. Nothing happens where there is no file."""
     if path.is_file():
         rows = [row for row in read_rows(path, last=None) if wanted(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -272,7 +253,6 @@ def lock(path: Path, where: str) -> IO[str] | None:
 
     Raises:
         OSError: the file cannot be opened for writing.
-        RunError: the file system has no locks.
     """
     file, owned = path.open("a"), False
     try:
@@ -297,11 +277,7 @@ def _lock(file: IO[Any] | int) -> None:
 
 
 def take_lock(file: IO[Any], path: Path, where: str) -> bool:
-    """Take the exclusive lock of an open file until it is closed. Return False if another process holds it.
-
-    Raises:
-        RunError: the file system has no locks.
-    """
+    """Take the exclusive lock of an open file until it is closed. Return False if another process holds it."""
     try:
         _lock(file)
     except (BlockingIOError, PermissionError):
@@ -321,11 +297,7 @@ def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
 
 
 def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bool = True) -> None:
-    """Open a folder that was made from `identity` (JSON values), or begin it. Any number of processes may do so.
-
-    Raises:
-        RunError: it was made from something else (the field is named), cannot be used, or its manifest is damaged.
-    """
+    """Open a folder that was made from `identity` (JSON values), or begin it. Any number of processes may do so."""
     file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
     if writable:
         recover(folder, MANIFEST)
@@ -345,3 +317,40 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
             wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
             raise RunError(where, wrong, "A folder holds what was made from one identity", remedy)
+
+
+# ------------------------------------------------------------------------------------------------ reading again
+
+
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds between the tries: a network storage that fails over is back within a second or two."""
+REMEDY = "Bring the storage back and run the same command again: it resumes"
+Result = TypeVar("Result")
+
+
+def retried(
+    read: Callable[[], Result],
+    subject: str,
+    where: str,
+    *,
+    allowed: str = "",
+    remedy: str = REMEDY,
+    final: tuple[type[OSError], ...] = (),
+) -> Result:
+    """Return what `read` returns; call it again after a pause where it raises an OSError.
+
+    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
+    not change; they are raised at once, as they are.
+    """
+    pauses = list(PAUSES)
+    while True:
+        try:
+            return read()
+        except final:
+            raise
+        except OSError as error:
+            if not pauses:
+                reason = f"({error.strerror or error}), in {len(PAUSES) + 1} tries"
+                wrong = f"{subject}: it cannot be read {reason}: the storage is away, or the file is"
+                raise DataError(where, wrong, allowed, remedy) from error
+            time.sleep(pauses.pop(0))

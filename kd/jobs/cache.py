@@ -1,9 +1,8 @@
-"""Fill the teacher's cache ahead of training, compare it with the teacher, or write it as a table for others."""
+"""Fill the teacher's cache ahead of training, or write it as a table for others."""
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,13 @@ from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.build import distributed
-from kd.setup.cache import compare, open_cache, require_close, tolerance
+from kd.setup.cache import open_cache
 from kd.setup.data import open_data
-from kd.setup.loaders import loaders, provisional_batch, split_batch
+from kd.setup.loaders import loaders, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Outputs, Plan
 
-SAMPLE = 256
-"""Records of each view that a verification computes again."""
 ROWS = 1024
 """Records that are read at once."""
 
@@ -46,8 +43,6 @@ class Cached:
     computed: int
     """Images that the teacher's forward ran on."""
     seconds: float
-    difference: float = 0.0
-    """Largest |computed - stored| of the sample; 0 where nothing was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +52,12 @@ class _Opened:
     cache: CachedTeacher
     loader: LocalLoader
     val_loader: LocalLoader
-    tolerance: float
-    """Of a stored value, as a share of the largest."""
 
 
-def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
+def cache(settings: Config, export: str = "") -> Cached:
     """Fill the cache of a configuration, all views; what is whole already is not computed again.
 
-    With `verify` a sample of the records is computed again and compared instead. `export` is a .safetensors file into
-    which all answers are written too, by the images' names.
-
-    Raises:
-        ConfigError: no teacher, or no views to cache.
-        ModelError: a verified record differs from the teacher's logits.
-        RunError: the cache cannot be written.
+    `export` is a .safetensors file into which all answers are written too, by the images' names.
     """
     count = settings.teacher.cache.views
     if not count or not settings.teacher.model:
@@ -81,43 +68,36 @@ def cache(settings: Config, verify: bool = False, export: str = "") -> Cached:
         teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend), backend)
         opened = _open(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
         store = opened.cache.store
-        if not verify:
-            _require_writable(store)
+        _require_writable(store)
         start, before = time.perf_counter(), opened.cache.images
-        difference = _verify(opened, count) if verify else _fill(opened, count)
+        _fill(opened, count)
         missing = sum(len(store.missing(view)) for view in range(count))
         if target is not None:
             _export(target, opened, recipe.teacher, missing)
-        done = Cached(
+        return Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
             computed=opened.cache.images - before,
             seconds=time.perf_counter() - start,
-            difference=difference,
         )
-    if difference < 0:
-        raise ModelError("teacher.cache.path", f"'{done.folder}' holds no whole record yet", "", "Fill it first")
-    return done
 
 
 def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Opened:
     model, data = teachers.model, teachers.data
     assert model is not None
     section = data.section
-    size = provisional_batch(len(data.train), backend) if section.batch_size == "auto" else 0
-    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train), size))
+    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
     images = plan.section.cache.views * len(data.train) // backend.world_size
     report = choose_teacher(session, plan.section, model, images, None)
     assert report.chosen is not None
     if report.chosen.summary and backend.rank == 0:
         log.info("teacher: %s", report.chosen.summary)
     loader, val_loader = loaders(data.views(), section, session.split, backend, timeout_seconds)
-    allowed = tolerance(report.chosen.mode, plan.section.cache.dtype, backend.device)
-    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, val_loader, allowed)
+    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, val_loader)
 
 
-def _fill(opened: _Opened, views: int) -> float:
+def _fill(opened: _Opened, views: int) -> None:
     """Compute what is missing, every rank its share, in the shapes of training."""
     cache, backend = opened.cache, opened.session.backend
     for view in range(views):
@@ -133,7 +113,6 @@ def _fill(opened: _Opened, views: int) -> float:
         cache.flush()
         _require_writable(cache.store)
         backend.barrier()
-    return 0.0
 
 
 def _require_writable(store: Store) -> None:
@@ -144,25 +123,6 @@ def _require_writable(store: Store) -> None:
     if store.stopped:
         remedy = "Free space and run the same command again: it goes on"
         raise RunError(where, f"'{store.folder}' takes no more ({store.stopped})", "", remedy)
-
-
-def _verify(opened: _Opened, views: int) -> float:
-    """Return the largest difference of a sample; -1 where there is nothing to compare.
-
-    Raises:
-        ModelError: it is larger than rounding explains.
-    """
-    store, worst = opened.cache.store, -1.0
-    for view in range(views):
-        gaps = set(store.missing(view).tolist())
-        complete = [id for id in range(store.num_images) if id not in gaps]
-        chosen = sorted(random.Random(view).sample(complete, min(SAMPLE, len(complete))))
-        plan = _padded(chosen, opened.session.split.batch_size)
-        for batch in opened.session.backend.put(opened.loader.epoch(plan, view)):
-            found = compare(store, opened.live, batch)
-            require_close(store, view, found, opened.tolerance)
-            worst = max([worst, *(difference for difference, _ in found.values())])
-    return worst
 
 
 def _padded(ids: Sequence[int], batch_size: int) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from kd.errors import DataError
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
-from kd.progress.trackers import check as check_trackers
 from kd.setup.data import open_sources, train_transform
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
-from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan
+from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_criterion, build_student, sizes, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -30,15 +27,15 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
-
-    Raises:
-        KdError: what `kd-train` would stop at.
     """
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
-    check_trackers(recipe.record.trackers)
+    if recipe.record.trackers:
+        from kd.progress.trackers import check as check_trackers  # only where some are named
+
+        check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
-    split = None if section.batch_size == "auto" else split_batch(section, num_ranks, len(data.train))
+    split = split_batch(section, num_ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
     # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
     fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
@@ -47,19 +44,20 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
             require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
-    fresh = replace(student_plan.section, init="scratch", checkpoint="")
     with torch.device("meta"):
-        student = build_student(replace(student_plan, section=fresh), data.classes, section.image_size)
+        student = build_student(student_plan, data.classes, section.image_size, weights=False)
     dims = sizes(len(data.classes), student, teachers.members, section.image_size)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
-        f"{len(data.classes)} classes, {section.image_size} px",
+        + (f"{len(data.test)} test images, " if data.test is not None else "")
+        + f"{len(data.classes)} classes, {section.image_size} px",
         *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),
-        f"student   {fresh.model}: {_millions(student)}, init {student_plan.section.init}",
+        f"student   {student_plan.section.model}: {_millions(student)}, images of {student.input_size} px, "
+        f"init {student_plan.section.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
         *(_answers(plan, teachers) if answers else ()),
@@ -96,10 +94,7 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
 
 
-def _length(loop: LoopPlan, split: BatchSplit | None, num_images: int) -> list[str]:
-    if split is None:
-        whole = f"{loop.steps} steps" if loop.steps else f"{loop.epochs} epochs"
-        return ["batch     auto: as many images as fit into memory, found when the run starts", f"length    {whole}"]
+def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
     per_epoch = num_images // split.batch_size
     steps = loop.steps or loop.epochs * per_epoch
     return [

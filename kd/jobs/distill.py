@@ -20,15 +20,15 @@ from kd.engine.run import Run
 from kd.engine.snapshot import agree
 from kd.errors import ModelError, RunError
 from kd.host import environment
+from kd.jobs.final import conclude
 from kd.jobs.folder import require_same
 from kd.jobs.observe import Observer
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.summary import skipped_text
-from kd.progress.trackers import Trackers
-from kd.scores import Scores
+from kd.progress.summary import samples_of, skipped_text
+from kd.scores import Scored, Scores
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
@@ -50,12 +50,12 @@ class Result:
     images_per_second: float
     """Over all of the training so far, evaluation left out."""
     teacher_parameters: int = 0
+    scored: Scored | None = None
+    """The best checkpoint, scored once at the end; None: a teacher that was fitted."""
     sifting: str = ""
     """What the sifter did, as Markdown."""
     at_home: tuple[str, ...] = ()
     """How each teacher's answers differ from those with its own preprocessing."""
-    batch_size: int = 0
-    """Images of an optimizer step, as configured or as found."""
     steps: int = 0
     skipped: int = 0
     """Steps whose gradient was not finite."""
@@ -65,9 +65,7 @@ class Result:
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        Args:
-            target: the new folder; None: `export` in the run folder.
-            options: fields of `kd.export.export.Options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `kd.export.export.Options`, such as `int8=True`.
         """
         from kd.export.export import Options, export  # most runs end without one
 
@@ -76,29 +74,30 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""
         scores = Scores.read(RunDir(self.folder).manifest()["scores"])
-        return html_table(scores.table({**scores.of_teachers(self.metrics), "student": self.metrics}))
+        row = self.metrics if self.scored is None else self.scored.row
+        teachers = scores.of_teachers(row)
+        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
 
 
-def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_size: int = 0) -> Result:
+def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: bool = True) -> Result:
     """Train one student in an opened run folder, from where it stands.
 
-    Args:
-        recipe: what is trained.
-        setting: its teachers with their data, and the backend.
-        folder: of the run.
-        title: what a person sees.
-        batch_size: where `data.batch_size` is auto and another run has found it.
+    Its teachers, their data and the backend are the `setting`; a person sees the `title`. `final`: the best checkpoint
+    is scored at the end.
     """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     backend.barrier()  # rank 0 has opened the folder
     known = folder.manifest()
     require_same_folder(backend, known)
     names, scores = recipe.record.trackers if backend.rank == 0 else (), recipe.student.task.scores
-    trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
+    trackers = None
+    if names:
+        from kd.progress.trackers import Trackers  # only where some are named
+
+        trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
-            recorded = known.get("choices", {"batch_size": batch_size} if batch_size else {})
-            results = Results(folder, console, recorded)
+            results = Results(folder, console, known.get("choices", {}))
             compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
@@ -116,7 +115,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
         observer.conclude(title)
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
-        if names and data.labelled and recipe.student.task.logits == "softmax":
+        if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
             from kd.setup.answers import mistakes  # only where a tracker shows them
 
             with run.average.applied() if run.average is not None else nullcontext():
@@ -129,15 +128,18 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, batch_
             folder.record(unreadable=broken)
             count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
             console.info(f"{title}: {count} could not be decoded and had weight 0: {', '.join(broken[:5])}")
+        scored = conclude(built, data, folder) if final else None
+        if scored is not None:
+            console.info(f"{title}: {scores.conclusion(scored)}")
     return Result(
         folder=folder.path,
         metrics=folder.best_row() if backend.rank == 0 else {},
+        scored=scored,
         parameters=count_parameters(run.distillation.student),
         images_per_second=state.images / max(state.seconds, 1e-9),
         teacher_parameters=count_parameters(model) if model is not None else 0,
         sifting=sifting,
         at_home=tuple(f"{where}: {one['text']}" for where, one in folder.manifest().get("teacher_home", {}).items()),
-        batch_size=run.length.batch_size,
         steps=state.step,
         skipped=state.skipped_in_all,
     )
@@ -154,6 +156,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "backend": backend.kind,
         "classes": list(data.classes),
         "data": data.fingerprint,
+        "test": data.test.fingerprint if data.test is not None else "",
         "environment": environment(),
         "date": date.today().isoformat(),
         "parameters": {"student": count_parameters(run.distillation.student)},
@@ -170,19 +173,13 @@ def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title
     console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
     for note in setting.teachers.notes:
         console.info(f"teacher: {note}")
-    if "batch_search" in facts:
-        console.info(f"{title}: batch_size auto: {facts['batch_search']}")
     if "teacher_mib" in facts:
         rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
 
 
 def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: Console) -> None:
-    """Show and record, at the first start, how the teachers' answers differ from those at home.
-
-    Raises:
-        ModelError: they are other answers.
-    """
+    """Show and record, at the first start, how the teachers' answers differ from those at home."""
     if "teacher_home" not in folder.manifest():
         compared = compare(plan, setting.teachers, setting.teachers.data, setting.backend.device)
         for one in compared:
@@ -237,9 +234,6 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
 
     Returns:
         The validation row; empty without a teacher that can be scored.
-
-    Raises:
-        ModelError: a teacher is worse than `teacher.min_accuracy`, or guesses.
     """
     if teachers.model is None or (plan.task.logits and not plan.logits):
         return {}
@@ -274,11 +268,7 @@ def score_alone(plan: TeacherPlan, run: Run, several: Ensemble) -> dict[str, flo
 
 
 def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
-    """Require a teacher to be better than one that guesses.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Require a teacher to be better than one that guesses."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
     least = plan.section.min_accuracy
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)

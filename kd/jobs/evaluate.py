@@ -1,24 +1,32 @@
-"""Evaluate the best student of a run, its teacher and their agreement."""
+"""Evaluate the best student of a run, its teacher and their agreement; audit its data."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from kd import config
+from kd.errors import RunError
+from kd.jobs.final import score
 from kd.jobs.teach import obtain_teachers
 from kd.progress.console import Console
+from kd.scores import Scored
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import Trust, load_distillation, opened_run, require_files
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import resolve
+from kd.setup.student import load_distillation
+
+log = logging.getLogger("kd")
 
 
-def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> dict[str, float]:
-    """Evaluate the best student of a run folder, its teacher and their agreement, on the validation split.
+def evaluate(
+    path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val", audit: bool = False
+) -> Scored:
+    """Evaluate the best student of a run folder, its teacher and their agreement, on a split, "val" or "test".
 
-    Raises:
-        RunError: it is no run folder, or needs trust.
+    `audit`: also list labels that the teacher doubts and images that repeat; what it found is logged.
     """
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
@@ -27,13 +35,22 @@ def evaluate(path: Path, overrides: Sequence[str] = (), trust: bool = False) -> 
     vouched.check_teacher(recipe.teacher)
     vouched.check_student(recipe.student)
     vouched.check_folder(recipe.data)
-    best = folder.best()[1]
+    state, best, _ = folder.best()
     results = Results(folder, Console("", quiet=True), folder.manifest().get("choices", {}))
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         vouched.check_images(data, folder.manifest())
+        if split == "test" and data.test is None:
+            remedy = "Add data.test_split=FOLDER behind the run, or the key that its kind of data has (`kd help data`)"
+            raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
         teachers = obtain_teachers(recipe.teacher, data, backend)
         setting = Setting(teachers, backend, recipe.backend)
-        run = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results).run
-        load_distillation(run.distillation, best)
-        return run.evaluator(run.distillation.student)
+        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
+        load_distillation(built.run.distillation, best)
+        scored = score(built, data, state.step, len(folder.metrics("val")), split == "test")
+        if audit:
+            from kd.jobs.audit import audit as audited  # only where it is asked for
+
+            for line in audited(built.run, recipe, teachers.data, folder.path):
+                log.info(line)
+        return scored

@@ -12,8 +12,7 @@ from kd import config
 from kd.artifacts.run_dir import RunDir
 from kd.errors import RunError
 from kd.references import written
-from kd.setup.fit import FREE
-from kd.setup.recipe import Record, flatten, hashes
+from kd.setup.recipe import FREE, Record, flatten, hashes
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +20,13 @@ from kd.errors import RunError
 from kd.files.storage import LAST, log, read_rows, write_json
 from kd.host import cores
 from kd.monitor import system
-from kd.monitor.evidence import Evidence, Facts, Finding
-from kd.monitor.rules import find
 from kd.monitor.timeline import APART, Timeline
 from kd.setup.build import Setting
 from kd.setup.recipe import LoopPlan
 from kd.types import BackendFacts, Loading, State
+
+if TYPE_CHECKING:
+    from kd.monitor.evidence import Facts, Finding
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
 """Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
@@ -72,7 +74,7 @@ class Observer:
             self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
-        self._facts: Callable[[], Facts] = Facts
+        self._run: Run | None = None
         self._shown: set[str] = set()
         self._looked = time.monotonic()
 
@@ -82,7 +84,7 @@ class Observer:
 
     def watch(self, run: Run) -> Run:
         """Return the run with its spans and log windows listened to."""
-        self._facts = lambda: facts_of(self.setting, run)
+        self._run = run
         self.timeline.loading = lambda: getattr(run.loader, "loading", Loading())
         return replace(run, span=self.timeline.span, window=self.window)
 
@@ -104,17 +106,23 @@ class Observer:
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
-            for finding in find(self._evidence(live=True)):
+            for finding in self._found(self._timelines(live=True), live=True):
                 if finding.severity == "warning" and finding.rule not in self._shown:
                     self._shown.add(finding.rule)
                     self.logger.info(line_of(finding))
         return values
 
-    def _evidence(self, live: bool = False) -> Evidence:
+    def _timelines(self, live: bool = False) -> dict[int, list[dict[str, Any]]]:
         last = LIVE_BYTES if live else LAST
-        timelines = {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
-        samples = read_rows(self.monitor.path, last) if self.monitor is not None else []
-        return Evidence(timelines, samples, self._facts())
+        return {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
+
+    def _found(self, timelines: dict[int, list[dict[str, Any]]], live: bool = False) -> list[Finding]:
+        from kd.monitor.evidence import Evidence  # these two once there are steps to judge
+        from kd.monitor.rules import find
+
+        assert self._run is not None
+        samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
+        return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
 
     def _file(self, rank: int) -> Path:
         return self.folder.path / f"timeline_{rank}.jsonl"
@@ -124,14 +132,14 @@ class Observer:
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
-        evidence = self._evidence()
-        missing = [str(rank) for rank, rows in evidence.timelines.items() if not rows]
+        timelines = self._timelines()
+        missing = [str(rank) for rank, rows in timelines.items() if not rows]
         if missing:
             ranks = ", ".join(missing)
             self.logger.info(f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each host keeps its own")
         for line in where_the_time_went(title, self.timeline):
             self.logger.info(line)
-        findings = find(evidence)
+        findings = self._found(timelines)
         for finding in findings:
             self.logger.info(line_of(finding))
         try:
@@ -142,14 +150,14 @@ class Observer:
 
 def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
-    backend, most = run.backend, cores()
-    threads = setting.facts.threads  # 0: the run compares them itself
+    from kd.monitor.evidence import Facts
+
+    backend = run.backend
     evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
-        cores=most,
+        cores=cores(),
         local_ranks=backend.local_world_size,
-        threads=threads or max(1, most // backend.local_world_size),
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
         store=setting.teachers.data.section.store,

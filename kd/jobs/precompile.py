@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kd.artifacts.memory import Memory
+from kd.artifacts.run_dir import Memory
 from kd.config import Config
 from kd.config.schema import Cache
 from kd.engine.loop import steps_of, update
@@ -35,9 +35,6 @@ def compile_only(settings: Config) -> str:
 
     Returns:
         What was done, for a person.
-
-    Raises:
-        KdError: what `kd-train` would stop at before step 1.
     """
     views = replace(settings.data, views=settings.data.views or settings.teacher.cache.views)
     settings = replace(settings, data=views, teacher=replace(settings.teacher, cache=Cache()))

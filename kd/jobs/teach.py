@@ -20,8 +20,7 @@ from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import Setting, distributed
 from kd.setup.data import Data, open_data
-from kd.setup.fit import fit_folders, is_fitted
-from kd.setup.recipe import Recipe, Record, TeacherPlan, resolve
+from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
 POLL = 0.5
@@ -34,9 +33,6 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
     """Fit the teachers of a configuration that have no checkpoint, or find them fitted; return their folders.
 
     The time of the first fit begins `before` seconds ago.
-
-    Raises:
-        ConfigError: the config does not say how to fit one.
     """
     if not settings.teacher.fit.length:
         remedy = "Say for how long to fit the teacher, here or by teacher.fit.steps"
@@ -74,7 +70,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 log.info("teacher: reusing '%s'", target)
             return target
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
-        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher")
+        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final=False)
         if backend.rank == 0:
             from kd.export.folder import write_folder  # these two only where a teacher was fitted
             from kd.setup.finished import best_student
@@ -92,9 +88,6 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
 
     While another process holds the folder, wait for it. Ranks look together, so that no collective runs into its
     deadline meanwhile.
-
-    Raises:
-        RunError: the other process has written nothing for `backend.timeout_seconds`.
     """
     seen, since, waiting = "", time.monotonic(), False
     while True:

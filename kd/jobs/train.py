@@ -27,9 +27,6 @@ def train(settings: Config, before: float = 0.0) -> Result:
     """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
     The time of the run begins `before` seconds ago, when its command began.
-
-    Raises:
-        KdError: anything that the user can repair, in one line.
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)
@@ -45,7 +42,7 @@ def train(settings: Config, before: float = 0.0) -> Result:
                 alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
                 with open_run(alone.record, backend.rank) as inner:
                     setting = replace(setting, teachers=Teachers(None, teachers.data))
-                    baseline = distill(alone, setting, inner, title, result.batch_size)
+                    baseline = distill(alone, setting, inner, title)
                 result = replace(result, baseline=baseline)
             if backend.rank == 0:
                 text = summary(record.name, recipe.loop.seed, result, scores)

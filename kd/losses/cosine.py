@@ -5,7 +5,8 @@ lengths of different teachers' vectors are not comparable.
 
     L = 1 - cos(W student + b, teacher)
 
-The projector is trained with the student and is not exported. Its initial weights come from torch's global generator.
+The projector is trained with the student. An export has it with `kd-export --index` alone. Its initial weights come
+from torch's global generator.
 
 Not handled: projectors of several layers.
 
@@ -44,9 +45,12 @@ class Cosine(nn.Module):
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
         """Return the cosine of each image [B]."""
+        return F.cosine_similarity(self.projected(student), teacher.features["pooled"].detach().float(), dim=1)
+
+    def projected(self, student: Outputs) -> Tensor:
+        """Return the student's features in the teacher's space [B, D]."""
         # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
-        projected_BD = self.project(student.features["pooled"].float()).float()
-        return F.cosine_similarity(projected_BD, teacher.features["pooled"].detach().float(), dim=1)
+        return self.project(student.features["pooled"].float()).float()
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -59,11 +59,7 @@ class Answers:
 
 
 def read(path: str, where: str) -> Answers:
-    """Read a table.
-
-    Raises:
-        ModelError: it cannot be read, or its parts do not fit together.
-    """
+    """Read a table."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
     if ending not in ENDINGS:
@@ -195,11 +191,7 @@ def _csv(file: Path) -> Answers:
 
 
 def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
-    """Return class names (empty: the file has none) and vectors [C, D] of a .safetensors or .npz file.
-
-    Raises:
-        ModelError: it cannot be read, or holds no `vectors`.
-    """
+    """Return class names (empty: the file has none) and vectors [C, D] of a .safetensors or .npz file."""
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npz":

@@ -51,11 +51,8 @@ class Codec:
     ) -> None:
         """Lay out a record.
 
-        Args:
-            num_classes: C; 0: no logits are kept.
-            dtype: of logits and features, "fp16" or "fp32".
-            topk: K; 0: all logits.
-            features: shape of one image's features, by name.
+        `num_classes` is C, 0: no logits are kept; `dtype` "fp16" or "fp32"; `topk` K, 0: all logits; `features` the
+        shape of one image's, by name.
         """
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
         self.features = dict(features or {})
@@ -133,11 +130,7 @@ class Store:
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [B] and which of them are whole, bool [B]; one whose logits are not all finite is not.
-
-        Raises:
-            RunError: the view's file cannot be opened.
-        """
+        """Return records [B] and which of them are whole, bool [B]; one whose logits are not all finite is not."""
         try:
             opened = self._opened(view)
         except FileNotFoundError:
@@ -216,10 +209,7 @@ class CachedTeacher:
     def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False) -> None:
         """Put a store before a live teacher.
 
-        Args:
-            live: asked for missing images.
-            store: opened; read-only where another run owns it.
-            fixed_shape: run the live teacher on whole micro-batches only (a compiler would make a graph a shape).
+        `fixed_shape`: run it on whole micro-batches only, since a compiler would make a graph a shape.
         """
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
@@ -287,11 +277,7 @@ class CachedTeacher:
         return Outputs(known.logits.index_copy(0, rows, kept.logits), features)
 
     def flush(self) -> None:
-        """Write the records that are still on the device; where another run writes, only check them.
-
-        Raises:
-            ModelError: an output is not a number, or too large for float16. It is not written.
-        """
+        """Write the records that are still on the device; where another run writes, only check them."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
         codec = self.store.codec
         for view, ids, parts, crc in waiting:
@@ -312,11 +298,7 @@ def _tensor(part: np.ndarray) -> Tensor:
 
 
 def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images: int, writable: bool) -> Store:
-    """Open a cache, or begin it if `writable`. `identity`: what its records depend on, by name; JSON values.
-
-    Raises:
-        RunError: the cache was made from something else (the field is named), cannot be used, or is damaged.
-    """
+    """Open a cache, or begin it if `writable`. `identity`: what its records depend on, by name; JSON values."""
     open_folder(folder, {"format": FORMAT, **identity}, WHERE, writable)
     return Store(folder, codec, num_images, writable)
 
@@ -325,9 +307,6 @@ def owned(folder: Path) -> bool:
     """Make this process the one writer of a cache until it ends; return whether it is.
 
     It is not if another run writes there, nor if there is a cache that this user may only read.
-
-    Raises:
-        RunError: there is no cache and none can be begun, or the file system has no locks.
     """
     if folder not in _locks:
         try:

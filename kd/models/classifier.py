@@ -69,6 +69,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
         self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
+        self.project: nn.Module | None = None
+        """Of an embedding model whose vectors are searched in its teacher's index: into the teacher's space."""
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
         self.register_buffer("scale", scale, persistent=False)
@@ -102,7 +104,9 @@ class Classifier(nn.Module):
     def head(self, pixels: Tensor) -> Tensor:
         """Return the same for normalized images [B, 3, S, S]."""
         output = self.network(pixels)
-        return output if self.num_classes else F.normalize(output, dim=1)
+        if self.num_classes:
+            return output
+        return F.normalize(output if self.project is None else self.project(output), dim=1)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
@@ -117,7 +121,9 @@ class Classifier(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width D of the pooled features; 0 where it is not known."""
+        """Width D of the pooled features, or of what `project` makes of them; 0 where it is not known."""
+        if isinstance(self.project, nn.Linear):
+            return self.project.out_features
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
 
@@ -145,11 +151,7 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 
 def main_output(answer: Any, where: str) -> Tensor:
-    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`."""
     if isinstance(answer, Mapping):
         answer = SimpleNamespace(**answer)
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
@@ -168,9 +170,6 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
     Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
     places, row by row.
-
-    Raises:
-        ModelError: it returns something else.
     """
     if isinstance(inner, Tensor) and inner.ndim == 3:
         return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]
@@ -258,9 +257,9 @@ class Ensemble(nn.Module):
         self.runtime = " and ".join(others) or "torch"
         self.reads_ids = any(member.reads_ids for member in members)
 
-    def validation(self) -> Ensemble:
+    def validation(self, test: bool = False) -> Ensemble:
         """Return the same, asked with the ids of validation images."""
-        members = [one.validation() if one.reads_ids else one for one in self.members]  # type: ignore[operator]
+        members = [one.validation(test) if one.reads_ids else one for one in self.members]  # type: ignore[operator]
         return Ensemble(members, self.shares, self.average)
 
     @property

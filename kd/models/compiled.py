@@ -29,7 +29,6 @@ def compile_forward(module: nn.Module) -> nn.Module:
 
     Raises:
         OSError: torch's folder for compiled libraries cannot be written.
-        RunError: it has no locks.
     """
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 

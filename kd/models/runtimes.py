@@ -9,12 +9,13 @@ onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from kd.errors import MissingExtra, ModelError
 from kd.models.classifier import Classifier
+from kd.models.timm_folder import is_timm
 from kd.types import Outputs
 
 OPSET = 20
@@ -65,12 +67,23 @@ class Graph(nn.Module):
         return model.head(torch.addcmul(model.shift, pixels, model.scale))  # type: ignore[arg-type]
 
 
-def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
-    """Trace a classifier with a dynamic batch dimension.
+def reparameterized(model: Classifier) -> Classifier:
+    """Return a copy whose branches are merged where timm can (repvit, fastvit, mobileone): fewer layers, same answers.
 
-    Raises:
-        ModelError: the network cannot be traced.
+    The model itself stays as it was trained. One without such layers is returned itself.
     """
+    from timm.utils.model import reparameterize_model  # only exports need it
+
+    branches, network = ("fuse", "reparameterize", "switch_to_deploy"), getattr(model.network, "inner", model.network)
+    if not is_timm(network) or not any(hasattr(layer, name) for layer in network.modules() for name in branches):
+        return model
+    merged = copy.copy(model)
+    merged._modules = {**model._modules, "network": reparameterize_model(model.network.eval())}
+    return merged
+
+
+def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
+    """Trace a classifier with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # Traced with two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(2, 3, size, size, dtype=torch.uint8),)
@@ -88,12 +101,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
-    """Write one ONNX file, including the weights.
-
-    Raises:
-        MissingExtra: onnx or onnxscript is not installed, or torch is too old.
-        ModelError: a layer cannot be exported to ONNX, or the weights exceed 2 GB.
-    """
+    """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
         wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
         raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
@@ -119,9 +127,6 @@ def write_int8(source: Path, path: Path) -> None:
     """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs.
 
     Convolutions stay float32, because onnxruntime's integer convolution is slower.
-
-    Raises:
-        MissingExtra: onnx or onnxruntime is not installed.
     """
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
@@ -135,27 +140,17 @@ def write_int8(source: Path, path: Path) -> None:
         )
 
 
-def write_openvino(source: Path, path: Path) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-    """
+def write_openvino(source: Path, path: Path, half: bool = False) -> None:
+    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`."""
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
-        openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=False)
+        openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)
 
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C].
 
-    Args:
-        source: the file, or its bytes.
-        threads: of the session, including the caller's.
-        spin: threads wait for work by spinning, which is faster where nothing else uses the cores.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
+    `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
     """
     runtime = require("onnxruntime", "--onnx")
     options = runtime.SessionOptions()
@@ -168,12 +163,7 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
 
 
 def open_session(path: Path, threads: int, where: str) -> Any:
-    """Open somebody's graph on the CPU.
-
-    Raises:
-        MissingExtra: onnxruntime is not installed.
-        ModelError: onnxruntime cannot run the graph.
-    """
+    """Open somebody's graph on the CPU."""
     runtime = require("onnxruntime", where)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
@@ -190,12 +180,7 @@ def _no_graph(where: str, path: Path, error: Exception) -> ModelError:
 
 
 def graph_files(path: Path, where: str) -> list[Path]:
-    """Return an ONNX file and those beside it that hold its weights.
-
-    Raises:
-        MissingExtra: onnx is not installed.
-        ModelError: it is no graph, or names weights that are no regular file in its folder.
-    """
+    """Return an ONNX file and those beside it that hold its weights."""
     onnx = require("onnx", where)
     try:
         names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
@@ -229,23 +214,31 @@ def _external(message: Any) -> Iterator[str]:
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
 
-    Args:
-        source: an OpenVINO or ONNX file, or the bytes of an ONNX file.
-        threads: number of threads; 0: OpenVINO's default.
-        bf16: compute matrix products in bfloat16 instead of float32.
-
-    Raises:
-        MissingExtra: openvino is not installed.
-        ModelError: the processor has no bfloat16 units; OpenVINO would compute in float32 without a word.
+    `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
     """
     openvino = require("openvino", "--openvino", "openvino")
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
-    if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if bf16 and not has_bf16():
         wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
         raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
+
+
+def installed(name: str) -> bool:
+    """Return whether a package can be imported."""
+    with suppress(ImportError):
+        return importlib.import_module(name) is not None
+    return False
+
+
+def has_bf16() -> bool:
+    """Return whether OpenVINO is installed and finds bfloat16 units in this processor."""
+    if not installed("openvino"):
+        return False
+    core = importlib.import_module("openvino").Core()
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
@@ -260,11 +253,7 @@ def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def require(name: str, option: str, extra: str = "") -> Any:
-    """Import a package.
-
-    Raises:
-        MissingExtra: it is not installed; the remedy names the extra or package.
-    """
+    """Import a package."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -303,17 +292,8 @@ class Exported(nn.Module):
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
         """Export a classifier, which takes seconds.
 
-        Args:
-            model: in eval mode, float32, on the CPU, without features.
-            size: S.
-            runtime: "onnxruntime" or "openvino".
-            precision: "fp32"; "int8" with onnxruntime: quantize the weights of matrix products, and their inputs
-                dynamically; "bf16" with openvino.
-
-        Raises:
-            MissingExtra: a package is not installed.
-            ModelError: the network cannot be exported. A runtime may still reject the graph in the first forward,
-                with its own error.
+        The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
+        the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
         """
         super().__init__()
         self.runtime, self.bf16 = runtime, precision == "bf16"

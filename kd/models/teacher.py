@@ -33,8 +33,8 @@ class Uncached:
     def flush(self) -> None:
         """Do nothing: no outputs are stored."""
 
-    def validation(self) -> Any:
-        """Return the teacher of the validation images; the same one, where it looks at pixels."""
+    def validation(self, test: bool = False) -> Any:
+        """Return the teacher of the validation images, or of the test images; the same one where it looks at pixels."""
         return self
 
 
@@ -84,12 +84,12 @@ class LiveTeacher(Uncached):
             self.model = remake(self.model)
         self.micro_batch = micro_batch
 
-    def validation(self) -> LiveTeacher:
-        """Return the teacher of the validation images: where it answers by ids, they are those of another listing."""
+    def validation(self, test: bool = False) -> LiveTeacher:
+        """Return the teacher of other images: where it answers by ids, they are those of another listing."""
         if not self.reads_ids:
             return self
         other = copy.copy(self)
-        other.model = self.model.validation()  # type: ignore[operator]
+        other.model = self.model.validation(test)  # type: ignore[operator]
         return other
 
     def _forward(self, batch: Batch) -> list[Outputs]:
@@ -120,17 +120,7 @@ class NoTeacher(Uncached):
 
 @torch.no_grad()
 def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
-    """Ask a loaded teacher about the same noise twice; it is left in eval mode.
-
-    Args:
-        model: a `kd.contracts.TeacherModel` that looks at pixels.
-        where: config path of its section.
-        name: what a user calls it.
-        size: of the data's images, pixels.
-
-    Raises:
-        ModelError: it fails on images of this size, or its second answer is another one.
-    """
+    """Ask a loaded teacher about the same noise twice; it is left in eval mode."""
     noise = torch.randint(256, (2, 3, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     try:
         first, second = (model.eval()(noise) for _ in range(2))

@@ -24,8 +24,6 @@ class Facts:
     cores: int = 1
     """Of the machine, for all of its ranks."""
     local_ranks: int = 1
-    threads: int = 1
-    """Of torch in one rank, on a CPU."""
     workers: int = 0
     """Data workers of one rank."""
     batch_size: int = 1

@@ -1,26 +1,21 @@
-"""torch.profiler for a few steps of a run: a trace for Perfetto, the top operators, the memory over time."""
+"""torch.profiler for a few steps of a run: a trace for Perfetto, and the top operators."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from kd.files.storage import write_json
+from kd.files.storage import write_text
 
 log = logging.getLogger("kd")
 
 TOP = 30
-"""Operators that operators.json lists."""
-POINTS = 2000
-"""Most points of the memory's curve."""
+"""Operators that operators.txt lists."""
 
 
 class Profiler:
@@ -67,46 +62,7 @@ class Profiler:
 
     def _write(self, done: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace = self.folder / "trace.json.gz"
-        done.export_chrome_trace(str(trace))
-        write_json(self.folder / "operators.json", operators(done.key_averages(), self.device), "profile")
-        write_json(self.folder / "memory.json", memory(trace, self.device), "profile")
-
-
-def operators(averages: Any, device: str) -> dict[str, Any]:
-    """Return the top operators by the time that they take themselves, on the device where it has a time of its own."""
-    by = "device_ms" if device == "cuda" else "cpu_ms"
-    rows = [
-        {
-            "name": each.key,
-            "calls": each.count,
-            "cpu_ms": round(each.self_cpu_time_total / 1000, 4),
-            "device_ms": round(each.self_device_time_total / 1000, 4),
-        }
-        for each in averages
-    ]
-    total = sum(row[by] for row in rows)
-    rows.sort(key=lambda row: -row[by])
-    for row in rows:
-        row["share"] = round(row[by] / total, 5) if total else 0.0
-    return {"by": by, "total_ms": round(total, 4), "operators": rows[:TOP]}
-
-
-def memory(trace: Path, device: str) -> dict[str, Any]:
-    """Return the allocated MiB over time from a trace; on a CPU, those of the profiled steps' own tensors."""
-    kind = 1 if device == "cuda" else 0
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
-    events = [event for event in events if event["args"]["Device Type"] == kind]
-    events.sort(key=lambda event: event["ts"])
-    points = [
-        [round((event["ts"] - events[0]["ts"]) / 1000, 3), round(event["args"]["Total Allocated"] / 2**20, 3)]
-        for event in events
-    ]
-    return {"columns": ["ms", "mib"], "device": device, "points": thinned(points)}
-
-
-def thinned(points: list[list[float]]) -> list[list[float]]:
-    """Return at most `POINTS` points: of each stretch the one with the most memory, so that no peak is lost."""
-    size = -(-len(points) // POINTS)
-    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), max(1, size))]
+        done.export_chrome_trace(str(self.folder / "trace.json.gz"))
+        by = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
+        table = done.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
+        write_text(self.folder / "operators.txt", table, "profile")

@@ -43,8 +43,6 @@ GROWTH, GROWTH_MIB = 0.05, 64.0
 while its allocators settle."""
 SHARED = 0.20
 """Share of the machine's cores. Where other programs use more, they may be why a rank is late."""
-IDLE_CORES = 0.20
-"""Share of the machine's cores. Where neighbours use the rest, more threads make a step slower."""
 APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
 """Shares of the time after the set-up. They are for the run's safety, and half of them are seldom missed."""
 FORWARD = 0.5
@@ -218,7 +216,7 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if facts.store == "ram":
         advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
     else:
-        effect = "profile/memory.json shows how; a list of tensors that carry gradients is the usual cause."
+        effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
         advice = Advice("profile.steps", _last_steps(evidence), effect)
     return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice)
 
@@ -304,22 +302,6 @@ def time_share(evidence: Evidence) -> Finding | None:
     return _finding("TimeShare", (forward - backward) / whole, text, threshold, advice)
 
 
-# -------------------------------------------------------------------------------------------------------- the cores
-
-
-def overall_system_usage(evidence: Evidence) -> Finding | None:
-    """Cores of a CPU run are left idle."""
-    facts, load = evidence.facts, evidence.load()
-    if facts.device != "cpu" or load is None or facts.threads >= facts.share or data_wait(evidence) is not None:
-        return None
-    idle = 1 - load / 100
-    if idle < IDLE_CORES or evidence.steps() < MIN_STEPS:
-        return None
-    text = f"torch computes with {facts.threads} of a rank's {facts.share} cores, and the cores are {load:.0f} % busy"
-    advice = Advice("backend.threads", facts.share, "the step then computes on all of them.")
-    return _finding("OverallSystemUsage", idle, text, f"{100 * IDLE_CORES:.0f} % idle", advice)
-
-
 RULES: tuple[Rule, ...] = (
     cpu_bottleneck,
     io_bottleneck,
@@ -328,6 +310,5 @@ RULES: tuple[Rule, ...] = (
     dataloader,
     batch_size,
     gpu_memory_increase,
-    overall_system_usage,
     time_share,
 )

@@ -1,18 +1,15 @@
-"""Samples of the machine while a run goes: cores, memory, disk, network, GPUs, NeuronCores; from a thread."""
+"""Samples of the machine while a run goes: cores, memory, disk, network, GPUs; from a thread."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
@@ -71,7 +68,7 @@ class Sampler:
         self._cores = affinity() if affinity is not None else list(range(cores()))
         self._own, self._count = psutil.Process(), 0
         self._workers: list[psutil.Process] = []
-        self._gpus, self._neuron = Gpus(), NeuronMonitor()
+        self._gpus = Gpus()
         self._time, self._totals = time.monotonic(), self._counters()
         psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
         psutil.cpu_times_percent()
@@ -87,7 +84,7 @@ class Sampler:
         rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
         self._time, self._totals = now, totals
         load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
-        row = {
+        return {
             "time": round(time.time(), 3),
             "cpu": [load[core] for core in self._cores if core < len(load)],
             "iowait": getattr(psutil.cpu_times_percent(), "iowait", 0.0),
@@ -102,8 +99,6 @@ class Sampler:
             "network_mib_s": round(rates[2], 3),
             "gpu": self._gpus.sample(),
         }
-        neuron = self._neuron.sample()
-        return row | ({"neuron": neuron} if neuron else {})
 
     def _find_workers(self) -> None:
         before = {worker.pid: worker for worker in self._workers}
@@ -121,7 +116,6 @@ class Sampler:
     def close(self) -> None:
         """Release the devices."""
         self._gpus.close()
-        self._neuron.close()
 
 
 def _load(process: psutil.Process) -> float:
@@ -171,58 +165,6 @@ class Gpus:
 
 def _memory(info: Any) -> dict[str, float]:
     return {"memory_mib": round(info.used / MIB, 1), "memory_total_mib": round(info.total / MIB, 1)}
-
-
-class NeuronMonitor:
-    """AWS's `neuron-monitor`, which prints a report every few seconds, where it is installed. NEVER RUN on hardware.
-
-    Keys of the report: https://awsdocs-neuron.readthedocs-hosted.com (neuron-monitor user guide).
-    """
-
-    def __init__(self, program: str = "neuron-monitor") -> None:
-        self._latest: list[dict[str, float]] = []
-        self._process: subprocess.Popen[str] | None = None
-        path = shutil.which(program)
-        if path is not None:
-            with suppress(OSError):
-                self._process = subprocess.Popen(
-                    [path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
-                )
-                threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
-
-    def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            with suppress(ValueError, TypeError, AttributeError):
-                self._latest = neuron_cores(json.loads(line))
-
-    def sample(self) -> list[dict[str, float]]:
-        """Return utilization (percent) and memory (MiB) of each NeuronCore in use, of the latest report."""
-        return self._latest
-
-    def close(self) -> None:
-        """End the program."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(5)
-            if self._process.stdout is not None:
-                self._process.stdout.close()
-
-
-def neuron_cores(report: dict[str, Any]) -> list[dict[str, float]]:
-    """Return each core's utilization and memory from a report of `neuron-monitor`."""
-    by_core: dict[str, dict[str, float]] = {}
-    for runtime in report.get("neuron_runtime_data", []):
-        content = runtime.get("report", {})
-        in_use = content.get("neuroncore_counters", {}).get("neuroncores_in_use", {})
-        memory = content.get("memory_used", {}).get("neuron_runtime_used_bytes", {}).get("usage_breakdown", {})
-        usage = memory.get("neuroncore_memory_usage", {})
-        for core, counters in in_use.items():
-            used = sum(float(value) for value in usage.get(core, {}).values())
-            by_core[core] = {
-                "utilization": float(counters["neuroncore_utilization"]),
-                "memory_mib": round(used / MIB, 1),
-            }
-    return [by_core[core] for core in sorted(by_core, key=int)]
 
 
 def file_name(host: str, rank: int) -> str:

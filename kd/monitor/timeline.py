@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 
 from kd.files.storage import append_rows, keep_rows
-from kd.monitor.region import active, marked
 from kd.types import UNKNOWN, Loading, State
 
 log = logging.getLogger("kd")
@@ -315,3 +315,49 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     slowest = max(range(len(steps)), key=lambda i: lengths[i])
     span = max(sorted(steps[slowest]), key=lambda name: steps[slowest][name] - usual[name])
     return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
+
+
+active: list[Any] = []
+"""The timelines of this process; the last one gets the regions."""
+
+
+class _Mark:
+    """A range in torch.profiler, and in NVTX where CUDA is in use."""
+
+    def __init__(self, name: str) -> None:
+        self._record = torch.profiler.record_function(name)
+        self._nvtx = torch.cuda.is_initialized()
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(name)
+        self._record.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._record.__exit__(None, None, None)
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def marked(name: str) -> _Mark | None:
+    """Open a profiler and NVTX range if a profiler or CUDA is active, else return None."""
+    if torch.autograd._profiler_enabled() or torch.cuda.is_initialized():  # type: ignore[attr-defined]
+        return _Mark(name)
+    return None
+
+
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """Name a part of your own loop, model or loss: `with kd.region("Forward"):`.
+
+    The name appears in torch.profiler and in NVTX. In a run of kd (`kd-train`, `kd.distill`) the time of the host also
+    appears in the rows of the timeline, below `regions`. Regions may be nested; each counts all of its time.
+
+    Only the thread that trains is timed.
+    """
+    mark, begin = marked(name), time.perf_counter()
+    try:
+        yield
+    finally:
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if active and threading.current_thread() is threading.main_thread():
+            active[-1].add_region(name, time.perf_counter() - begin)

@@ -41,27 +41,24 @@ class Job:
     """The files of the graph."""
     limits: Limits
     top: int
+    second: Job | None = None
+    """With the model that is asked where the first is not sure."""
 
     @staticmethod
     def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
         """Read the graph; `load` compares it with the manifest where it is used."""
-        names = [description.file, *(["openvino.bin"] if description.file.endswith(".xml") else [])]
+        names = [description.file, *([f"{description.file[:-4]}.bin"] if description.file.endswith(".xml") else [])]
         graph = {name: (description.folder / name).read_bytes() for name in names}
         return Job(images, description, graph, limits, top)
 
     def classifier(self) -> Classifier:
-        """Load the model.
-
-        Raises:
-            ModelError: the graph does not run here.
-            MissingExtra: its runtime is not installed here.
-        """
+        """Load the model."""
         with tempfile.TemporaryDirectory(prefix="kd-predict-") as folder:
             for name, content in self.graph.items():
                 Path(folder, name).write_bytes(content)
             model = load(replace(self.description, folder=Path(folder)), threads=1, slots=1)
         model.warm_up(1)
-        return Classifier(self.images, model, self.limits, self.top)
+        return Classifier(self.images, model, self.limits, self.top, self.second.classifier() if self.second else None)
 
 
 class Answer(NamedTuple):
@@ -97,13 +94,7 @@ def _answer(job: list[Any], ids: range) -> Answer:
 
 
 def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
-    """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`.
-
-    Raises:
-        ConfigError: no cluster is named.
-        RunError: there is none, or a host cannot do its part.
-        DataError: a host does not find the images.
-    """
+    """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`."""
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "Start one with `ray start --head`, or see docs/cluster.md"
         raise ConfigError(WHERE, "the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)

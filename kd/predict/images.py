@@ -15,7 +15,7 @@ from pathlib import Path
 from kd.errors import DataError
 from kd.files import object_store, shards
 from kd.files.pixels import ENDINGS, MAX_BYTES
-from kd.files.retry import retried
+from kd.files.storage import retried
 from kd.serve.problems import Problem
 
 WHERE = "kd-predict"
@@ -54,8 +54,6 @@ class Images:
 
         Raises:
             OSError: one of `GONE`, of an image that cannot be read and is still there, or was not there before.
-            Problem: it has more than `MAX_BYTES`.
-            DataError: the storage is away.
         """
 
         def read() -> bytes:
@@ -77,11 +75,6 @@ def find(source: str, copies: Path) -> Images:
             paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below
             it), or "-": an image or a list on the standard input, relative to the working folder.
         copies: where remote shards are copied to.
-
-    Raises:
-        DataError: there are none, or the storage cannot list them.
-        RunError: the disk has no room for copies.
-        MissingExtra: no package for the URL's protocol is installed.
     """
     if source.endswith(".tar"):
         images = _shards(source, copies)

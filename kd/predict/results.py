@@ -11,15 +11,14 @@ import csv
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from kd.errors import DataError, FolderInUse, MissingExtra, RunError
-from kd.files.retry import REMEDY
-from kd.files.storage import atomic_file, disk_error, recover, take_lock
-from kd.predict.classifier import STAMP, Row
+from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
+from kd.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
@@ -34,21 +33,16 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 class Journal:
     """The rows so far. Made by `opened`."""
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self._file = path, file
-        self.done = self.num_unreadable = 0
+    def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
+        self.path, self._file, self._seen = path, file, seen
+        self.done = self.num_unreadable = self.passed_on = 0
         self.unreadable: list[str] = []
         """Name and error of the first few."""
         self.changed = ""
         """Name of the first image that is not the one that a row was made of; "": all are."""
 
     def resume(self, identity: Row, images: Images) -> None:
-        """Count the rows that are there; cut off the rest. A new journal begins with `identity`.
-
-        Raises:
-            RunError: the journal was begun with another one, or the disk is full.
-            DataError: an image that has a row is not there any more: the storage is away.
-        """
+        """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""
         end = 0
         for row, size in _rows(self._file):
             if end:
@@ -74,11 +68,7 @@ class Journal:
             self.flush()
 
     def add(self, row: Row) -> None:
-        """Append the row of the next image.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Append the row of the next image."""
         self._write(row)
         self._count(row)
 
@@ -90,55 +80,43 @@ class Journal:
 
     def _count(self, row: Row) -> None:
         self.done += 1
+        self.passed_on += row.get(BY) == SECOND
+        self._seen(row)
         if "error" in row:
             self.num_unreadable += 1
             self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
 
     def flush(self) -> None:
-        """Give the rows to the system, where they survive the end of this process.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Give the rows to the system, where they survive the end of this process."""
         try:
             self._file.flush()
         except OSError as error:
             raise disk_error(error, self.path, WHERE) from error
 
-    def finish(self, target: Path, top: int, scored: Sequence[str] = ()) -> None:
+    def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
         Args:
             target: a file that does not exist, or has these rows, because an earlier start was killed here.
             top: labels of each image; 0: as many as exceed their thresholds.
             scored: labels that have a column of their own with their score, in a CSV.
-
-        Raises:
-            RunError: the disk is full or not writable, or `target` is another file.
-            MissingExtra: Parquet without pyarrow.
+            more: keys of rows that have a column of their own.
         """
         self.flush()
         self._file.seek(0)
         rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
-        rows = ({key: value for key, value in row.items() if key != STAMP} for row in rows)
+        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES)} for row in rows)
         next(rows)
         with atomic_file(target, WHERE) as draft:
-            FORMATS[target.suffix](draft, rows, top, scored)
+            FORMATS[target.suffix](draft, rows, top, scored, more)
             if target.exists() and not filecmp.cmp(draft, target, shallow=False):
                 raise _exists(target)
         self.path.unlink()
 
 
 @contextmanager
-def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterator[Journal]:
-    """Open or begin the journal of a result, `<target>.part`.
-
-    Raises:
-        RunError: the journal is of other images or another model, `target` is there and the journal has not all rows,
-            or the disk is full, not writable or has no locks.
-        DataError: as `Journal.resume`.
-        FolderInUse: another process is writing it.
-    """
+def opened(target: Path, identity: Mapping[str, Any], images: Images, seen: Callable[[Row], None]) -> Iterator[Journal]:
+    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start."""
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +128,7 @@ def opened(target: Path, identity: Mapping[str, Any], images: Images) -> Iterato
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
         recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
         file.seek(0)
-        journal = Journal(path, file)
+        journal = Journal(path, file, seen)
         journal.resume(dict(identity), images)
         if target.exists() and journal.done < len(images.names):
             raise _exists(target)
@@ -195,8 +173,8 @@ def _printed(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
-    """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error.
+def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
+    """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error; `more`.
 
     Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them. Behind them is a column for each of
     `scored`. A name that a spreadsheet would run as a formula becomes ./NAME, which is the same file.
@@ -204,7 +182,7 @@ def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> N
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
     names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
     with draft.open("w", newline="", encoding="utf-8") as file:
-        columns = ["image", *names, "error", *(f"score:{label}" for label in scored)]
+        columns = ["image", *names, "error", *more, *(f"score:{label}" for label in scored)]
         csv.writer(file, lineterminator="\n").writerow(columns)
         for row in rows:
             values = [answer[key] for answer in row.get("top", [])[:top] for key in ("label", "score")]
@@ -212,23 +190,30 @@ def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> N
                 values = ["|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score")]
             scores = {answer["label"]: answer["score"] for answer in row.get("top", [])}
             cells = [f"./{row['image']}" if row["image"].startswith(FORMULA) else row["image"]]
-            cells += [*(values or [""] * len(names)), row.get("error", ""), *(scores.get(one, "") for one in scored)]
+            cells += [*(values or [""] * len(names)), row.get("error", ""), *(_cell(row.get(key)) for key in more)]
+            cells += [scores.get(one, "") for one in scored]
             # The module does not quote "\r" by itself, which readers take for the end of a row.
             quoting = csv.QUOTE_ALL if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
             csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
 
-def _jsonl(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
+def _cell(value: str | bool | None) -> str:
+    return str(value).lower() if isinstance(value, bool) else value or ""
+
+
+def _jsonl(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
     with draft.open("wb") as file:
         file.writelines(map(_line, rows))
 
 
-def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str]) -> None:
+def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
     pyarrow, parquet = _pyarrow()
     text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
-    answers = pyarrow.list_(pyarrow.struct(list(answer.items())))
+    added = {key: text if key == BY else pyarrow.bool_() for key in more}
+    own = {key: kind for key, kind in added.items() if not top and key != BY}  # of several labels each has its own
+    answers = pyarrow.list_(pyarrow.struct([*answer.items(), *own.items()]))
     main = answer if top else {"labels": answers}
-    schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text})
+    schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text, **added})
     with parquet.ParquetWriter(draft, schema) as writer:
         group: list[Row] = []
         for row in rows:
@@ -244,12 +229,7 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def check_format(target: Path) -> None:
-    """Refuse a result that could not be written in the end.
-
-    Raises:
-        RunError: an unknown ending, or the result is there already, without a journal.
-        MissingExtra: Parquet without pyarrow.
-    """
+    """Refuse a result that could not be written in the end."""
     if target.suffix not in FORMATS:
         raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
     if target.exists() and not _journal(target).exists():

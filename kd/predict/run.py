@@ -7,18 +7,18 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.errors import MissingExtra, RunError
+from kd.errors import MissingExtra, ModelError, RunError
 from kd.host import cores as usable_cores
 from kd.predict import images as listing
-from kd.predict.classifier import Classifier, Row, in_order
+from kd.predict.classifier import BY, MEASURES, Classifier, Row, in_order
 from kd.predict.results import WHERE, check_format, opened
 from kd.serve.limits import Limits
 from kd.serve.model import Description, describe, load
@@ -40,7 +40,10 @@ class Settings:
     export: Path
     images: str
     to: Path = Path("predictions.csv")
-    file: str = "model.onnx"
+    file: str = ""
+    """As `kd.serve.model.describe` takes it."""
+    second: Path | None = None
+    """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
     top: int = 1
     """Labels of each image, best first. 0: all."""
     cores: int = 0
@@ -63,23 +66,21 @@ class Summary:
     seconds: float
     hosts: int
     """Machines that have classified some."""
+    passed_on: int
+    """Images for which the second model answered."""
+    notes: tuple[str, ...]
+    """The expected accuracy, and how the images differ from those of validation."""
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images, or embed them, and write one row for each, in the order of their names.
-
-    Raises:
-        ModelError: the folder is not a whole export.
-        DataError: there are no images, or the storage is away.
-        RunError: the disk is full, the result exists or belongs to something else, or there is no cluster.
-        MissingExtra: a package is not installed.
-    """
+    """Classify images, or embed them, and write one row for each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file)
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
+    second = _second(settings, described)
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
@@ -90,10 +91,19 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         "images": len(images.names),
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
+        **({"unsure": _bands(described)} if described.output.unsure else {}),
+        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
     }
-    rows, hosts = _classify(settings, described, images, top)
+    rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
+    reference = None if second else described.reference  # a row would hold the answer of the second
+    tally = reference.empty() if reference else None
+
+    def seen(row: Row) -> None:
+        if reference and tally and MEASURES in row:
+            reference.count(tally, row, row[MEASURES])
+
     started = time.monotonic()
-    with warnings.catch_warnings(), opened(settings.to, identity, images) as journal:
+    with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
         if journal.changed:
@@ -111,27 +121,61 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         seconds = time.monotonic() - started
         several = bool(described.output.thresholds)
         scored = described.labels if several and top == len(described.labels) else ()
-        journal.finish(settings.to, 0 if several else top, scored)
+        more = [*(["sure"] if described.output.unsure else []), *([BY] if second else [])]
+        journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    return Summary(len(images.names), resumed, unreadable, journal.num_unreadable, seconds, len(hosts) or 1)
+    notes = reference.notes(tally) if reference and tally else ()
+    counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
+    return Summary(len(images.names), resumed, unreadable, *counted, notes)
+
+
+def _bands(described: Description) -> list[list[float]]:
+    return [list(band) for band in described.output.unsure]
+
+
+def _second(settings: Settings, first: Description) -> Description | None:
+    """Read the manifest of the second model."""
+    if settings.second is None:
+        return None
+    if not first.output.unsure:
+        wrong = f"'{settings.export}' does not say which of its answers are sure"
+        raise ModelError("--second", wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
+    if not (settings.second / "model.onnx").is_file():
+        remedy = "A teacher is written by `kd-export RUN --teacher`"
+        raise ModelError("--second", f"'{settings.second}' is no export: it has no model.onnx", "", remedy)
+    second = describe(settings.second)
+    if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
+        other = [*(set(second.labels) ^ set(first.labels)), ""][0]
+        differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
+        wrong = differ if other else "one of the two answers with one label an image, the other with several"
+        raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
+    return second
 
 
 def _classify(
-    settings: Settings, described: Description, images: listing.Images, top: int
+    settings: Settings, described: Sequence[Description], images: listing.Images, top: int
 ) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
-    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help."""
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help.
+
+    `described`: the first model, and the second if there is one.
+    """
     limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
     if settings.ray:
         try:
             from kd.predict.hosts import Job, by_hosts
         except ImportError as error:
             raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
-        return partial(by_hosts, Job.of(described, images, limits, top), hosts), hosts
+        first, *others = [Job.of(one, images, limits, top) for one in described]
+        return partial(by_hosts, replace(first, second=next(iter(others), None)), hosts), hosts
     cores = settings.cores or usable_cores()
-    model = load(described, threads=1, slots=cores)
-    model.warm_up(1)
-    return partial(_by_threads, Classifier(images, model, limits, top), cores=cores), hosts
+    classifier = None
+    for one in reversed(described):
+        model = load(one, threads=1, slots=cores)
+        model.warm_up(1)
+        classifier = Classifier(images, model, limits, top, classifier)
+    assert classifier is not None
+    return partial(_by_threads, classifier, cores=cores), hosts
 
 
 def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:

@@ -6,19 +6,19 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from html import escape
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kd.progress.trackers import Trackers
 from kd.references import redact
 from kd.scores import Scores
-from kd.text import percent
+from kd.text import html_table, percent
 from kd.types import State
 
 if TYPE_CHECKING:
-    from kd.progress.notebook import Page
+    from kd.progress.trackers import Trackers
 
 
 class Console:
@@ -42,8 +42,6 @@ class Console:
 
     def __enter__(self) -> Console:
         if not self.quiet and self._console.is_jupyter:
-            from kd.progress.notebook import Page
-
             self._page = Page(self.title)
         elif not self.quiet and self._console.is_terminal:
             columns = [
@@ -131,3 +129,53 @@ def _pairs(values: Mapping[str, float]) -> str:
     return " ".join(
         f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}" for name, value in values.items()
     )
+
+
+EVERY_SECONDS = 0.5
+
+
+class Page:
+    """What is shown; each change replaces it."""
+
+    def __init__(self, title: str) -> None:
+        """Show a bar at 0. A notebook's kernel always has IPython."""
+        from IPython.display import HTML, display  # kd does not depend on it
+
+        self.title, self.progress, self.text = title, 0.0, ""
+        self.rows: list[dict[str, str]] = []
+        self.lines: list[str] = []
+        self._html, self._shown = HTML, time.monotonic()
+        self._display = display(HTML(self.html()), display_id=True)
+
+    def move(self, progress: float, text: str) -> None:
+        """Move the bar; `text` stands beside it."""
+        self.progress, self.text = progress, text
+        if time.monotonic() - self._shown >= EVERY_SECONDS:
+            self.show()
+
+    def row(self, cells: Mapping[str, str]) -> None:
+        """Add a row to the table."""
+        self.rows.append(dict(cells))
+        self.show()
+
+    def line(self, text: str) -> None:
+        """Add a line to those that are folded away."""
+        self.lines.append(text)
+
+    def close(self, text: str) -> None:
+        """Show the last state; with a text, the bar is full and the text stands beside it."""
+        self.progress, self.text = (1.0, text) if text else (self.progress, self.text)
+        self.show()
+
+    def show(self) -> None:
+        """Replace what is shown."""
+        self._shown = time.monotonic()
+        self._display.update(self._html(self.html()))  # type: ignore[union-attr]
+
+    def html(self) -> str:
+        """Return all of it."""
+        bar = f"<progress value='{self.progress:.3f}' max='1'></progress>"
+        head = f"<p>{escape(self.title)} {bar} {escape(self.text)}</p>"
+        body = escape("\n".join(self.lines))
+        lines = f"<details><summary>{len(self.lines)} lines</summary><pre>{body}</pre></details>" if body else ""
+        return head + html_table(self.rows) + lines

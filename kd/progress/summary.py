@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kd.scores import Scores
+from kd.intervals import Samples
+from kd.scores import Scored, Scores
 from kd.text import table
 
+ALONE = "student, labels only"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -21,6 +23,8 @@ class Trained(Protocol):
     def folder(self) -> Path: ...
     @property
     def metrics(self) -> Mapping[str, float]: ...  # the validation row of the best checkpoint
+    @property
+    def scored(self) -> Scored | None: ...  # the last score; None: metrics are all that is known
     @property
     def parameters(self) -> int: ...
     @property
@@ -41,15 +45,18 @@ class Trained(Protocol):
 
 def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
     """Return the scores of a run and what to type next, as Markdown; empty if it was never evaluated."""
-    row, baseline = result.metrics, result.baseline
-    if not row:
+    if not result.metrics:
         return ""
+    scored, baseline = result.scored, result.baseline
+    row = result.metrics if scored is None else scored.row
     teachers, comparison = scores.of_teachers(row), scores.against_teacher(row)
-    models = {**teachers, "student, distilled" if comparison else "student": row}
+    student = "student, distilled" if comparison else "student"
+    models, samples = {**teachers, student: row}, samples_of(scored, teachers, student)
     sizes = [(result.teacher_parameters if len(teachers) == 1 else 0, 0.0)] * len(teachers)
     sizes.append((result.parameters, result.images_per_second))
     if baseline is not None:
-        models["student, labels only"] = baseline.metrics
+        models[ALONE] = baseline.metrics if baseline.scored is None else baseline.scored.row
+        samples |= samples_of(baseline.scored, (), ALONE)
         sizes.append((baseline.parameters, baseline.images_per_second))
     rows = [
         {
@@ -57,23 +64,48 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
             "parameters": f"{parameters / 1e6:.2f} M" if parameters else "-",
             "training images/s": f"{speed:.0f}" if speed else "-",
         }
-        for cells, (parameters, speed) in zip(scores.table(models), sizes, strict=True)
+        for cells, (parameters, speed) in zip(scores.table(models, samples), sizes, strict=True)
     ]
-    lines = [f"# {name}", "", table(rows), ""]
+    on = [f"On {scored.images:,} {scored.title} images:", ""] if scored is not None else []
+    lines = [f"# {name}", "", *on, table(rows), ""]
+    lines += differences(scores, row, samples, student)
     lines += [comparison, ""] if comparison else []
     for of, one in (("", result), ("Labels only: ", baseline)):
         lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
     lines += [f"{line[0].upper()}{line[1:]}.\n" for line in result.at_home]
     lines += [result.sifting] if result.sifting else []
+    lines += [scored.note, ""] if scored is not None else []
+    key = scores.deciding(row).key
     lines += [
-        f"Best of the evaluations on the validation split by {scores.deciding(row).title}; seed {seed}; "
-        f"run folder `{result.folder}`.",
+        f"Best of the evaluations on the validation split by {scores.deciding(row).with_title(result.metrics[key])}; "
+        f"seed {seed}; run folder `{result.folder}`.",
         "",
         f"Next: `kd-export {result.folder}` writes a folder that timm loads; `kd-report {result.folder}` a page about "
         "the run.",
         "",
     ]
     return "\n".join(lines)
+
+
+def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
+    """Return what the last scores of a run were computed from, by the names of its models."""
+    if scored is None:
+        return {}
+    return {**{name: scored.of(name) for name in teachers}, student: scored.samples}
+
+
+def differences(
+    scores: Scores, row: Mapping[str, float], samples: Mapping[str, Mapping[str, Samples]], student: str
+) -> list[str]:
+    """Say of each other model whether the student is better, by the score that decides; nothing without intervals."""
+    column, own = scores.deciding(row), samples.get(student, {})
+    lines = [
+        f"- {student} against {name}: {column.title} {column.difference(own[column.key], other[column.key])}"
+        for name, other in samples.items()
+        if name != student and column.key in own and column.key in other
+    ]
+    said = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
+    return [*lines, "", said, ""] if lines else []
 
 
 def skipped_text(skipped: int, steps: int) -> str:

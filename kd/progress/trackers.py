@@ -22,12 +22,7 @@ class Trackers:
     """Experiment trackers, which get every row of metrics, and pictures in the end."""
 
     def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`.
-
-        Raises:
-            ConfigError: unknown name.
-            MissingExtra: the tracker's package is not installed.
-        """
+        """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`."""
         self._started: dict[str, Any] = {}
         """By name; one that failed is left out."""
         for name in names:
@@ -64,12 +59,7 @@ class Trackers:
 
 
 def check(names: Sequence[str]) -> None:
-    """Require every tracker to exist and to be installed, before anything is trained.
-
-    Raises:
-        ConfigError: unknown name.
-        MissingExtra: the tracker's package is not installed.
-    """
+    """Require every tracker to exist and to be installed, before anything is trained."""
     for name in names:
         _find(name)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from kd.report.pair import pair
 from kd.report.record import Answers, RunRecord
 from kd.report.sections import card, section, table
 from kd.report.svg import esc, legend
@@ -13,6 +14,8 @@ from kd.text import percent
 
 MOST_CLASSES = 24
 """Classes of a confusion matrix; of more, the most frequent confusions are listed."""
+FEWEST = 20
+"""Images of a class below which its accuracy is marked: the 95 % interval of 10 of 20 is 30 to 70 %."""
 MOST_CONFUSIONS, MOST_LETTERS = 20, 24
 """Of that list; of a class name that is drawn."""
 
@@ -27,7 +30,13 @@ def answers(runs: Sequence[RunRecord]) -> str:
         part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
         cards = [card(f"Accuracy by class{part}", _dumbbells(one)), card("Confusion", _confusion(one))]
         sections.append(
-            section(f"Answers{who}", "", f'<div class="grid two">{"".join(cards)}</div>', _photographs(one))
+            section(
+                f"Answers{who}",
+                one.without_leaks(),
+                f'<div class="grid two">{"".join(cards)}</div>',
+                pair(one),
+                _photographs(one),
+            )
         )
     return "".join(sections)
 
@@ -38,7 +47,7 @@ def _dumbbells(one: Answers) -> str:
     teacher = one.accuracy(one.teacher) if one.teacher else student
     classes = [i for i, value in enumerate(student) if not math.isnan(value)]
     order = sorted(classes, key=lambda i: (student[i] - teacher[i], student[i]))
-    rows, names, hint = [], short_names(one.classes), ""
+    rows, names, hint, images = [], short_names(one.classes), "", one.images()
     if len(order) > MOST_CLASSES:
         worst = MOST_CLASSES - 6
         hint = f"{MOST_CLASSES} of {len(order)} classes are drawn: the {worst} worst ones and the 6 best ones."
@@ -50,14 +59,28 @@ def _dumbbells(one: Answers) -> str:
             dots = _dot("teacher", teacher[i], "background:var(--card);border:3px solid var(--teacher)") + dots
         gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
         rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>{dots}'
+        few = f" ({images[i]} *)" if images[i] < FEWEST else ""
+        title = esc(f"{one.classes[i]}: {images[i]} images")
         rows.append(
-            f'<div class="dumb"><span class="name" title="{esc(one.classes[i])}">{esc(names[i])}</span>'
+            f'<div class="dumb"><span class="name" title="{title}">{esc(names[i])}{few}</span>'
             f'<span class="rail">{rail}</span><span class="gap">{gap}</span></div>'
         )
     ends = '<span class="ends"><span>0 %</span><span>100 %</span></span>'
     rows.append(f'<div class="dumb"><span></span>{ends}<span></span></div>')
     entries = [("student", "--c1"), ("teacher", "--teacher")] if one.teacher else [("student", "--c1")]
-    return (f'<p class="hint">{hint}</p>' if hint else "") + "".join(rows) + legend(entries)
+    hints = [hint, *_doubts(one, [names[i] for i in range(len(names)) if not images[i]])]
+    return "".join(f'<p class="hint">{esc(line)}</p>' for line in hints if line) + "".join(rows) + legend(entries)
+
+
+def _doubts(one: Answers, absent: Sequence[str]) -> list[str]:
+    """Say which classes have so few images, or none, that their accuracy says little or nothing."""
+    few, asked = sum(0 < count < FEWEST for count in one.images()), f"the {len(one.label):,} images asked"
+    lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few answers more or less."]
+    shown = ", ".join(absent[:6]) + (", ..." if len(absent) > 6 else "")
+    said = (
+        f"{len(absent)} of {len(one.classes)} classes have no image among {asked}, which says nothing of them: {shown}."
+    )
+    return [*(lines if few else []), *([said] if absent else [])]
 
 
 def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:

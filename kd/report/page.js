@@ -1,4 +1,4 @@
-// Shows the numbers of a chart where the pointer is. A live page asks for itself again every few seconds.
+// Shows the numbers of a chart where the pointer is.
 const tip = document.createElement("div");
 tip.id = "tip";
 tip.hidden = true;
@@ -57,18 +57,3 @@ const follow = (event) => {
 };
 addEventListener("pointermove", follow);
 addEventListener("scroll", clear, { passive: true });
-
-const again = async () => {
-  try {
-    const text = await (await fetch(location.href)).text();
-    const fresh = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-    const open = [...document.querySelectorAll("details")].map((one) => one.open);
-    if (fresh) document.querySelector("main").replaceWith(fresh);
-    document.querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? one.open; });
-  } catch {
-    document.querySelector(".live")?.replaceChildren("the run's page is no longer served");
-    return;
-  }
-  setTimeout(again, 1000 * document.body.dataset.live);
-};
-if (document.body.dataset.live) setTimeout(again, 1000 * document.body.dataset.live);

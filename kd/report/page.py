@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kd import instances
+from kd.intervals import Samples
 from kd.report import sections
 from kd.report.answers import answers
-from kd.report.record import RunRecord, differences, label_of, mean_cells, price_rows, repeats, teachers_of
+from kd.report.record import RunRecord, differences, label_of, mean_cells, price_rows, repeats, teachers_of, verdicts
 from kd.report.sections import card, color, esc, section, table
 from kd.report.svg import legend, number
 from kd.report.text import unfinished_text
@@ -17,37 +19,36 @@ from kd.text import clock, money, percent
 HERE = Path(__file__).parent
 
 
-def render(runs: Sequence[RunRecord], live_seconds: float = 0.0) -> str:
-    """Return the page of at least one run; it asks for itself again every `live_seconds`, 0: never."""
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the page of at least one run."""
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
     body = [
-        _head(runs, title, live_seconds),
+        _head(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else "",
         sections.findings(runs),
         _compared(runs),
         sections.curves(runs),
         sections.time(runs),
         sections.machine(runs),
-        sections.operators(runs),
         sections.sifting(runs),
         answers(runs),
+        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
         _notes(runs),
     ]
     style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
-    live = f' data-live="{live_seconds:g}"' if live_seconds else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{esc(title)} · kd</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:; connect-src 'self'\">"
-        f'<link rel="icon" href="data:,"><style>{style}</style></head><body{live}><main>{"".join(body)}</main>'
+        "script-src 'unsafe-inline'; img-src data:\">"
+        f'<link rel="icon" href="data:,"><style>{style}</style></head><body><main>{"".join(body)}</main>'
         f"<script>{script}</script></body></html>\n"
     )
 
 
-def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
+def _head(runs: Sequence[RunRecord], title: str) -> str:
     run = runs[0]
     environment = run.manifest.get("environment", {})
     machine = environment.get("machine", {})
@@ -63,11 +64,10 @@ def _head(runs: Sequence[RunRecord], title: str, live: float) -> str:
     ]
     names = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
-    flag = '<span class="live">live</span>' if live else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
     lines = (unfinished_text(run) for run in runs)
-    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line and not live)
-    return f'<header>{heading}{names}<div class="chips">{flag}{tags}</div>{ends}</header>'
+    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line)
+    return f'<header>{heading}{names}<div class="chips">{tags}</div>{ends}</header>'
 
 
 def _tiles(run: RunRecord) -> str:
@@ -106,16 +106,25 @@ def _size_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return value, name and small print: one tile for each own score, one for the student against its teacher."""
-    best, tiles = run.best, []
-    chosen = f"best of {len(run.val)} evaluations on this split"
-    others = run.scores.of_teachers(best)
+    best, tiles = run.counted, []
+    tested = run.scored is not None and run.scored.split == "test"
+    chosen = f"best of {len(run.val)} evaluations on this split, which flatters it"
+    if tested:
+        chosen = f"validation {run.decides.text(run.best[run.decides.key])}, the best of {len(run.val)} evaluations"
+    others: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {}
+    for name, values in run.scores.of_teachers(best).items():
+        others[name] = (values, run.scored.of(name) if run.scored is not None else {})
     if run.baseline is not None:
-        others["labels only"] = dict(run.baseline.best)
+        others["labels only"] = (run.baseline.counted, run.baseline.samples)
     for one in run.scores.own:
         if one.key in best:
-            beside = [f"{name} {one.text(values[one.key])}" for name, values in others.items() if one.key in values]
+            ends = one.text(best[one.key], run.samples.get(one.key)).partition(" (")[2].removesuffix(")")
+            beside = [f"95 % interval {ends}"] if ends else []
+            beside += [
+                f"{name} {one.text(v[one.key], s.get(one.key))}" for name, (v, s) in others.items() if one.key in v
+            ]
             beside += [chosen] if one == run.decides and len(run.val) > 1 else []
-            tiles.append((one.text(best[one.key]), f"validation {one.title}", ", ".join(beside)))
+            tiles.append((one.text(best[one.key]), f"{run.split} {one.title}", ", ".join(beside)))
     pair = run.scores.pair_in(best)
     if pair:
         small = [pair[0].meaning, *(one.with_title(best[one.key]) for one in pair[1:])]
@@ -132,12 +141,13 @@ def _compared(runs: Sequence[RunRecord]) -> str:
             entries.append((f"{run.name}, labels only", run.baseline))
     if len(entries) < 2:
         return ""
-    titles = {title: "-" for _, run in entries for title in run.scores.cells(run.best)}
+    titles = {title: "-" for _, run in entries for title in run.scores.cells(run.counted)}
     rows = [
         {
             "run": name,
             **titles,
-            **run.scores.cells(run.best),
+            **run.scores.cells(run.counted, run.samples),
+            "scored on": f"{run.scored.images:,} {run.split}" if run.scored is not None else run.split,
             "steps": f"{run.steps:,}" + (f", {run.skipped:,} skipped" if run.skipped else ""),
             "images/s": f"{run.images_per_second:,.0f}",
             "training": clock(run.seconds),
@@ -151,11 +161,12 @@ def _compared(runs: Sequence[RunRecord]) -> str:
             if len(same) == len(group):
                 title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
                 rows.append(dict.fromkeys(rows[0], "-") | {"run": title} | mean_cells(same))
+    shown = table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
     if len(runs) == 1:
-        return section("Side by side", "", card("Distilled, and the same student on labels alone", table(rows)))
+        return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
     names = [run.name for run in runs]
     changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
-    cards = [card("Results", table(rows)), card("What differs in the configuration", table(changed, names))]
+    cards = [card("Results", shown), card("What differs in the configuration", table(changed, names))]
     return section("Side by side", "", *cards)
 
 

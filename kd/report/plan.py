@@ -27,9 +27,6 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
 
     `machine` is a name and, optionally, how many: ["p4d.24xlarge", "x4"]. `mfu` is the share of a device's peak rate
     that training reaches, unless `run`, a run folder made on such devices, has the step.
-
-    Raises:
-        ConfigError: no such machine, several processes, or a batch that does not divide.
     """
     instance, machines = parse(machine)
     if recipe.price.per_hour:
@@ -51,11 +48,7 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
 
 
 def parse(machine: Sequence[str]) -> tuple[Instance, int]:
-    """Return the machine and how many of `["p4d.24xlarge", "x4"]`.
-
-    Raises:
-        ConfigError: not in the table, or not a number.
-    """
+    """Return the machine and how many of `["p4d.24xlarge", "x4"]`."""
     name, *rest = machine
     instance = instances.find(name)
     if instance is None:
@@ -69,11 +62,7 @@ def parse(machine: Sequence[str]) -> tuple[Instance, int]:
 
 
 def elsewhere(instance: Instance, here: StepCost, measured: Measured, mfu: float) -> tuple[StepCost, str]:
-    """Return the cost of a step on a device of a machine, from what was measured here, and lines about it.
-
-    Raises:
-        ConfigError: the machine has no accelerator, and the step was measured on one.
-    """
+    """Return the cost of a step on a device of a machine, from what was measured here, and lines about it."""
     origin = f"step      measured here: {describe(measured)}"
     if not instance.tflops:
         if measured.accelerator:
@@ -129,11 +118,7 @@ def step_cost(measured: Measured, loop: LoopPlan, teacher: bool) -> StepCost:
 
 
 def of_run(path: Path, cost: StepCost, trust: bool = False) -> tuple[StepCost, str]:
-    """Return the cost of a step as a run measured it on its devices, and a line about it.
-
-    Raises:
-        ConfigError: the run has no training rows yet.
-    """
+    """Return the cost of a step as a run measured it on its devices, and a line about it."""
     run = read(path, -1, trust=trust)
     if not run.images_per_second:
         raise ConfigError("--run", f"'{path}' has no training rows yet", "", "Give a run that has trained")

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
+from kd.audit.lists import FOLDER, read_repeats
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
@@ -23,9 +24,8 @@ from kd.report.record import Answers, Picture
 from kd.setup.answers import ask
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.finished import Trust, best_student
-from kd.setup.fit import fit_folders, is_fitted
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.teacher import load_teachers
+from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
 MOST_PICTURES, SIDE = 24, 160
@@ -47,13 +47,13 @@ def answers(
         data = open_sources(plan)
         vouched.check_images(data, folder.manifest())
         data.val.prepare()
-        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images}
+        belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images, "form": 2}
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_teacher(teacher)
             vouched.check_student(student)
             stored = {
-                **_predict(folder, student, _teacher(teacher, data), data, images),
+                **_predict(folder, student, load_fitted(teacher, data), data, images),
                 "belongs": belongs,
             }
             write_json(folder.path / FILE, stored)
@@ -65,6 +65,9 @@ def answers(
         student=stored["student"],
         teacher=stored.get("teacher", []),
         of=stored["of"],
+        student_sure=stored["student_sure"],
+        cpu_ms=stored["cpu_ms"],
+        leaked=_leaked(stored, data, folder.path),
     )
     try:
         return replace(answers, pictures=_pictures(stored, data)), ""
@@ -84,11 +87,7 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
 def _predict(
     folder: RunDir, plan: StudentPlan, teacher: TeacherModel | None, data: Data, images: int
 ) -> dict[str, Any]:
-    """Run both models over validation images as evaluation shows them, in float32.
-
-    Raises:
-        RunError: the images have no labels.
-    """
+    """Run both models over validation images as evaluation shows them, in float32."""
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
     student, _ = best_student(folder, plan, data.section, data.classes)
@@ -99,26 +98,15 @@ def _predict(
     return ask(models, data, images, device)
 
 
-def _teacher(plan: TeacherPlan, data: Data) -> TeacherModel | None:
-    """Load the teacher of a run.
-
-    Raises:
-        RunError: it was fitted elsewhere and is not here.
-    """
-    weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
-        weights[where] = target
-        if not is_fitted(target):
-            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-    return load_teachers(plan, data, weights).model
+def _leaked(stored: Mapping[str, Any], data: Data, path: Path) -> list[int]:
+    """Return which of the images are in another split too, as the list of `--check` or `--audit` says."""
+    pairs = [pair for pair in read_repeats(path / FOLDER) if pair.leaks]
+    names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
+    return [i for i, id in enumerate(stored["ids"]) if data.val.name(id) in names] if names else []
 
 
 def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
-    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first.
-
-    Raises:
-        DataError: an image cannot be read.
-    """
+    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
     if "teacher" not in stored:
         return []
     differ = [i for i, answer in enumerate(stored["student"]) if answer != stored["teacher"][i]]

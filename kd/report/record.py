@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kd import instances
-from kd.scores import Column, Scores
-from kd.text import clock, money
+from kd.intervals import Samples, wilson
+from kd.scores import Column, Scored, Scores
+from kd.text import clock, money, percent
 
 SPANS = (
     "data",
@@ -59,6 +61,30 @@ class Answers:
     of: int
     """Images of the validation split; more than answered where only a part was asked for."""
     pictures: Sequence[Picture] = ()
+    student_sure: Sequence[float] = ()
+    """The student's probability for its answer, calibrated on every second image."""
+    cpu_ms: Mapping[str, float] = field(default_factory=dict)
+    """CPU milliseconds of an image by model; empty: they ran on a GPU."""
+    leaked: Sequence[int] = ()
+    """Positions in `label` of images that are also in another split, where the run folder has a list of such."""
+
+    def without_leaks(self) -> str:
+        """Say the accuracy with and without images that are in another split too; "" where no list names any."""
+        if not self.leaked:
+            return ""
+        clean = sorted({*range(len(self.label))} - {*self.leaked})
+        shares = []
+        for rows in (range(len(self.label)), clean):
+            right = sum(self.student[i] == self.label[i] for i in rows)
+            ends = " to ".join(percent(end) for end in wilson(right / max(1, len(rows)), len(rows)))
+            shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
+        count = f"{len(self.leaked)} of {len(self.label)} validation images are also in another split"
+        return f"{count} (audit/duplicates.csv): the student's accuracy is {shares[0]} with them, {shares[1]} without."
+
+    def images(self) -> list[int]:
+        """Return the number of images of each class."""
+        counts = Counter(self.label)
+        return [counts[label] for label in range(len(self.classes))]
 
     def accuracy(self, answers: Sequence[int]) -> list[float]:
         """Return the accuracy on each class; NaN for one without images."""
@@ -94,11 +120,9 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by host and rank."""
     findings: Sequence[Mapping[str, Any]] = ()
-    operators: Mapping[str, Any] = field(default_factory=dict)
-    """Of the profiled steps: `by` (which time decides), `total_ms`, `operators`."""
-    memory: Sequence[Sequence[float]] = ()
-    """(milliseconds, MiB) of the profiled steps."""
     answers: Answers | None = None
+    scored: Scored | None = None
+    """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
     exported: Mapping[str, Any] = field(default_factory=dict)
     """manifest.json of `export/`, where `kd-export` wrote it there."""
     sheet: bytes = b""
@@ -118,6 +142,21 @@ class RunRecord:
         """The validation row with the highest score, the first of several; empty before an evaluation."""
         key = self.decides.key
         return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
+
+    @property
+    def counted(self) -> Mapping[str, Any]:
+        """The row that counts: the last score, else the best validation row."""
+        return self.best if self.scored is None else self.scored.row
+
+    @property
+    def samples(self) -> Mapping[str, Samples]:
+        """What scores of `counted` were computed from, by key."""
+        return {} if self.scored is None else self.scored.samples
+
+    @property
+    def split(self) -> str:
+        """The images of `counted`."""
+        return "validation" if self.scored is None else self.scored.title
 
     @property
     def steps(self) -> int:
@@ -220,7 +259,7 @@ def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
     """Return the mean of each score of several runs with the 95 % interval of that mean (Student's t), by title."""
     cells, quantile = {}, T_975[min(len(runs), len(T_975)) - 1]
     for column in runs[0].scores.columns:
-        values = [float(run.best[column.key]) for run in runs if column.key in run.best]
+        values = [float(run.counted[column.key]) for run in runs if column.key in run.counted]
         if len(values) == len(runs):
             half = quantile * statistics.stdev(values) / math.sqrt(len(values))
             mean = column.text(statistics.mean(values)).removesuffix(f" {column.unit}")
@@ -232,13 +271,36 @@ def teachers_of(runs: Sequence[RunRecord]) -> dict[str, Mapping[str, float]]:
     """Return the scores of each teacher of runs once, by name; one that several runs share has those of the first."""
     found: dict[str, tuple[str, Mapping[str, float]]] = {}
     for run in runs:
-        for name, values in run.scores.of_teachers(run.best).items():
+        for name, values in run.scores.of_teachers(run.counted).items():
             found.setdefault(f"{run.manifest.get('teacher') or run.name} {name}", (f"{name} of {run.name}", values))
     names = [name.rpartition(" of ")[0] for name, _ in found.values()]
     return {
         short if names.count(short) == 1 else name: values
         for short, (name, values) in zip(names, found.values(), strict=True)
     }
+
+
+def verdicts(runs: Sequence[RunRecord]) -> list[str]:
+    """Say of models which is better: each student against its teachers and labels only, each run against the first.
+
+    By the score that decides, with the 95 % interval of the difference; of models scored on the same images alone.
+    """
+    pairs: list[tuple[str, RunRecord, str, RunRecord | None]] = []
+    for run in runs:
+        pairs += [(run.name, run, name, None) for name in run.scores.of_teachers(run.counted)]
+        pairs += [(run.name, run, "labels only", run.baseline)] if run.baseline is not None else []
+    pairs += [(run.name, run, runs[0].name, runs[0]) for run in runs[1:]]
+    lines = []
+    for name, run, against, other in pairs:
+        if run.scored is None:
+            continue
+        samples = run.scored.of(against)
+        if other is not None:
+            same = other.scored is not None and run.scored.same_images(other.scored)
+            samples = other.samples if same else {}
+        if text := run.scored.against(samples, run.decides):
+            lines.append(f"{name} against {against}: {run.decides.title} {text}")
+    return lines
 
 
 def time_parts(run: RunRecord) -> dict[str, float]:
@@ -260,7 +322,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     for run in runs:
         saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
         score, epochs = run.decides, run.epochs_done
-        value = float(run.best.get(score.key, 0.0))
+        value = float(run.counted.get(score.key, 0.0))
         gained = 100 * value if score.unit == "%" else 0.0
         rows.append(
             {
@@ -271,7 +333,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "USD": money(run.cost) if run.cost else "-",
                 "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
                 "USD a point": money(run.cost / gained) if run.cost and gained else "-",
-                "score": score.with_title(value) if run.best else "-",
+                "score": score.with_title(value, run.samples.get(score.key)) if run.best else "-",
                 "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
             }
         )

@@ -44,9 +44,6 @@ def report(
 
     It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
     of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
-
-    Raises:
-        RunError: a folder is no run folder or needs trust, or the page cannot be written.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
@@ -57,23 +54,13 @@ def report(
 
 
 def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
-    """Return the table that compares the costs of runs.
-
-    Raises:
-        RunError: no run has a price.
-    """
+    """Return the table that compares the costs of runs."""
     with _damage_as_one_line(paths):
         runs = distinct([read(path, -1, overrides, trust) for path in paths])
         if not any(run.cost for run in runs):
             remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
             raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
         return price_rows(runs)
-
-
-def live_page(paths: Sequence[Path], seconds: float, overrides: Sequence[str] = (), trust: bool = False) -> str:
-    """Return the page of runs as they stand now, without the models' answers."""
-    with _damage_as_one_line(paths):
-        return redact(render(distinct([read(path, -1, overrides, trust) for path in paths]), seconds))
 
 
 @contextmanager
@@ -96,11 +83,7 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
-    """Read a run folder; a negative number of images leaves out the models' answers.
-
-    Raises:
-        RunError: it is no run folder, or names a module and is not trusted.
-    """
+    """Read a run folder; a negative number of images leaves out the models' answers."""
     folder, stored = opened_run(path, trust)
     recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
     manifest, val = folder.manifest(), folder.metrics("val")
@@ -120,9 +103,8 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         findings=content(path / "findings.json", []),
-        operators=content(path / "profile" / "operators.json", {}),
-        memory=content(path / "profile" / "memory.json", {}).get("points", []),
         answers=counted,
+        scored=folder.scored(),
         exported=content(path / "export" / "manifest.json", {}),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
@@ -131,11 +113,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
 
 
 def content(file: Path, otherwise: Any) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        RunError: it is damaged.
-    """
+    """Return what a JSON file holds."""
     if not file.is_file():
         return otherwise
     try:

@@ -10,7 +10,7 @@ from kd.progress.sifting import saving_text
 from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
 from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
-from kd.text import clock, percent
+from kd.text import VARIANTS_NOTE, clock, percent, variant_rows
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
 APART = ("evaluation", "checkpoint", "profile", "setup")
@@ -219,31 +219,24 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     )
 
 
-def operators(runs: Sequence[RunRecord]) -> str:
-    """Show the operators that took the most time; of two runs, before and after."""
-    profiled = [run for run in runs if run.operators.get("operators")][:2]
-    if not profiled:
-        return ""
-    times = [
-        {str(row["name"]): float(row[run.operators["by"]]) for row in run.operators["operators"]} for run in profiled
-    ]
-    names = sorted(set().union(*times), key=lambda name: -max(one.get(name, 0.0) for one in times))[:12]
-    rows = [(name, [(one.get(name, 0.0), color(i)) for i, one in enumerate(times)]) for name in names]
-    legend_of_runs = legend([(run.name, color(i)) for i, run in enumerate(profiled)]) if len(profiled) > 1 else ""
-    totals = ", ".join(f"{run.name} {number(run.operators['total_ms'], 'ms')}" for run in profiled)
-    hint = (
-        f"Own time of each operator in the profiled steps (in all {totals}). profile/trace.json.gz opens in Perfetto."
-    )
-    memory = [
-        Series(run.name, color(i), [float(ms) for ms, _ in run.memory], [float(mib) for _, mib in run.memory])
-        for i, run in enumerate(profiled)
-        if run.memory
-    ]
-    cards = [card("Top operators", bars(rows, "ms"), legend_of_runs)]
-    if memory:
-        curve = lines(memory, 1060, 180, "milliseconds of the profile", "MiB", True)
-        cards.append(card("Allocated memory, MiB", curve, legend_of_runs))
-    return section("Operators", hint, *cards)
+def variants(runs: Sequence[RunRecord]) -> str:
+    """Show what `kd-export --compare` measured: a table, and the score of each graph against its time on one thread."""
+    cards = []
+    for run in runs:
+        rows, found = variant_rows(run.exported), run.exported.get("variants", {})
+        if not rows:
+            continue
+        series = []
+        for i, (name, one) in enumerate(found.items()):
+            time, ends = float(one["speed"]["1"]["p50_ms"]), [float(end) for end in one["interval"]]
+            series.append(Series(name, color(i), [time], [float(one["score"])]))
+            series.append(Series(f"{name}, 95 %", color(i), [time, time], ends, dashed=True))
+        first = next(iter(found.values()))
+        plot = lines(series, 515, 240, "p50 on one thread, ms", first["unit"])
+        names = legend([(name, color(i)) for i, name in enumerate(found)])
+        cards.append(card(run.name if len(runs) > 1 else "", table(rows, ["file"])))
+        cards.append(card(f"{first['title'].capitalize()} against time", plot, names))
+    return section("Which file to ship", VARIANTS_NOTE, *cards)
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kd.progress.summary import curves, skipped_text
-from kd.report.record import RunRecord, differences, mean_cells, price_rows, repeats
+from kd.report.record import RunRecord, differences, mean_cells, price_rows, repeats, verdicts
 from kd.text import clock, table
 
 
@@ -15,6 +15,9 @@ def summary(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
         lines += [*_results(run), curves(run.train, run.val, run.scores), *_findings(run)]
+    if compared := verdicts(runs):
+        lines += ["On the same images, with the 95 % interval of the difference:", ""]
+        lines += [*(f"- {line}" for line in compared), ""]
     for group in repeats(runs):
         cells = ", ".join(f"{title} {text}" for title, text in mean_cells(group).items())
         lines += [f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}), 95 % interval: {cells}.", ""]
@@ -31,13 +34,15 @@ def _results(run: RunRecord) -> list[str]:
     stands = [f"**{line}**", ""] if (line := unfinished_text(run)) else []
     if not run.best:
         return [*stands, "Not evaluated yet.", ""]
-    parts = [run.scores.text(run.best)]
+    parts = [run.scores.text(run.best)] if run.scored is None else [run.scores.conclusion(run.scored)]
     if run.baseline is not None and run.baseline.best:
-        score = run.baseline.decides
-        parts.append(f"labels only {score.text(run.baseline.best[score.key])}")
+        score, alone = run.baseline.decides, run.baseline
+        parts.append(f"labels only {score.text(alone.counted[score.key], alone.samples.get(score.key))}")
     parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
     skipped = skipped_text(run.skipped, run.steps)
-    return [*stands, ", ".join(parts) + ".", "", *([skipped, ""] if skipped else [])]
+    note = [run.scored.note, ""] if run.scored is not None else []
+    note += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
+    return [*stands, ", ".join(parts) + ".", "", *note, *([skipped, ""] if skipped else [])]
 
 
 def unfinished_text(run: RunRecord) -> str:

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd.files import manifest, pixels
+from kd.files import manifest, pixels, sure
 from kd.files.storage import atomic_folder, refuse_unlisted
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
@@ -21,11 +21,7 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archives(export: Path) -> list[Path]:
-    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
-
-    Raises:
-        RunError: that folder holds something else, the disk is full or not writable.
-    """
+    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths."""
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
     files = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
@@ -33,6 +29,7 @@ def sagemaker_archives(export: Path) -> list[Path]:
         "code/inference.py": Path(handler.__file__).read_bytes(),
         "code/exported.py": Path(manifest.__file__).read_bytes(),
         "code/pixels.py": Path(pixels.__file__).read_bytes(),
+        "code/sure.py": Path(sure.__file__).read_bytes(),
         "code/requirements.txt": REQUIREMENTS.encode(),
     }
     archives = {"container": container_archive(export), "pytorch": _archive(files)}

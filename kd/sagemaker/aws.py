@@ -25,11 +25,7 @@ Request = Mapping[str, Any]
 
 
 def train(request: Request, follow: bool = True) -> None:
-    """Start a training job. Print its log until it ends.
-
-    Raises:
-        RunError: AWS refuses the request, cannot be reached, or the job failed.
-    """
+    """Start a training job. Print its log until it ends."""
     name = request["TrainingJobName"]
     with _aws_errors("CreateTrainingJob"):
         sagemaker = _client("sagemaker")
@@ -49,9 +45,6 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
 
     Returns:
         What the endpoint answered, and how to remove it.
-
-    Raises:
-        RunError: a step failed, or the answer is none of `labels`. What was created stays, and is named.
     """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
@@ -82,11 +75,7 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
 
 
 def transform(requests: Mapping[str, Request], export: Path) -> None:
-    """Upload an export, send `requests.transform_requests`, and wait for the end of the job.
-
-    Raises:
-        RunError: a step or the job failed.
-    """
+    """Upload an export, send `requests.transform_requests`, and wait for the end of the job."""
     name = requests["CreateTransformJob"]["TransformJobName"]
     with _aws_errors("transform"):
         sagemaker = _create(requests, export)

@@ -1,7 +1,7 @@
 """The student in SageMaker's PyTorch container: the four hooks that its toolkit calls.
 
-`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py` and `pixels.py` beside it. It needs
-torch, timm and Pillow and nothing else of kd.
+`kd-export --sagemaker` ships this file as `code/inference.py`, with `exported.py`, `pixels.py` and `sure.py` beside it.
+It needs torch, timm and Pillow and nothing else of kd.
 
 A body is image/jpeg, image/png, image/webp, application/x-image, or JSON: {"image": base64} or {"images": [base64]}.
 The answer is JSON, one prediction an image. A ValueError is what the toolkit turns into an answer to the client.
@@ -23,9 +23,11 @@ from PIL import Image
 try:
     from exported import MANIFEST, sha256, unchanged  # type: ignore[import-not-found]
     from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
+    from sure import bands, mark  # type: ignore[import-not-found]
 except ImportError:  # inside of kd
     from kd.files.manifest import MANIFEST, sha256, unchanged
     from kd.files.pixels import centre_crop, to_rgb
+    from kd.files.sure import bands, mark
 
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "config.json")
@@ -47,6 +49,7 @@ class Student:
         self.labels = [] if self.embeds else list(config["label_names"])
         thresholds = manifest.get("output", {}).get("thresholds", {})
         self.thresholds = [thresholds[label]["threshold"] for label in self.labels] if thresholds else []
+        self.unsure = bands(manifest.get("output", {}), self.labels)
         self.version, pixels = manifest["version"], manifest["input"]
         self.size, self.crop, self.network_size = pixels["size"], pixels["crop"], pixels["network_size"]
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
@@ -108,11 +111,14 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images or embed them; where an image may have several labels, return those above their threshold."""
+    """Classify the images or embed them; where an image may have several labels, return those above their threshold.
+
+    An answer has `sure` where the export has a threshold for it, as that of `kd-serve` has.
+    """
     if model.embeds:
         return {"version": model.version, "predictions": [{"embedding": row} for row in model(data).tolist()]}
-    predictions = []
-    for row in model(data):
+    predictions, probabilities = [], model(data)
+    for row in probabilities:
         order = row.argsort(descending=True, stable=True).tolist()
         ranked = [{"label": model.labels[i], "score": round(float(row[i]), 6)} for i in order]
         if model.thresholds:
@@ -120,6 +126,7 @@ def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> 
             predictions.append({"labels": above, "top": ranked[:TOP]})
         else:
             predictions.append({**ranked[0], "top": ranked[:TOP]})
+    mark(predictions, probabilities.numpy(), model.labels, model.unsure)
     return {"version": model.version, "predictions": predictions}
 
 

@@ -45,9 +45,6 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
 
     Groups whose name begins with `data` decode, the others train. The variables SM_* of SageMaker's training toolkit
     come first, then the file that every container of a job has.
-
-    Raises:
-        BackendError: the description cannot be read, or this host is in no group.
     """
     try:
         config = _resource_config(environ, file)
@@ -85,9 +82,6 @@ def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
     """Return the hyperparameters of a job as `key=value`, without those that SageMaker adds.
 
     They are sorted: a list comes before a key inside it.
-
-    Raises:
-        BackendError: the file is missing or no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -98,11 +92,7 @@ def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
 
 
 def processes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of trainers on this host: one per accelerator, else one.
-
-    Raises:
-        BackendError: there are Neuron devices and no variable has the number of their cores.
-    """
+    """Return the number of trainers on this host: one per accelerator, else one."""
     for name in ("KD_PROCESSES", "SM_NUM_NEURONS", "SM_NUM_GPUS"):
         if environ.get(name, "").isdigit() and int(environ[name]):
             return int(environ[name])

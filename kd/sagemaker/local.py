@@ -27,11 +27,7 @@ class LocalJob:
     """Hosts 127.0.0.2, 127.0.0.3, ... of a job: one process each, with the variables that SageMaker sets."""
 
     def __init__(self, groups: Mapping[str, int], argv: Sequence[str]) -> None:
-        """Start all hosts with `kd.sagemaker.group ARGV`. `groups` has the number of hosts in each group.
-
-        Raises:
-            BackendError: this is not Linux.
-        """
+        """Start all hosts with `kd.sagemaker.group ARGV`. `groups` has the number of hosts in each group."""
         if sys.platform != "linux":
             raise BackendError("--local", "needs Linux, where all of 127.0.0.0/8 is this machine", "", "Use Docker")
         names = iter(f"127.0.0.{number}" for number in range(2, 255))

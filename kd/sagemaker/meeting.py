@@ -149,11 +149,7 @@ class Member:
 
     @classmethod
     async def join(cls, hosts: Hosts) -> Member:
-        """Connect to the first trainer.
-
-        Raises:
-            BackendError: it cannot be reached.
-        """
+        """Connect to the first trainer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEET_SECONDS
         while True:

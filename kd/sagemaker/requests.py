@@ -82,9 +82,6 @@ def training_request(job: Job) -> dict[str, Any]:
 
     A value `s3://...` of the configuration becomes a channel, and the key gets the folder where it appears. Checkpoints
     go to `<output>/checkpoints/<run.name>`, so that the next job of this name resumes.
-
-    Raises:
-        ConfigErrors: the configuration names files of this machine, or the instance is none of its backend's.
     """
     channels, keys, errors = _channels(job)
     keys |= {"run.folder": CHECKPOINTS, "teacher.fit.folder": f"{CHECKPOINTS}/teachers"}
@@ -274,12 +271,7 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
-    """Check a request by botocore's validator, and what that one leaves out: lengths, patterns and enumerations.
-
-    Raises:
-        ConfigErrors: what is wrong, one line each.
-        MissingExtra: boto3 is not installed.
-    """
+    """Check a request by botocore's validator, and what that one leaves out: lengths, patterns and enumerations."""
     try:
         from botocore.session import get_session
         from botocore.validate import ParamValidator

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kd.files.sure import Bands, mark
 from kd.serve.problems import Problem
 
 JSON, CSV = "application/json", "text/csv"
@@ -58,19 +59,25 @@ def independent_probabilities(logits: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
 
 
-def predictions(logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = ()) -> list[dict]:
+def predictions(
+    logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = (), unsure: Bands = ()
+) -> list[dict]:
     """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
 
     With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
-    their threshold.
+    their threshold. With `unsure` an answer has `sure`: see `kd.files.sure.mark`.
     """
-    if not thresholds:
-        return [{**best[0], "top": best} for best in (_ranked(row, labels, top) for row in probabilities(logits))]
+    scores = independent_probabilities(logits) if thresholds else probabilities(logits)
     answers = []
-    for row in independent_probabilities(logits):
-        above = row > np.asarray(thresholds)
-        present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
-        answers.append({"labels": present, "top": _ranked(row, labels, top)})
+    for row in scores:
+        best = _ranked(row, labels, top)
+        if thresholds:
+            above = row > np.asarray(thresholds)
+            present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
+            answers.append({"labels": present, "top": best})
+        else:
+            answers.append({**best[0], "top": best})
+    mark(answers, scores, labels, unsure)
     return answers
 
 
@@ -90,6 +97,7 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
 
     JSON is {"predictions": [...], "model", "version"}. CSV has no header, and a row per image: label, score, label,
     score, ..., best first; those above their threshold where an image may have several labels; or the embedding.
+    Last stands `true` or `false` where the export says what is sure.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()
@@ -97,5 +105,6 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     writer = csv.writer(text, lineterminator="\n")
     for answer in answers:
         pairs = answer.get("labels", answer.get("top", ()))
-        writer.writerow(answer.get("embedding", [pair[key] for pair in pairs for key in ("label", "score")]))
+        flag = [str(answer["sure"]).lower()] if "sure" in answer else []
+        writer.writerow(answer.get("embedding", [*(pair[key] for pair in pairs for key in ("label", "score")), *flag]))
     return text.getvalue().encode()

@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.serve import answers, bodies
+from kd.serve.bodies import request_body
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
-from kd.serve.request_body import request_body
 from kd.serve.service import Service
 
 log = logging.getLogger("kd.serve")
@@ -45,7 +46,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
         return busy("The server is ending." if service.draining else "The model is still being loaded.").response()
 
     async def metrics(request: Request) -> Response:
-        text = service.metrics.text(service.ready, service.in_flight, service.buffered)
+        text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def invocations(request: Request) -> Response:
@@ -54,13 +55,17 @@ def build(service: Service, ui: bool = True) -> Starlette:
         accept = answers.negotiate(request.headers.get("accept", ""))
         top = _top(request, len(model.labels))
         async with request_body(request, service) as body:
-            values, request.state.summary = await service.run(
+            values, measures, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, content_type, body), request.receive
             )
         if model.output.embeds:
             rows = answers.embeddings(values)
         else:
-            rows = answers.predictions(values, model.labels, top, model.output.thresholds)
+            output = model.output
+            rows = answers.predictions(values, model.labels, top, output.thresholds, output.unsure)
+        if watch := service.watch:
+            for line in chain.from_iterable(map(watch.add, rows, measures)):
+                log.warning(line)
         return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [

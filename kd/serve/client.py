@@ -37,11 +37,7 @@ class Endpoint:
         self.close = self._connection.close
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
-        """Send an image file, again after a 503, and return the status and the JSON answer.
-
-        Raises:
-            KdError: no answer, an answer that is not JSON, or 503 after all retries.
-        """
+        """Send an image file, again after a 503, and return the status and the JSON answer."""
         headers = {"content-type": "application/x-image", "accept": "application/json"}
         for _ in range(RETRIES):
             try:
@@ -70,10 +66,6 @@ def evaluate(url: str, folder: Path) -> dict[str, float]:
     Returns:
         `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
         endpoint rejected), `images_per_second`.
-
-    Raises:
-        DataError: no images, or a folder whose name is not a label of the model.
-        KdError: the endpoint does not answer.
     """
     files = sorted(_listing(folder))
     if not files:

@@ -12,6 +12,7 @@ from PIL import Image
 from kd.files.pixels import centre_crop, to_rgb
 from kd.serve.limits import Limits
 from kd.serve.problems import Problem
+from kd.shift import measure
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 START_OF_SCAN = b"\xff\xda"
@@ -27,6 +28,8 @@ class Picture:
     pixels: np.ndarray
     """uint8 [3, S, S]."""
     summary: str
+    measures: tuple[float, float]
+    """See `kd.shift.measure`."""
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
@@ -65,7 +68,8 @@ def decode(image: Image.Image, size: int, crop: float) -> Picture:
         raise  # the image is not at fault
     except Exception as error:  # on damaged data Pillow raises errors of every type
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
-    return Picture(np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1)), summary)
+    pixels = np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1))
+    return Picture(pixels, summary, measure(pixels))
 
 
 def warm_up(size: int, crop: float, limits: Limits) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from kd.errors import MissingExtra, ModelError
-from kd.files.manifest import MANIFEST, unchanged
+from kd.files.manifest import GRAPHS, MANIFEST, unchanged
+from kd.files.sure import Bands, bands
+from kd.shift import Reference
 
 Engine = Callable[[np.ndarray], np.ndarray]
 """Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
 WHERE = "export"
-ENDINGS = {"model.onnx": "", "model.int8.onnx": "-int8", "openvino.xml": "-openvino"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Output:
     width: int
     thresholds: tuple[float, ...] = ()
     """Where an image may have several labels: from which probability it has each. Empty: it has one."""
+    unsure: Bands = ()
+    """See `kd.files.sure`; empty: it does not say which answers are sure."""
 
     @property
     def embeds(self) -> bool:
@@ -55,6 +58,8 @@ class Description:
     """Share of the shorter side that the crop keeps."""
     files: dict[str, str]
     """The sha256 of each file, as manifest.json has it."""
+    reference: Reference | None
+    """What the graph answered on validation images; None: an older export, or one without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +69,7 @@ class Model(Description):
     engine: Engine
 
     def warm_up(self, times: int = 3) -> None:
-        """Run the graph on a grey image, so that the first client does not wait for allocations.
-
-        Raises:
-            ModelError: the graph fails, or returns another shape than the manifest says.
-        """
+        """Run the graph on a grey image, so that the first client does not wait for allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
@@ -80,11 +81,12 @@ class Model(Description):
                 raise _invalid_export(wrong)
 
 
-def describe(folder: Path, file: str = "model.onnx") -> Description:
+def describe(folder: Path, file: str = "") -> Description:
     """Read an export's manifest and labels, not the graph.
 
-    Raises:
-        ModelError: not an export, an export without this graph, or a file that was changed after the export.
+    Args:
+        folder: the export.
+        file: of the graph; "": the one that `kd-export --compare` picked, or model.onnx.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     if isinstance(manifest, dict) and not unchanged(manifest):
@@ -97,35 +99,36 @@ def describe(folder: Path, file: str = "model.onnx") -> Description:
         labels = () if embeds else tuple(map(str, config["label_names"]))
         entries = output.get("thresholds", {})
         thresholds = tuple(float(entries[label]["threshold"]) for label in labels) if entries else ()
-        output = Output(str(output["name"]), int(output["width"]) if embeds else len(labels), thresholds)
+        width, unsure = int(output["width"]) if embeds else len(labels), bands(output, labels)
+        output = Output(str(output["name"]), width, thresholds, unsure)
         name, version = str(manifest["name"]), str(manifest["version"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        file = file or str(manifest.get("pick") or "model.onnx")
+        recorded = manifest.get("validation", {}).get(file)
+        reference = Reference.read(recorded, labels) if recorded else None
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     if not (size > 0 and 0 < crop <= 1):
         raise _invalid_export(f"'{folder}' has the input size {size} and the crop {crop} in manifest.json")
-    if file not in files or file not in ENDINGS:
-        graphs = ", ".join(sorted(ENDINGS.keys() & files.keys())) or "no graph at all"
-        option = {"model.int8.onnx": " --int8", "openvino.xml": " --openvino"}.get(file, "")
-        remedy = f"Export anew: kd-export RUN{option}"
+    if file not in files or file not in GRAPHS:
+        graphs = ", ".join(sorted(GRAPHS.keys() & files.keys())) or "no graph at all"
+        remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     _read_verified(folder, "config.json", files)
-    return Description(folder, file, name, version + ENDINGS[file], labels, output, size, crop, files)
+    kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
+    return Description(folder, file, name, version + kind, labels, output, size, crop, files, reference)
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
-    """Load the graph, for at most `slots` calls at the same time, each with so many threads.
-
-    Raises:
-        ModelError: the file was changed after the export, or the runtime cannot load it.
-        MissingExtra: the runtime is not installed.
-    """
+    """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
     content = _read_verified(description.folder, description.file, description.files)
     try:
-        if description.file.endswith(".onnx"):
+        runtime, precision, _ = GRAPHS[description.file]
+        if runtime == "onnxruntime":
             engine = _onnx(content, threads)
         else:
-            weights = _read_verified(description.folder, "openvino.bin", description.files)
-            engine = _openvino(content, weights, threads, slots)
+            name = str(Path(description.file).with_suffix(".bin"))
+            weights = _read_verified(description.folder, name, description.files)
+            engine = _openvino(content, weights, threads, slots, "bf16" if precision == "bf16" else "f32")
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
@@ -144,11 +147,11 @@ def _onnx(content: bytes, threads: int) -> Engine:
     return lambda pixels: session.run(None, {"image": pixels})[0]
 
 
-def _openvino(content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
-    openvino = _import("openvino", "pip install 'kd[openvino]'")
+def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: str) -> Engine:
+    openvino = _import("openvino", "pip install 'kd[openvino]', or choose --file model.onnx")
     core = openvino.Core()
     settings = {
-        "INFERENCE_PRECISION_HINT": "f32",  # kd-export compared float32 with PyTorch, not bfloat16
+        "INFERENCE_PRECISION_HINT": hint,  # what kd-export compared with PyTorch, whatever OpenVINO would choose here
         "NUM_STREAMS": str(slots),
         "INFERENCE_NUM_THREADS": str(threads * slots),
     }

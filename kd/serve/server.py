@@ -28,7 +28,8 @@ class Settings:
     """How to serve."""
 
     folder: Path
-    file: str = "model.onnx"
+    file: str = ""
+    """Of the graph; "": the one that `kd-export --compare` picked, or model.onnx."""
     host: str = "127.0.0.1"
     port: int = 8080
     cores: int = 0
@@ -43,13 +44,7 @@ class Settings:
 
 
 def serve(settings: Settings) -> None:
-    """Serve an export until SIGTERM or SIGINT, then answer all accepted requests and return.
-
-    Raises:
-        MissingExtra: starlette, uvicorn or the runtime is not installed.
-        ModelError: the folder is not a complete export.
-        KdError: the address is taken.
-    """
+    """Serve an export until SIGTERM or SIGINT, then answer all accepted requests and return."""
     # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
     # allocate them again costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")

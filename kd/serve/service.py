@@ -22,8 +22,10 @@ from kd.serve.limits import Limits
 from kd.serve.metrics import Metrics
 from kd.serve.model import Description, Model, load
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
+from kd.shift import Watch
 
 Result = TypeVar("Result")
+Measures = tuple[float, float]
 
 
 class Service:
@@ -32,6 +34,8 @@ class Service:
     def __init__(self, description: Description, limits: Limits, slots: int, threads: int) -> None:
         self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
         self.metrics = Metrics(description.name, description.version)
+        self.watch = Watch(description.reference) if description.reference else None
+        """Of answers, on the event loop; None: the export has no answers of validation."""
         self.model: Model | None = None
         self.draining = False
         self.in_flight = 0
@@ -112,21 +116,26 @@ class Service:
     def _release(self) -> None:
         self.in_flight -= 1
 
-    def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, str]:
-        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks."""
+    def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, list[Measures], str]:
+        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
+
+        Between them stand the numbers of each image that `kd.shift.measure` returns.
+        """
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
         opened = open_all(files, self.limits)
-        rows, summary, decoding = [], f"{len(files)} images", 0.0
+        rows, measures, summary, decoding = [], [], f"{len(files)} images", 0.0
         while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
             before = time.perf_counter()
             picture = decode(opened.pop(0), model.size, model.crop)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
+            measures.append(picture.measures)
             if len(files) == 1:
                 summary = picture.summary
         inference = time.perf_counter() - start - decoding
         self.metrics.stage("decode", decoding)
         self.metrics.stage("infer", inference)
         self.metrics.images(len(files))
-        return np.concatenate(rows), f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
+        summary += f" decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
+        return np.concatenate(rows), measures, summary

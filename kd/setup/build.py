@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,21 +13,21 @@ from torch import nn
 
 from kd import parts
 from kd.config.schema import BackendSection, OptimizerSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher, TeacherModel
+from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
 from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
 from kd.engine.run import Run, RunLength
-from kd.evaluation import Evaluation, Evaluator, Split
+from kd.evaluation import Evaluation, Evaluator, Split, Task
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.monitor.region import region
+from kd.monitor.timeline import region
 from kd.optim import EMA, Schedule, groups
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, provisional_batch, split_batch
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
@@ -39,12 +39,7 @@ BANK = 10_000
 
 @contextmanager
 def distributed(section: BackendSection) -> Iterator[Backend]:
-    """Join the world of a backend, and leave it again.
-
-    Raises:
-        BackendError: the world is not whole, or another rank is gone.
-        RunError: a worker process of the data has ended.
-    """
+    """Join the world of a backend, and leave it again."""
     backend = build_backend(section)
     backend.setup()
     try:
@@ -148,6 +143,8 @@ class Built:
     run: Run
     facts: dict[str, Any]
     """For the manifest: what was chosen and measured."""
+    test: Callable[[], Evaluator]
+    """Makes what scores the test split; only where the data has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +161,23 @@ class Setting:
         return parts.facts("backends", self.section.kind, self.section.options, "backend.kind")
 
 
-def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, results: Results) -> Built:
-    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
+def build_run(
+    teacher: TeacherPlan,
+    student: StudentPlan,
+    loop: LoopPlan,
+    setting: Setting,
+    results: Results,
+    prepared: Distillation | None = None,
+) -> Built:
+    """Build the run of a recipe from its parts; without a teacher model it learns labels alone.
+
+    `prepared`: the student and its losses, where somebody has built them already.
+    """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     logger, section, num_images = results.logger, data.section, len(data.train)
     chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
-    searching = section.batch_size == "auto" and not chosen.batch_size
-    provisional = provisional_batch(num_images, backend) if searching else chosen.batch_size
-    session = Session(backend, data, split_batch(section, backend.world_size, num_images, provisional))
-    distillation = build_distillation(student, data, setting.teachers)
+    session = Session(backend, data, split_batch(section, backend.world_size, num_images))
+    distillation = prepared if prepared is not None else build_distillation(student, data, setting.teachers)
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size
@@ -186,15 +191,6 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         apply_mode(mode.mode, distillation, backend)
     for name, found in (("teacher", report.chosen), ("student", mode)):
         logger.info(f"{name}: {found.summary}" if found and found.summary else "")
-    search = ""
-    if searching:
-        from kd.setup.batch import choose_batch  # only where it is searched for
-
-        with region("choose batch size"):
-            size = choose_batch(session, distillation, report.live, loop.optimizer)
-        chosen, search = replace(chosen, batch_size=size.size * backend.world_size), size.summary
-        session = replace(session, split=split_batch(section, backend.world_size, num_images, chosen.batch_size))
-
     loader, val_loader = loaders(data.views(), section, session.split, backend, setting.section.timeout_seconds)
     with region("choose sifter"):
         gate = choose_sifter(session, loop, distillation, answering, loader, chosen.sifter)
@@ -204,6 +200,8 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
     if model is None or not (teacher.logits or not student.task.logits):
         evaluation = replace(evaluation, teacher=None)
     made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
+    asked = report.live.validation(test=True) if evaluation.teacher is not None and data.test is not None else None
+    test = partial(test_evaluator, setting, session, student.task, replace(evaluation, teacher=asked))
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
     steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
     run = compare_threads(run, setting.facts, steps, chosen.threads)
@@ -218,7 +216,7 @@ def build_run(teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, settin
         "workers": loader.workers,
         "measured_ms": {name: table for name, table in measured.items() if table},
     }
-    return Built(run, facts | ({"batch_search": search} if search else {}) | teacher_facts(report, backend))
+    return Built(run, facts | teacher_facts(report, backend), test)
 
 
 def compare_threads(run: Run, facts: BackendFacts, steps: int, threads: int) -> Run:
@@ -254,17 +252,32 @@ def evaluation_of(
         bank=partial(bank_split, session, setting.section.timeout_seconds),
         bank_teacher=live,
         agreement=distillation.criterion.agreement,
+        projected=distillation.criterion.projected,
         members=len(setting.teachers.members),
     )
 
 
 def bank_split(session: Session, timeout_seconds: float) -> Split:
     """Return training images without augmentation, up to `BANK`, for evaluations to search in."""
+    data = session.data
+    source = (data.stored or (data.train, data.val))[0]
+    return shown_split(session, source, torch.tensor(evenly_spaced(len(source), BANK)), timeout_seconds)
+
+
+def test_evaluator(setting: Setting, session: Session, task: Task, evaluation: Evaluation) -> Evaluator:
+    """Return what scores the test split, from an evaluation whose teacher answers for it; made at the end of a run."""
+    source = session.data.test
+    assert source is not None
+    split = shown_split(session, source, torch.arange(len(source)), setting.section.timeout_seconds)
+    return task.evaluator(replace(evaluation, val=split))
+
+
+def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:
+    """Return images of a source as evaluation shows them, by their ids [N]."""
     data, backend, split = session.data, session.backend, session.split
-    source, section = (data.stored or (data.train, data.val))[0], data.section
+    section = data.section
     shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt=section.on_corrupt)
     loader = evaluation_loader(shown, section, split, backend, timeout_seconds)
-    ids = torch.tensor(evenly_spaced(len(source), BANK))
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 

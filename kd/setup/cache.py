@@ -101,11 +101,6 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
     """Put the cache of a configuration before the live teacher.
 
     One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
-
-    Raises:
-        ConfigError: it would be larger than allowed.
-        ModelError: a record is not what the teacher answers.
-        RunError: the cache was made from something else (the field is named), or its folder cannot be used.
     """
     backend, data, section, mode = session.backend, session.data, plan.section, report.mode
     assert mode is not None

@@ -1,4 +1,4 @@
-"""The two splits of a configuration, listed and opened, and the views of their images."""
+"""The splits of a configuration, listed and opened, and the views of their images."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The two splits of a run, opened."""
+    """The splits of a run, opened."""
 
     plan: DataPlan
     train: Source
     val: Source
+    test: Source | None = None
+    """Images that only the end of a run looks at, where some are named or set aside."""
     stored: tuple[Source, Source] | None = None
-    """The same splits behind a store of decoded pixels, where there is one."""
+    """Training and validation images behind a store of decoded pixels, where there is one."""
     teacher_classes: tuple[str, ...] = ()
     """The teacher's classes, where the images have no labels."""
 
@@ -53,7 +55,7 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of both listings and the class order."""
+        """A hash of the listings of training and validation, and of the class order."""
         text = "\n".join([self.train.fingerprint, self.val.fingerprint, *self.train.classes])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -68,9 +70,15 @@ class Data:
         return self.classes if self.labelled else self.teacher_classes or None
 
     @property
+    def splits(self) -> dict[str, Source]:
+        """The splits by name, in the order in which they are used."""
+        return {"train": self.train, "val": self.val, **({} if self.test is None else {"test": self.test})}
+
+    @property
     def notes(self) -> list[str]:
         """What the listings left out, a line each."""
-        return [*dict.fromkeys(note for one in (self.train, self.val) if isinstance(one, Noted) for note in one.notes)]
+        splits = (self.train, self.val, self.test)
+        return [*dict.fromkeys(note for one in splits if isinstance(one, Noted) for note in one.notes)]
 
     def with_classes(self, classes: Sequence[str]) -> Data:
         """Return the same with a teacher's classes, where its images have no labels."""
@@ -78,7 +86,7 @@ class Data:
 
     def images(self) -> Images:
         """Return what a teacher that answers by image id must know of the dataset."""
-        return Images(self.train, self.val, self.plan.seed, self.plan.views, self.transform())
+        return Images(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
@@ -119,7 +127,7 @@ class Data:
 
 
 def open_sources(plan: DataPlan) -> Data:
-    """List both splits; nothing is decoded or rendered yet."""
+    """List all splits; nothing is decoded or rendered yet."""
     section = plan.section
     more = {} if section.labels == "all" else {"labels": section.labels}
 
@@ -137,23 +145,32 @@ def open_sources(plan: DataPlan) -> Data:
         )
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
-    return Data(plan, train, val)
+    named = parts.facts("datasets", section.kind, section.options, "data.kind").test
+    splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
+    if section.exclude:
+        from kd.data.excluded import without  # only where images are left out
+
+        splits = without(section.exclude, splits)
+    train, val = splits["train"], splits["val"]
+    if section.test_fraction:
+        from kd.data.subset import set_aside  # only where images are set aside
+
+        return Data(plan, train, *set_aside(val, section.test_fraction))
+    return Data(plan, train, val, splits.get("test"))
 
 
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
-    """List both splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
+    """List all splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
 
     All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
-
-    Raises:
-        KdError: the data is not usable, or the store does not fit.
     """
     data = open_sources(plan)
     if backend.rank == 0:
         for note in data.notes:
             log.info("data: %s", note)
-        data.train.prepare()
-        data.val.prepare()
+        for source in (data.train, data.val, data.test):
+            if source is not None:
+                source.prepare()
     backend.barrier()
     if plan.section.store == "none":
         return data

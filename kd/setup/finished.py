@@ -23,14 +23,14 @@ from kd.artifacts.run_dir import RunDir
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
 from kd.config.load import read_yaml
-from kd.config.schema import DataSection
-from kd.engine.criterion import Distillation
+from kd.config.schema import DataSection, LossSection
 from kd.errors import KdError, RunError
 from kd.host import environment
 from kd.models.classifier import Classifier, digest
 from kd.setup.data import Data, DataPlan
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.student import build_student
+from kd.setup.student import build_student, load_student
+from kd.types import Dims
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
@@ -49,11 +49,7 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` where its models and images must be built again from files.
-
-    Raises:
-        RunError: it is one.
-    """
+    """Refuse a run of `kd.distill` where its models and images must be built again from files."""
     if data.kind == MAP_DATASET:
         raise RunError(
             "run",
@@ -85,8 +81,7 @@ def best_student(
 ) -> tuple[Classifier, dict[str, Any]]:
     """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
     state, tensors, _ = folder.best()
-    section = replace(plan.section, init="scratch", checkpoint="")  # the weights are loaded right afterwards
-    student = build_student(replace(plan, section=section, features=()), classes, data.image_size)
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
@@ -100,17 +95,22 @@ def best_student(
     return student, provenance
 
 
-def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
-    prefix = "model."
-    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    load_student(distillation.student, tensors)
-
-
-def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the student's weights of a checkpoint, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
+    _, tensors, _ = folder.best()
+    number = 0
+    for i, section in enumerate(losses):
+        prefix = f"model.criterion.terms.{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        teacher, student = own["project.weight"].shape if "project.weight" in own else (1, 1)
+        dims = Dims(2, student, teacher, (1, student), (1, teacher))
+        term: Any = parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+        if section.weight and hasattr(term, "projected"):
+            term.load_state_dict(own)
+            return term.project
+        number += teachers if term.needs.features else 1
+    wrong = "no loss of this run maps the student's vectors into the teacher's space"
+    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +125,17 @@ class Trust:
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
         """Return what `--trust` and the overrides `key=value` of a command say."""
-        where = {"data", "data.kind", "data.labels", *(f"data.{field.name}" for field in fields(data.options))}
+        where = {
+            "data",
+            "data.kind",
+            "data.labels",
+            "data.exclude",
+            *(f"data.{field.name}" for field in fields(data.options)),
+        }
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
     def check_teacher(self, plan: TeacherPlan) -> None:
-        """Refuse to build a teacher that is code.
-
-        Raises:
-            RunError: naming the key.
-        """
+        """Refuse to build a teacher that is code."""
         for where, one in plan.members.items():
             facts = parts.facts("teachers", one.kind, one.options, f"{where}.kind")
             if facts.runs_code and not self.code:
@@ -147,11 +149,7 @@ class Trust:
             raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
-        """Refuse a folder of images with links out of it.
-
-        Raises:
-            RunError: naming the first.
-        """
+        """Refuse a folder of images with links out of it."""
         section = plan.section
         root = parts.facts("datasets", section.kind, section.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
@@ -159,7 +157,8 @@ class Trust:
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
         """Refuse other images than those that the run recorded."""
-        if not self.images and data.fingerprint != manifest.get("data"):
+        test = data.test.fingerprint if data.test is not None else ""
+        if not self.images and (data.fingerprint, test) != (manifest.get("data"), manifest.get("test", "")):
             wrong = "the images are not those that the run recorded (their content hash differs)"
             raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
 

@@ -36,12 +36,7 @@ class Compared:
 
 
 def compare(plan: TeacherPlan, teachers: Teachers, data: Data, device: torch.device) -> list[Compared]:
-    """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks.
-
-    Raises:
-        ModelError: on more than half of the images its top class is another one at home.
-        DataError: the images do not exist yet, or cannot be read.
-    """
+    """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks."""
     if plan.section.shard or plan.section.pipeline:
         return []
     device = torch.device("cpu") if device.type == "xla" else device  # it would compile for each batch size

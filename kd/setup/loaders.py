@@ -18,8 +18,6 @@ from kd.host import cores, shared_memory_mib
 
 MOST_WORKERS = 16
 """Worker processes beside an accelerator at most."""
-PROVISIONAL = 64
-"""Images of a micro-batch while the batch size is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,9 @@ class BatchSplit:
         return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 
-def split_batch(section: DataSection, world_size: int, num_images: int, batch_size: int = 0) -> BatchSplit:
+def split_batch(section: DataSection, world_size: int, num_images: int) -> BatchSplit:
     """Divide the global batch over ranks and micro-batches."""
-    batch_size = batch_size or fixed_batch(section)
+    batch_size = section.batch_size
     share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
     if rest or not share or share % micro:
@@ -61,22 +59,6 @@ def split_batch(section: DataSection, world_size: int, num_images: int, batch_si
     return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 
-def fixed_batch(section: DataSection) -> int:
-    """Return the global batch size."""
-    if isinstance(section.batch_size, str):
-        remedy = "Set a number here"
-        raise ConfigError("data.batch_size", "is auto, and is found only by a training run", "A number", remedy)
-    return section.batch_size
-
-
-def provisional_batch(num_images: int, backend: Backend) -> int:
-    """Return a global batch size to set up with where `data.batch_size` is auto and nothing was recorded."""
-    if backend.fixed_mode:
-        wrong = f"is auto, but on backend '{backend.kind}' each size that is tried would be compiled, for minutes"
-        raise ConfigError("data.batch_size", wrong, "A number", "Set data.batch_size and data.micro_batch")
-    return max(1, min(PROVISIONAL, num_images // backend.world_size)) * backend.world_size
-
-
 def default_workers(backend: Backend) -> int:
     """Return the number of worker processes of this rank that `data.workers: auto` means.
 
@@ -92,11 +74,7 @@ def default_workers(backend: Backend) -> int:
 def loaders(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build the training and the validation loader of this rank.
-
-    Raises:
-        RunError: the batches of their workers do not fit into the shared memory.
-    """
+    """Build the training and the validation loader of this rank."""
     if section.loader == "ray":
         return _remote(both, section, split, backend)
     count = _workers(section, backend)

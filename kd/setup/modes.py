@@ -201,11 +201,7 @@ def _compare(
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
-    """Do once what a configuration asks for by name; what cannot be compiled is tried again without earlier libraries.
-
-    Raises:
-        KdError: it cannot be done.
-    """
+    """Do once what is asked for by name; what cannot be compiled is tried again without earlier libraries."""
     wrong, allowed = f"'{mode}' is asked for", "What this machine and this model can do"
     remedy = f"Set {where}=auto in a new run"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -302,8 +303,6 @@ class Choices:
     student: ExecutionMode | None = None
     threads: int = 0
     """Of torch on a CPU."""
-    batch_size: int = 0
-    """Images of a step, where `data.batch_size` is auto."""
     sifter: str = ""
     """The gate's decision: the sifter's kind, or "none"."""
 
@@ -315,7 +314,6 @@ class Choices:
             return cls(
                 **modes,
                 threads=int(recorded.get("threads", 0)),
-                batch_size=int(recorded.get("batch_size", 0)),
                 sifter=str(recorded.get("sifter", "")),
             )
         except (AttributeError, TypeError, ValueError) as error:
@@ -328,7 +326,56 @@ class Choices:
             "teacher": self.teacher,
             "student": self.student,
             "threads": self.threads,
-            "batch_size": self.batch_size,
             "sifter": self.sifter,
         }
         return {name: str(value) for name, value in values.items() if value}
+
+
+# Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
+# Where the data lies is one of them: its content is compared by its fingerprint.
+FREE = (
+    "run.name",
+    "run.folder",
+    "run.keep",
+    "run.mirror",
+    "run.trackers",
+    "run.every.",
+    "data.root",
+    "data.copies",
+    "data.exclude",
+    "data.test",  # test_split and its like: no weight depends on them
+    "data.workers",
+    "data.loader",
+    "data.deadline",
+    "data.eval_batch",
+    "data.max_skipped",  # it can only end a run
+    "teacher.shard",
+    "teacher.pipeline",
+    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
+    "backend.timeout_seconds",
+    "profile.",
+    "teacher.cache.path",
+    "price.",
+    "teacher.cache.max_gb",  # it can only refuse
+)
+
+
+def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
+    """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
+    found = {}
+    for where, fit in plan.fits.items():
+        # How often it is evaluated decides which weights are the best ones, and those are kept.
+        free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # the kind is always timm
+        counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
+        content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+        key = hashlib.sha256(content.encode()).hexdigest()[:12]
+        name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
+        recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
+        recipe = replace(recipe, student=replace(recipe.student, where=where))
+        found[where] = recipe, recipe.record.path / "export"
+    return found
+
+
+def is_fitted(target: Path) -> bool:
+    """Return whether a teacher was exported there."""
+    return (target / "model.safetensors").is_file()

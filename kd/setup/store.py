@@ -35,9 +35,6 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
     """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
 
     `fill=False` keeps nothing: the same pixels, decoded each time.
-
-    Raises:
-        RunError: the store does not fit into the memory, or onto the disk.
     """
     rules, ram, folder = keep_rules(section), section.store == "ram", Path(run_folder)
     train, val = splits

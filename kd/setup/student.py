@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -23,16 +24,15 @@ from kd.setup.trial import Trial, Work, trial_images
 from kd.types import Dims
 
 
-def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int) -> Classifier:
+def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True) -> Classifier:
     """Build the student; its random weights are a function of the run's seed.
 
-    Args:
-        plan: of the student.
-        classes: class names; left out where the task has no logits.
-        image_size: of the data, pixels.
+    With `weights=False` they are random also where the plan names others: the caller loads its own, or none.
     """
     torch.manual_seed(seed_from(plan.seed, "student"))
-    made = {"spec": student_spec(plan, classes), "image_size": image_size, "features": plan.features}
+    spec = student_spec(plan, classes)
+    spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
+    made = {"spec": spec, "image_size": image_size, "features": plan.features}
     return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
 
 
@@ -46,6 +46,7 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
         classes=classes if plan.task.logits else (),
         checkpoint=section.checkpoint,
         pretrained=section.init == "pretrained",
+        free_size=section.init == "scratch",
         task=None if section.kind == "timm" else plan.task,
     )
 
@@ -76,15 +77,7 @@ def build_criterion(
 
     A term on features is built once for each of several teachers, with a projector for each (arXiv:2312.06709).
 
-    Args:
-        losses: of the configuration.
-        dims: for each teacher.
-        seed: of the run.
-        shares: of each teacher in a term on features; their sum is 1.
-        labelled: share of the training images that have a label.
-
-    Raises:
-        ModelError: a term needs features that a model does not have.
+    `labelled` is the share of the training images that have a label.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
     terms, members = [], []
@@ -119,16 +112,8 @@ def choose_student(
 ) -> Chosen:
     """Choose the fastest forward and backward of the student.
 
-    Args:
-        session: the backend and the sizes.
-        distillation: the student and its losses on the device, not wrapped yet.
-        plan: what is left open.
-        teacher: answers in the trials.
-        images: how many this rank will train on; with none nothing is compiled to see whether it pays.
-        recorded: the mode of an earlier start of this run.
-
-    Raises:
-        ModelError: `student.compile` is on, or was chosen when the run began, and the student cannot be compiled.
+    `distillation` is on the device and not wrapped yet. With no `images` to train on nothing is compiled to see whether
+    it pays. `recorded` is the mode of an earlier start of this run.
     """
     backend, size, section = session.backend, session.image_size, plan.section
     count = trial_images(session.split.micro_batch, backend)
@@ -163,3 +148,16 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
         compile_forward(module.student)
+
+
+def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    prefix = "model."
+    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_student(distillation.student, tensors)
+
+
+def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the student's weights of a checkpoint, averaged ones first."""
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
+    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

@@ -18,14 +18,14 @@ from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.contracts import Backend, Noted, TeacherModel
-from kd.errors import CorruptImage, ModelError
+from kd.errors import CorruptImage, ModelError, RunError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
-from kd.setup.recipe import Session, TeacherPlan
+from kd.setup.recipe import Session, TeacherPlan, fit_folders, is_fitted
 from kd.setup.trial import Work, noise, trial_images
 from kd.types import Batch
 
@@ -58,9 +58,6 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
     """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
 
     `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
-
-    Raises:
-        ModelError: unknown model, unreadable weights, other classes than the data's.
     """
     models: list[TeacherModel] = []
     for where, section in plan.members.items():
@@ -70,6 +67,16 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
         return Teachers(None, data)
     model = models[0] if len(models) == 1 else Ensemble(models, plan.weights, plan.task.average)
     return Teachers(model, data, models)
+
+
+def load_fitted(plan: TeacherPlan, data: Data) -> TeacherModel | None:
+    """Load the teacher of a finished run, several as one; None without any."""
+    weights: dict[str, str | Path] = {}
+    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = target
+        if not is_fitted(target):
+            raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
+    return load_teachers(plan, data, weights).model
 
 
 def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, weights: str | Path) -> TeacherModel:
@@ -88,7 +95,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if isinstance(weights, Path):
         spec = replace(spec, model=str(weights), args={}, checkpoint="", pretrained=True)
     elif weights != REAL:
-        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False)
+        free = where in plan.fits and not section.pretrained
+        spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
     with torch.device("meta") if weights == META else torch.device("cpu"):
         size, features = data.section.image_size, plan.features
         kind = f"{where}.kind"
@@ -143,9 +151,6 @@ def choose_teacher(
 
     `images` is what this rank will ask of it: with none, no compiler and no runtime is tried. `recorded` is the mode of
     an earlier start of this run.
-
-    Raises:
-        KdError: what is asked for by name, or was chosen when the run began, cannot be run here.
     """
     if model is None:
         return TeacherReport(NoTeacher())
@@ -265,11 +270,7 @@ def validation_views(data: Data, pictures: Sequence[Image.Image]) -> torch.Tenso
 
 
 def validation_pictures(data: Data) -> tuple[list[Image.Image], list[int]]:
-    """Return images from all over the validation split, as they lie, and their ids.
-
-    Raises:
-        CorruptImage: none of those looked at can be decoded.
-    """
+    """Return images from all over the validation split, as they lie, and their ids."""
     found, ids, broken = [], [], None
     for id in evenly_spaced(len(data.val), COMPARED):
         try:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kd.sifters._window import LossWindow, generator_at, quota
-from kd.sifting import source
 from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
 from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform
@@ -69,7 +69,7 @@ class SiftingDataloader:
         self.sift_config = from_dict(RelativeProbabilisticSiftConfig, sift_config, "sift_config")
         self.loss_method = method_of(loss_impl)
         _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
-        sizes = source.sizes_of(orig_dataloader)
+        sizes = sizes_of(orig_dataloader)
         alone = sizes.batches == 1
         self.transform = batch_transforms or DefaultTransform(sizes.batch_size, batch_format_index, alone)
         self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
@@ -80,7 +80,7 @@ class SiftingDataloader:
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
         epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
-        self._order = source.random_state(orig_dataloader)
+        self._order = random_state(orig_dataloader)
         self._resuming = False
 
     @property
@@ -130,8 +130,8 @@ class SiftingDataloader:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""
         if self._resuming:
             self._resuming = False
-            return source.resume(self.orig_dataloader, self._order, self.position)
-        self._order = source.random_state(self.orig_dataloader)
+            return resume(self.orig_dataloader, self._order, self.position)
+        self._order = random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
     def _sifted(self) -> Iterator[SiftingBatch]:
@@ -187,7 +187,7 @@ class SiftingDataloader:
         """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
         if _rank_and_size()[1] == 1:
             return True
-        sizes = source.sizes_of(self.orig_dataloader)
+        sizes = sizes_of(self.orig_dataloader)
         predictable = self.pick == "fixed" and None not in sizes
         counters = [getattr(self, name) for name in COUNTERS]
         # A collective: every rank calls it, whatever its own values are.
@@ -215,7 +215,7 @@ class SiftingDataloader:
         Raises:
             TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
         """
-        batches, samples, batch_size = source.sizes_of(self.orig_dataloader)
+        batches, samples, batch_size = sizes_of(self.orig_dataloader)
         if self.pick != "fixed" or batches is None or samples is None or batch_size is None:
             raise TypeError("the number of batches of this SiftingDataloader is not known in advance")
         size = self.size or min(batch_size, samples)
@@ -301,3 +301,60 @@ def _gather(values: Sequence[int], device: torch.device) -> Tensor:
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
     return table.cpu()
+
+
+class Sizes(NamedTuple):
+    """How many batches and samples an epoch of this rank has, and the samples of a full batch; None: not known."""
+
+    batches: int | None
+    samples: int | None
+    batch_size: int | None
+
+
+def sizes_of(loader: Any) -> Sizes:
+    """Return what is known of a loader before an epoch begins."""
+    sampler = getattr(loader, "batch_sampler", None)
+    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
+    if batch_size is None:
+        batch_size = getattr(sampler, "batch_size", None)
+    if batches is None or not isinstance(batch_size, int):
+        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
+    samples = None
+    if getattr(sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
+        samples = batches * batch_size
+    elif type(sampler) is torch.utils.data.BatchSampler:
+        samples = batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+    return Sizes(batches, samples, batch_size)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def random_state(loader: Any) -> dict[str, Tensor]:
+    """Return the states of the generators that determine the order of the next epoch."""
+    state = {"torch": torch.get_rng_state()}
+    generator = getattr(loader, "generator", None)
+    if isinstance(generator, torch.Generator):
+        state["loader"] = generator.get_state()
+    return state
+
+
+def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
+    """Repeat the epoch of those random states, and skip its first `position` batches.
+
+    The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that
+    restores its own position (torchdata's StatefulDataLoader), whose state must not be saved separately.
+    """
+    generator = getattr(loader, "generator", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(order["torch"].cpu())
+        if "loader" in order and isinstance(generator, torch.Generator):
+            generator.set_state(order["loader"].cpu())
+        batches = iter(loader)
+        for _ in itertools.islice(batches, position):
+            pass
+    return batches

@@ -31,6 +31,7 @@ class LogitsEvaluator:
         self.decides = scores.decides(self.labelled).key
         self.chance = 1 / max(1, self.num_classes)
         self._teacher_logits: list[Tensor] = []
+        self._last: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -46,6 +47,7 @@ class LogitsEvaluator:
         student.eval()
         keep = self.teacher is not None and not self._teacher_logits
         rows: list[dict[str, Tensor]] = []
+        self._last = []
         for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
             if stop():
                 student.train(was_training)
@@ -56,13 +58,14 @@ class LogitsEvaluator:
             if keep and teacher_BC is not None:
                 self._teacher_logits.append(teacher_BC)
             rows.append(self._row(batch, student_BC, teacher_BC))  # not summed here: on XLA batch 1 would be special
+            self._last.append(self._images(batch, student_BC, teacher_BC))
             self.backend.end_step()
         student.train(was_training)
         return self._finish(rows)
 
     def of(self, teacher: Teacher) -> LogitsEvaluator:
         other = copy.copy(self)
-        other.teacher, other._teacher_logits = teacher, []
+        other.teacher, other._teacher_logits, other._last = teacher, [], []
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -81,6 +84,24 @@ class LogitsEvaluator:
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return what `_finish` needs of a batch, on the device."""
         raise NotImplementedError
+
+    def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return what `samples` needs of each image of a batch beside `_row`, on the device, [B, ...]."""
+        return {}
+
+    def _gather(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return values of all ranks, [N, ...] by name, by image, on the CPU; 0 for an image that nobody saw.
+
+        Each row has `ids` and `seen`, both [B].
+        """
+        ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
+        found = {}
+        for name in rows[0]:
+            mine = torch.cat([row[name] for row in rows])
+            mine = torch.where(seen_N[:, None], mine.view(len(mine), -1).float(), 0.0)
+            full = torch.zeros(len(self.plan.ids), mine.shape[1], device=mine.device).index_add_(0, ids_N, mine)
+            found[name] = self.backend.reduce_sum(full).cpu()
+        return found
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         """Return the validation row, equal on all ranks."""

@@ -17,21 +17,34 @@ from torch.nn import functional as F
 from kd.contracts import Backend, Teacher
 from kd.errors import DataError
 from kd.evaluation import Evaluation, Split
+from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.types import Batch, Outputs
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 """Of the search, as in DINO (arXiv:2104.14294)."""
+RECALLED = 10
+"""Images that a search in the teacher's index returns."""
+PROJECTED, TEACHER = "projected", "teacher"
+"""Names of vectors: the student's in the first teacher's space, and that teacher's own."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
 MOST_BYTES = 1 << 30
 """Of the teacher's outputs for validation images that are kept for the next evaluations."""
 LABELS = "labels"
 SCORES = Scores(
-    own=(Column("knn", "nearest neighbours"), Column("probe", "linear probe")),
-    pair=(Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),),
+    own=(
+        Column("knn", "nearest neighbours"),
+        Column("probe", "linear probe"),
+        Column("recall", "recall@10 in the teacher's index"),
+    ),
+    pair=(
+        Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),
+        Column("found", "found", meaning="of the ten training images that the teacher's vector finds"),
+    ),
     note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
-    "and a ridge classifier. The labels were not used in training.",
+    "and a ridge classifier. Recall@10: one of the ten training images that are nearest in the teacher's vectors shows "
+    "the same class; the student asks with its projected vector. The labels were not used in training.",
 )
 
 
@@ -113,7 +126,8 @@ class Evaluator:
 
     A row has `agreement`: of the projected student with the teacher, the mean cosine of validation images. With labels
     also the accuracies `knn` (20 neighbours, weighted by exp(cosine / 0.07)) and `probe` (a ridge classifier) of the
-    student's vectors, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ...
+    student's vectors, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ... Where a loss maps the student
+    into the teacher's space, also `recall`, `teacher_recall` and `found`: see `recalled`.
     """
 
     chance = 0.0
@@ -122,6 +136,7 @@ class Evaluator:
         """Prepare; nothing is computed yet."""
         assert setting.teacher is not None
         assert setting.agreement is not None
+        self.projected = setting.projected or (lambda outputs: None)
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
         self.teacher, self.agreement = setting.teacher, setting.agreement
         self.bank_teacher = setting.bank_teacher or setting.teacher
@@ -135,6 +150,8 @@ class Evaluator:
         self._bytes = 0
         self._searched: dict[str, Tensor] = {}
         """The teachers' vectors of the bank."""
+        self._right: dict[str, Tensor] = {}
+        """Of the last evaluation: which images are right, bool [M] by key."""
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -158,10 +175,15 @@ class Evaluator:
     def of(self, teacher: Teacher) -> Evaluator:
         other = copy.copy(self)
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
+        other._right = {}
         return other
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {}
+
+    def samples(self) -> dict[str, Samples]:
+        """Return which images are right, of each accuracy."""
+        return {key: Samples(one.double().mean().item(), right=one.numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
         """Return all values, or none where `stop` said so."""
@@ -175,7 +197,9 @@ class Evaluator:
             teacher = self._ask(number, batch)
             agreement_B = self.agreement(outputs, teacher).double()
             sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
-            queries.add(batch, {"": outputs.features["pooled"], **self._pooled(teacher)})
+            moved = self.projected(outputs)
+            moved = {} if moved is None or self.bank is None else {PROJECTED: moved}
+            queries.add(batch, {"": outputs.features["pooled"], **moved, **self._pooled(teacher)})
             backend.end_step()
         total, images = backend.reduce_sum(sums).tolist()
         if images == 0:
@@ -201,7 +225,14 @@ class Evaluator:
         for name, bank_ND in {"": student_ND, **self._searched}.items():
             for kind, classify in (("knn", nearest), ("probe", ridge)):
                 votes_MC = classify(bank_ND[use_N], label_N[use_N], asking_MD[name][use_M], self.num_classes)
-                scores[_key(name, kind)] = (votes_MC.argmax(-1) == wanted_M[use_M]).double().mean().item()
+                self._right[_key(name, kind)] = right_M = votes_MC.argmax(-1) == wanted_M[use_M]
+                scores[_key(name, kind)] = right_M.double().mean().item()
+        if PROJECTED in asking_MD:
+            student_MD, teacher_MD = (asking_MD[name][use_M] for name in (PROJECTED, TEACHER))
+            index_ND = self._searched[TEACHER][use_N]
+            right, scores["found"] = recalled(index_ND, label_N[use_N], student_MD, teacher_MD, wanted_M[use_M])
+            self._right |= right
+            scores |= {key: right_M.double().mean().item() for key, right_M in right.items()}
         return scores
 
     def _ask(self, number: int, batch: Batch) -> Outputs:
@@ -218,7 +249,7 @@ class Evaluator:
 
     def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
         """Return the pooled features of each teacher, by "teacher", "teacher_2", ..."""
-        names = ["teacher", *(f"teacher_{number}" for number in range(2, self.members + 1))]
+        names = [TEACHER, *(f"teacher_{number}" for number in range(2, self.members + 1))]
         return {name: teacher.of(member).features["pooled"] for member, name in enumerate(names)}
 
 
@@ -226,6 +257,25 @@ def _key(model: str, score: str) -> str:
     """Return the key of a score of a model: "knn", "teacher_knn", "teacher_knn_2"."""
     who, _, number = model.partition("_")
     return "_".join(filter(None, (who, score, number)))
+
+
+def recalled(
+    bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, teacher_MD: Tensor, wanted_M: Tensor
+) -> tuple[dict[str, Tensor], float]:
+    """Search in a teacher's index with a student's vectors, all of length 1.
+
+    Returns:
+        For each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool [M],
+        of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
+        student finds too.
+    """
+    count, right, found = min(RECALLED, len(bank_ND)), [], []
+    for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):
+        near_2BK = torch.stack([(one_BD @ bank_ND.T).topk(count).indices for one_BD in (own_BD, other_BD)])
+        right.append((label_N[near_2BK] == wanted_B[:, None]).any(-1))
+        found.append((near_2BK[0, :, :, None] == near_2BK[1, :, None, :]).any(2).double().mean(1))
+    student_M, teacher_M = torch.cat(right, dim=1)
+    return {"recall": student_M, "teacher_recall": teacher_M}, torch.cat(found).mean().item()
 
 
 def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:

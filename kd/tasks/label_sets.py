@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.evaluation import Evaluation
+from kd.intervals import Samples, resampled
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
@@ -83,10 +84,14 @@ class LabelSets:
         truth = label[known] > 0
         values_C, enough_C = thresholds(logits_NC[known], truth)
         columns = zip(classes, values_C.tolist(), enough_C.tolist(), truth.sum(0).tolist(), strict=True)
-        return {
+        found: dict[str, dict[str, Any]] = {
             name: {"threshold": round(value, 6), "chosen": enough, "images": images}
             for name, value, enough, images in columns
         }
+        if len(truth) >= 2 * FEWEST:
+            for name, value in zip(classes, exchanged_f1(logits_NC[known], truth).tolist(), strict=True):
+                found[name]["f1"] = round(value, 6)
+        return found
 
 
 def build(options: Options) -> LabelSets:
@@ -103,6 +108,9 @@ class Evaluator(LogitsEvaluator):
     Precision needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
     """
 
+    _known: tuple[Tensor, ...] = ()
+    """Of the last evaluation: truth [N, C], and the logits of student and teacher, of the images with labels."""
+
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return the answers of a batch, with the images that they are for."""
         row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
@@ -110,30 +118,37 @@ class Evaluator(LogitsEvaluator):
         return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
-        ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
-        gathered = {name: self._gather(torch.cat([row[name] for row in rows]), ids_N, seen_N) for name in rows[0]}
+        gathered = self._gather(rows)
         seen = gathered["seen"][:, 0] > 0
         label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
         self._require(len(label), int(known.sum()))
         student, values = gathered["student"][seen].double(), {}
+        self._known = (label[known] > 0, student[known]) if self.labelled else ()
         if self.labelled:
             values = score(student[known], label[known] > 0)
             self.chance = (label[known] > 0).double().mean().item()
         if self.teacher is not None:
             teacher = gathered["teacher"][seen].double()
             of_teacher = score(teacher[known], label[known] > 0) if self.labelled else {}
+            self._known = (*self._known, teacher[known]) if self.labelled else ()
             values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
             values |= {"kl": divergence(teacher, student), "agreement": jaccard(teacher > 0, student > 0)}
         shared = torch.tensor(list(values.values()), device=self.backend.device)
         self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def _gather(self, mine: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
-        """Return the rows of all ranks, [N, ...], by image, on the CPU; 0 for an image that nobody saw."""
-        rows = torch.where(seen[:, None], mine.view(len(mine), -1).float(), 0.0)
-        full = torch.zeros(len(self.plan.ids), rows.shape[1], device=rows.device).index_add_(0, ids, rows)
-        return self.backend.reduce_sum(full).cpu()
+    def samples(self) -> dict[str, Samples]:
+        """Return the bootstrap values of the own scores; the same resamples for student and teacher."""
+        if not self._known:
+            return {}
+        found, (truth, *logits) = {}, self._known
+        for prefix, one in zip(("", "teacher_"), logits, strict=False):
+            keys, values = [column.key for column in SCORES.own], score(one, truth)
+            drawn = resampled(lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth))
+            drawn = dict(zip(values, drawn.T, strict=True))
+            found |= {prefix + key: Samples(values[key], replicates=drawn[key]) for key in keys}
+        return found
 
 
 def are_known(label: Tensor) -> Tensor:
@@ -201,6 +216,19 @@ def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
     """
     both, either = (one_NC & other_NC).double().sum(1), (one_NC | other_NC).double().sum(1)
     return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean().item()
+
+
+def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
+    """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not.
+
+    So it holds for images that chose nothing. The halves are every second image.
+    """
+    first_N = torch.arange(len(truth_NC)) % 2 == 0
+    answer_NC = torch.zeros_like(truth_NC)
+    for half_N in (first_N, ~first_N):
+        threshold_C, _ = thresholds(logits_NC[half_N], truth_NC[half_N])
+        answer_NC[~half_N] = logits_NC[~half_N].double().sigmoid() > threshold_C
+    return f1(*counts(answer_NC, truth_NC))
 
 
 def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """One label an image: the class with the largest probability of a softmax is the answer.
 
-Shape legend: B images of a batch, C classes, K calibration bins or teachers.
+Shape legend: B images of a batch, N images of a split, C classes, K calibration bins or teachers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from kd.evaluation import Evaluation
+from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
 
 NUM_BINS = 15
 """Of the calibration error, as in arXiv:1706.04599."""
+LOWEST, HIGHEST = 0.01, 100.0
+"""Of a temperature."""
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error")),
     pair=(
@@ -105,6 +108,25 @@ class Evaluator(LogitsEvaluator):
         scores["images"], scores["labelled"] = batch.weight.sum().double(), weight_B.sum().double()
         return scores
 
+    def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return which answers are right, by their keys in a row, and of which images that is known."""
+        found = {"ids": batch.ids, "seen": batch.weight > 0, "labelled": batch.labelled}
+        for prefix, logits_BC in (("", student_BC), ("teacher_", teacher_BC)):
+            if self.labelled and logits_BC is not None:
+                hits_B5 = hits(logits_BC, batch.label)
+                found |= {f"{prefix}accuracy": hits_B5[:, 0], f"{prefix}top5": hits_B5.any(-1)}
+        if teacher_BC is not None:
+            found["agreement"] = student_BC.argmax(-1) == teacher_BC.argmax(-1)
+        return found
+
+    def samples(self) -> dict[str, Samples]:
+        """Return which images are right, of the shares of a row."""
+        known = {name: value_N1[:, 0].numpy() > 0 for name, value_N1 in self._gather(self._last).items()}
+        seen, labelled = known.pop("seen"), known.pop("labelled")
+        known.pop("ids")
+        right = {key: one[seen if key == "agreement" else seen & labelled] for key, one in known.items()}
+        return {key: Samples(float(one.mean()), right=one) for key, one in right.items()}
+
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         flat = torch.stack([torch.cat([value.flatten() for value in row.values()]) for row in rows]).sum(0)
         total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
@@ -126,7 +148,7 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
     """Return weighted sums, float64: accuracy, top5, nll and the calibration bins [2, K]."""
     weight_B = weight_B.double()
     log_prob_BC = logits_BC.log_softmax(-1)
-    hits_B5 = logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
+    hits_B5 = hits(logits_BC, label_B)
     confidence_B = log_prob_BC.amax(-1).exp().double()
     correct_B = hits_B5[:, 0].double()
     bin_B = (confidence_B * NUM_BINS).long().clamp(0, NUM_BINS - 1)  # 0 for NaN
@@ -142,6 +164,11 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
     }
 
 
+def hits(logits_BC: Tensor, label_B: Tensor) -> Tensor:
+    """Return whether the label is the class with the largest logit, the second largest, ..., bool [B, 5 or C]."""
+    return logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
+
+
 def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[str, Tensor]:
     """Return weighted sums, float64: KL(teacher || student) at temperature 1 and top-1 agreement."""
     student_log_BC, teacher_log_BC = student_BC.log_softmax(-1), teacher_BC.log_softmax(-1)
@@ -153,6 +180,25 @@ def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[st
 def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
     """Return the expected calibration error of N answers: 15 bins, arXiv:1706.04599."""
     return (_gap(score(logits_NC, label_N, torch.ones(len(label_N)))["bins"]) / len(label_N)).item()
+
+
+def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
+    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood.
+
+    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2.
+
+    Args:
+        logits_NC: float [N, C].
+        label_N: integers [N], each from 0 to C - 1.
+    """
+    logits_NC = logits_NC.double()
+    logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
+    low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        slope = ((factor * logits_NC).softmax(1) * logits_NC).sum(1).mean()
+        low, high = (factor, high) if slope < 0 else (low, factor)
+    return (low * high) ** -0.5
 
 
 def _gap(bins: Tensor) -> Tensor:

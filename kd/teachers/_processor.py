@@ -44,11 +44,7 @@ class Preparation:
 
 
 def read_processor(spec: Spec, hub: Any) -> Any:
-    """Return the image processor of a folder or a hub id.
-
-    Raises:
-        ModelError: there is none, or its file is broken.
-    """
+    """Return the image processor of a folder or a hub id."""
     try:
         return hub.AutoImageProcessor.from_pretrained(spec.model, trust_remote_code=False)
     except Exception as error:  # transformers raises many types, all caused by the folder
@@ -69,11 +65,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:
-    """Return what a processor does to pixels.
-
-    Raises:
-        ModelError: it makes no square image, or something else than a straight line of each channel. The key is named.
-    """
+    """Return what a processor does to pixels."""
     with torch.device("cpu"):  # a teacher may be built on the meta device
         shape = _prepared(spec, processor, _noise(SIDE)).shape
         if shape[1] != shape[2]:
@@ -99,11 +91,7 @@ def _noise(side: int) -> Image.Image:
 
 
 def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
-    """Return what the processor makes of an image, float32 [3, H, W].
-
-    Raises:
-        ModelError: it fails, or makes something else.
-    """
+    """Return what the processor makes of an image, float32 [3, H, W]."""
     try:
         found = processor(images=image, return_tensors="pt").get("pixel_values")
     except Exception as error:  # transformers raises many types, all caused by the folder

@@ -36,11 +36,7 @@ def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:
-    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers.
-
-    Raises:
-        ModelError: they are missing.
-    """
+    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers."""
     if not mean:
         raise ModelError(
             f"{where}.mean",
@@ -51,11 +47,7 @@ def require_normalization(where: str, mean: Sequence[float]) -> None:
 
 
 def read_names(path: str, where: str) -> list[str]:
-    """Return the lines of a text file: class names, in the order of the logits.
-
-    Raises:
-        ModelError: it cannot be read, or a name is empty or there twice.
-    """
+    """Return the lines of a text file: class names, in the order of the logits."""
     try:
         names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -78,9 +70,6 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
         count: of the logits.
         own: names that came with the model; empty: none did.
         file: the option `classes`: new names for all logits, or those of `own` that stand for the data's classes.
-
-    Raises:
-        ModelError: other classes, another order, or another number.
     """
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
     if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
@@ -129,11 +118,7 @@ def columns(pick: nn.Module) -> dict[str, list[int]]:
 
 
 def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
-    """Refuse losses that need both logits and features: this teacher returns one of them.
-
-    Raises:
-        ModelError: they need more.
-    """
+    """Refuse losses that need both logits and features: this teacher returns one of them."""
     if (spec.logits and features) or set(features) - {"pooled"}:
         asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
         wrong = f"is {kind}, which has one output, but the losses need {asked}"
@@ -141,11 +126,7 @@ def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None
 
 
 def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
-    """Require that a first answer means what the configuration says.
-
-    Raises:
-        ModelError: probabilities that are called logits, or the other way round; not [B, C]; NaN.
-    """
+    """Require that a first answer means what the configuration says."""
     where = f"{spec.where}.model"
     if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
         shape = "x".join(str(size) for size in answer_BC.shape)
@@ -178,11 +159,7 @@ def _from_probabilities(task: Task, answer_BC: Tensor) -> Tensor:
 
 
 def found_function(spec: Spec) -> Any:
-    """Return the function that `module:function` names.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the function that `module:function` names."""
     where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
         raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")

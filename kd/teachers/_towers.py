@@ -29,11 +29,7 @@ HEADS = ("classifier", "head", "fc")
 
 
 def library(where: str) -> Any:
-    """Import transformers.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """Import transformers."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -67,11 +63,7 @@ def refused(spec: Spec, error: Exception) -> ModelError:
 
 
 def read_config(spec: Spec, hub: Any) -> Any:
-    """Return the configuration of a model, with `args` on top.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the configuration of a model, with `args` on top."""
     if spec.checkpoint:
         wrong, remedy = "is set, but the folder or the hub id brings its weights", "Leave checkpoint out"
         raise ModelError(f"{spec.where}.checkpoint", wrong, "", remedy)
@@ -95,11 +87,7 @@ def vision_config(config: Any) -> Any:
 
 
 def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[dict[str, Any], Preparation]:
-    """Return `input_size`, `mean` and `std` as a Classifier takes them, and what the model's own processor does.
-
-    Raises:
-        ModelError: the preprocessing is missing, or no Classifier can do it.
-    """
+    """Return `input_size`, `mean` and `std` as a Classifier takes them, and what the model's own processor does."""
     with quiet(hub):
         found = measure(spec, read_processor(spec, hub))
     own = getattr(vision_config(config), "image_size", None)
@@ -110,14 +98,7 @@ def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[d
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
     """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked.
 
-    Args:
-        spec: `pretrained` False: another rank has the weights.
-        hub: transformers.
-        auto: the name of its class.
-        config: of the model.
-
-    Raises:
-        ModelError: weights are missing: transformers would put random ones in their place.
+    `spec.pretrained` is False where another rank has the weights.
     """
     cls: Any = getattr(hub, auto)
     try:

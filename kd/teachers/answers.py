@@ -46,13 +46,13 @@ class TableTeacher(nn.Module):
     def __init__(
         self,
         values: Tensor,
-        rows: tuple[Tensor, Tensor],
+        rows: Sequence[Tensor],
         classes: Sequence[str] = (),
         probabilities: bool = False,
         to_logits: Callable[[Tensor], Tensor] = Tensor.float,
         pick: nn.Module | None = None,
     ) -> None:
-        """Take a table [V, N, C] and the row of each training and each validation image."""
+        """Take a table [V, N, C] and the row of each training, validation and test image."""
         super().__init__()
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
@@ -61,10 +61,10 @@ class TableTeacher(nn.Module):
         self.split = 0
         self.notes: tuple[str, ...] = ()
 
-    def validation(self) -> TableTeacher:
-        """Return the same table, asked with the ids of validation images."""
+    def validation(self, test: bool = False) -> TableTeacher:
+        """Return the same table, asked with the ids of validation images, or of test images."""
         other = copy.copy(self)
-        other.split = 1
+        other.split = 2 if test else 1
         return other
 
     def identity(self) -> dict[str, Any]:
@@ -90,11 +90,7 @@ class TableTeacher(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
-    """Read the table and find the row of each image.
-
-    Raises:
-        ModelError: no such table, an image without an answer, answers for other views, other classes than the data's.
-    """
+    """Read the table and find the row of each image."""
     where = f"{spec.where}.model"
     for key in ("checkpoint", "args"):
         if getattr(spec, key):
@@ -114,9 +110,11 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         values = torch.cat([values, table.val_values[None].expand(len(values), -1, -1)], 1)
     rows = {name: row for row, name in enumerate(names[: len(table.names)])}
     val_rows = {**rows, **{name: row for row, name in enumerate(names) if row >= len(rows)}}
-    found = _rows(where, rows, images.train, "training"), _rows(where, val_rows, images.val, "validation")
+    splits = {"training": images.train, "validation": images.val, "test": images.test}
+    shown = {name: source for name, source in splits.items() if source is not None}
+    found = [_rows(where, rows if name == "training" else val_rows, one, name) for name, one in shown.items()]
     if wants_logits:
-        for rows_N, source in zip(found, (images.train, images.val), strict=True):
+        for rows_N, source in zip(found, shown.values(), strict=True):
             _require_logits(spec, options.outputs, values[0], rows_N, source)
         classes, pick = named(spec, values.shape[2], table.classes, options.classes)
         spec.require_meaning(table.problem_type)
@@ -129,11 +127,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
-    """Require all answers [N, C] to mean what the configuration says.
-
-    Raises:
-        ModelError: naming the first image whose answer does not.
-    """
+    """Require all answers [N, C] to mean what the configuration says."""
     for start in range(0, len(rows_N), CHECKED):
         first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
         answer_BC = values[rows_N[first : first + CHECKED]].float()
@@ -172,11 +166,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
 
 
 def _check_views(where: str, table: Answers, images: Images) -> None:
-    """Require that answers for views belong to the views of this run.
-
-    Raises:
-        ModelError: naming what differs.
-    """
+    """Require that answers for views belong to the views of this run."""
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]

@@ -65,11 +65,7 @@ class GraphTeacher(nn.Module):
     features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
-        """Open the graph and check its input and outputs.
-
-        Raises:
-            ModelError: onnxruntime cannot run it, its weights lie elsewhere, or it maps no image to an answer.
-        """
+        """Open the graph and check its input and outputs."""
         super().__init__()
         self.path, self.options, self.where = path, options, where
         self.network = nn.Module()
@@ -154,12 +150,7 @@ class GraphTeacher(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
-    """Open the graph and ask it once.
-
-    Raises:
-        ModelError: no such file, a graph that is not from images to answers, other classes than the data's.
-        MissingExtra: onnxruntime is not installed.
-    """
+    """Open the graph and ask it once."""
     require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():

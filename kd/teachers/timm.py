@@ -21,9 +21,5 @@ def facts(options: Options) -> TeacherFacts:
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Load the classifier.
-
-    Raises:
-        ModelError: unknown model, unreadable weights, other classes or another class order than the data's.
-    """
+    """Load the classifier."""
     return load(spec, image_size, features)

@@ -23,7 +23,7 @@ from kd.errors import ModelError
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
-from kd.models.weights import require_same_tensors, unwrapped
+from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.teachers._shared import (
     check_normalization,
     found_function,
@@ -75,11 +75,7 @@ class Embedder(Classifier):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Build the module, load its weights, and ask it once.
-
-    Raises:
-        ModelError: no such function, weights that do not fit, answers that are no logits of the data's classes.
-    """
+    """Build the module, load its weights, and ask it once."""
     require_one_output(spec, features, "torch")
     function = found_function(spec)
     require_normalization(spec.where, options.mean)
@@ -107,11 +103,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 @torch.no_grad()
 def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
-    """Return the module's answer to two images of noise.
-
-    Raises:
-        ModelError: it fails on images of this size.
-    """
+    """Return the module's answer to two images of noise."""
     noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     weight = next(inner.parameters(), noise)
     try:
@@ -121,11 +113,7 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:
-    """Load a checkpoint, all of it; a .pth is read without running code.
-
-    Raises:
-        ModelError: it cannot be read, or its tensors are not those of the module.
-    """
+    """Load a checkpoint, all of it; a .pth is read without running code."""
     where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
     safe = path.is_dir() or path.suffix == ".safetensors"
     own = inner.state_dict()

@@ -34,12 +34,7 @@ class Options:
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TowerTeacher:
-    """Load the model with its own normalization and input size.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        ModelError: no such model, no preprocessing, missing weights, no classes or other classes than the data's.
-    """
+    """Load the model with its own normalization and input size."""
     hub = library(spec.where)
     config = read_config(spec, hub)
     shown, own = preprocessing(spec, hub, config, image_size)
@@ -62,11 +57,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def _own_classes(spec: Spec, config: Any) -> list[str]:
-    """Return the names of the model's classes; empty: they are numbers.
-
-    Raises:
-        ModelError: it has no classes, or its logits answer another question.
-    """
+    """Return the names of the model's classes; empty: they are numbers."""
     if not any(CLASSIFIER in name for name in config.architectures or []):
         raise ModelError(
             f"{spec.where}.model",

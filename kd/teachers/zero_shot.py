@@ -67,12 +67,7 @@ class Nearest(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Load the image tower, and make or read the classes' vectors.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        ModelError: no tower of CLIP or SigLIP, no tokenizer, vectors of another width, other classes than the data's.
-    """
+    """Load the image tower, and make or read the classes' vectors."""
     hub = library(spec.where)
     config = read_config(spec, hub)
     if config.model_type not in TOWERS:
@@ -116,11 +111,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str], Tensor]:
-    """Return class names and the vectors of these classes [C, D]: by name, where the file names them.
-
-    Raises:
-        ModelError: it has no vector of a class, or one of zeros.
-    """
+    """Return class names and the vectors of these classes [C, D]: by name, where the file names them."""
     where = f"{spec.where}.vectors"
     names, vectors_CD = read_vectors(path, where)
     missing = [name for name in wanted if name not in names] if names else []
@@ -138,11 +129,7 @@ def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str],
 
 @torch.no_grad()
 def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts: Sequence[str]) -> Tensor:
-    """Return a unit vector for each class [C, D]: the mean over the prompts.
-
-    Raises:
-        ModelError: there is no tokenizer.
-    """
+    """Return a unit vector for each class [C, D]: the mean over the prompts."""
     try:
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
@@ -169,11 +156,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
 
 
 def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) -> None:
-    """Require that the tokenizer tells the classes apart: where its files are missing, an empty one may be made.
-
-    Raises:
-        ModelError: naming a class that it does not know.
-    """
+    """Require that the tokenizer tells the classes apart: where its files are missing, an empty one may be made."""
     seen: dict[tuple[int, ...], str] = {}
     for name in names:
         ids = tuple(tokenizer(name, add_special_tokens=False)["input_ids"])

@@ -162,12 +162,6 @@ def test_two_processes_over_the_backends_own_group(train, world, kind, settings)
     assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
 
 
-def test_the_largest_batch_is_found(train):
-    run = train("auto", "data.batch_size=auto", "run.steps=2")
-    assert run.manifest()["choices"]["batch_size"] == "32"  # of 36 images
-    assert "32 images a micro-batch" in run.manifest()["batch_search"]
-
-
 def test_compiled_models_say_the_same(train, kind):
     stance = torch.compiler.set_stance("default" if kind == "cuda" else "force_eager")  # a CPU would compile for long
     with stance:

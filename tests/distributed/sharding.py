@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
         torch.manual_seed(0)
         whole = load(Spec("teacher", model, args, CLASSES), 32, ("pooled",) if features else ())
         _unsettle(whole)
+        whole.to(memory_format=torch.contiguous_format)  # as FSDP2 keeps it; else the last bits differ
         given = whole if backend.rank == 0 else on_meta(whole)  # the others have no weights to begin with
         sharded = LiveTeacher(given, backend.device, dtype, micro, backend.shard)
         plain = LiveTeacher(whole, backend.device, dtype, micro)

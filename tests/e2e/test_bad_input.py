@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kd import config
 from kd.errors import ConfigError
-from kd.files import retry
+from kd.files import storage
 from kd.setup.loaders import split_batch
 
 
@@ -209,7 +209,7 @@ def test_images_that_are_gone_end_the_run_though_damaged_ones_are_skipped(
     written, refused, copied, monkeypatch, workers
 ):
     """A link into a storage that is away is listed and cannot be read: skipping would train on nothing."""
-    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     file = copied / "train" / "fig" / "03.jpg"
     file.unlink()
     file.symlink_to(copied / "away" / "03.jpg")
@@ -452,6 +452,13 @@ def test_a_pickle_in_a_teacher_s_folder_never_runs(written, refused, teacher, tm
     line = refused("train", written(teacher={"model": str(folder)}), *(["--check"] if check else []))
     assert line.startswith("teacher.model: no model.safetensors in ")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_flag_that_is_gone_says_what_to_do_instead(refused):
+    assert refused("report", "RUN", "--live").startswith(
+        "kd-report: unrecognized arguments: --live. --live is gone: kd-report writes the page of a run that goes, too."
+    )
+    assert "is gone" not in refused("report", "RUN", "--lives")
 
 
 class Touch:

@@ -59,7 +59,7 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert f"teacher: reusing '{teacher}'" in trained.out
     rows = table_of(trained.out)
     assert list(rows) == ["teacher", "student, distilled", "student, labels only"]
-    assert all(re.fullmatch(r"\d+\.\d %", row[0]) for row in rows.values())
+    assert all(re.fullmatch(r"\d+\.\d % \(\d+\.\d to \d+\.\d\)", row[0]) for row in rows.values())
     assert float(rows["teacher"][0].split()[0]) > 60
     assert "Next: `kd-export" in trained.out
 
@@ -77,6 +77,7 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     values = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines() if "reusing" not in line}
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     best = max((row for row in metrics if row["kind"] == "val"), key=lambda row: row["accuracy"])
+    assert values.pop("images") == 13
     assert values == pytest.approx({name: best[name] for name in values}, abs=6e-5)  # four digits are printed
     assert {"accuracy", "top5", "nll", "ece", "teacher_accuracy", "kl", "agreement"} <= values.keys()
 
@@ -265,6 +266,7 @@ def test_check_answers_and_writes_nothing(fitted, settings, written, command, tm
         "backend",
         "memory",
         "images",
+        "repeats",
         "time",
         "speed",
     ]

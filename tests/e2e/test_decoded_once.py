@@ -46,7 +46,7 @@ def test_evaluating_and_exporting_need_no_store(written, command, tmp_path):
     assert evaluated.code == 0, evaluated
     assert "store: " not in evaluated.out
     best = max(row["accuracy"] for row in rows(tmp_path, "tiny", "val"))
-    assert re.search(rf"^accuracy +{best:.4f}$", evaluated.out, re.MULTILINE)
+    assert re.search(rf"^accuracy +{best:.4f}  95 %: ", evaluated.out, re.MULTILINE)
     assert command("export", tmp_path / "runs" / "tiny").code == 0
     assert sorted((tmp_path / "runs" / "stores").rglob("*")) == before
 

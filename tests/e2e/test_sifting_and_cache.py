@@ -50,10 +50,6 @@ def test_a_filled_cache_runs_no_teacher(written, command):
     assert trained.code == 0, trained
     assert "teacher_images 0 " in trained.out
     assert not re.search(r"teacher_images [1-9]", trained.out)
-    again = command("cache", written(), *VIEWS, "--verify")
-    assert again.code == 0, again
-    assert "72 records, 0 are missing" in again.out
-    assert re.search(r"largest difference between a stored logit and the teacher's: \d", again.out)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +85,7 @@ def test_logits_that_float16_cannot_hold_end_with_the_key_that_can(
     assert command("cache", path, *VIEWS, "teacher.cache.dtype=fp32").code == 0
 
 
-def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path):
+def test_filling_that_was_killed_goes_on(written, command, tmp_path):
     """kill -9 as soon as the first record is there; torn or not, what follows is whole."""
     argv = [written(), *VIEWS, f"teacher.cache.path={tmp_path / 'cache'}", "data.augment.policy=rand-m9-mstd0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,9 +100,9 @@ def test_filling_that_was_killed_goes_on_and_verifies(written, command, tmp_path
     assert filling.wait() in (-9, 0)  # 0: it was faster than the signal
     assert file.exists()
     assert command("cache", *argv).code == 0
-    verified = command("cache", *argv, "--verify")
-    assert verified.code == 0, verified
-    assert "72 records, 0 are missing" in verified.out
+    again = command("cache", *argv)
+    assert again.code == 0, again
+    assert "72 records, 0 are missing; the teacher ran on 0 images" in again.out
 
 
 def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(written, command, refused, tmp_path):

@@ -6,11 +6,13 @@ import base64
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pyarrow.parquet
 import pytest
 import torch
 from pieces import CLASSES, merged, tiny
@@ -79,9 +81,9 @@ def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command)
     assert best["map"] > 0.8, best  # guessing has 0.5
     assert best["teacher_map"] > 0.9, best
     report = " ".join((trays / "report.md").read_text().split())
-    shown = f"{100 * best['map']:.1f} % | {100 * best['f1_macro']:.1f} %"
+    shown = rf"{100 * best['map']:.1f} % \([\d.]+ to [\d.]+\) \| {100 * best['f1_macro']:.1f} % \("
     assert "| mAP | F1 (macro) | F1 (micro) |" in report
-    assert shown in report
+    assert re.search(shown, report)
     assert "student, labels only" in report
     assert "(labels in common, of those that one of the two gives)" in report
     page = command("report", trays)
@@ -157,6 +159,45 @@ def test_endpoint_prediction_and_sagemaker_answer_with_the_labels_above_their_th
         with pytest.raises(KdError, match="several labels"):
             client.evaluate(f"http://{server.host}:{server.port}", _classes(tmp_path, photos[0]))
         assert server.stop() == 0
+
+
+def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
+    folder, some = tmp_path / "export", tmp_path / "some"
+    answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
+    assert answer.code == 0, answer
+    bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"]["labels"]
+    assert "of its sure answers most are wrong about" in answer.out
+    assert "- model.onnx: passes" in (folder / "README.md").read_text()
+    some.mkdir()
+    for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):
+        shutil.copy(photo, some)
+    for file in ("all.jsonl", "all.csv", "all.parquet"):
+        assert command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code == 0
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
+    stored = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    model, flags = handler.model_fn(str(folder)), set()
+    with Running(folder) as server:
+        for photo, row, line, kept in zip(sorted(some.iterdir()), rows, lines, stored, strict=True):
+            (found,) = server.post(photo.read_bytes()).json["predictions"]
+            chose = False  # an image at an edge: a score is rounded to 6 digits, and PyTorch's differs by 1e-7
+            for one in found["top"]:
+                low, high = bands[one["label"]]["low"], bands[one["label"]]["high"]
+                chose |= min(abs(one["score"] - low), abs(one["score"] - high)) < 1e-5
+                assert chose or one["sure"] == (not low < one["score"] < high), one
+            assert found["sure"] == all(one["sure"] for one in found["top"])
+            assert {key: row[key] for key in found} == found == {key: kept[key] for key in found}
+            assert line["sure"] == str(found["sure"]).lower()
+            body = json.dumps({"image": base64.b64encode(photo.read_bytes()).decode()})
+            (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
+            for key in ("labels", "top"):
+                assert chose or [one["sure"] for one in other[key]] == [one["sure"] for one in found[key]]
+            assert chose or other["sure"] == found["sure"]
+            flags.add(found["sure"])
+        table = server.post(photo.read_bytes(), accept="text/csv")
+        assert table.body.decode().strip().rpartition(",")[2] == line["sure"]
+        assert server.stop() == 0
+    assert flags == {True, False}
 
 
 def _classes(folder: Path, photo: Path) -> Path:

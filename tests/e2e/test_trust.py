@@ -85,7 +85,7 @@ def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_
 )
 def test_no_module_is_imported(sections, run, edited, refused, touched, written):
     edited(**sections)
-    reads = [("report", run), ("report", run, "--price"), ("report", run, "--live"), ("evaluate", run), ("export", run)]
+    reads = [("report", run), ("report", run, "--price"), ("evaluate", run), ("export", run)]
     for words in (*reads, ("plan", written(), "--on", "p4d.24xlarge", "--run", run)):
         told = refused(*words)
         assert "names the module 'foreign.part'" in told

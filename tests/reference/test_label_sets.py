@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from kd.backends.cpu import CPU
+from kd.evaluation import Evaluation, Split
 from kd.losses import bce, binary_kl
-from kd.tasks.label_sets import FEWEST, average_precision, divergence, jaccard, score, thresholds
-from kd.types import Batch, Dims, Outputs
+from kd.tasks import label_sets
+from kd.tasks.label_sets import FEWEST, average_precision, divergence, exchanged_f1, jaccard, score, thresholds
+from kd.types import Batch, Dims, Outputs, Plan
 
 B, C = 7, 5
 GENERATOR = np.random.default_rng(0)
@@ -121,3 +124,59 @@ def test_a_threshold_has_the_largest_f1_that_any_has():
         candidates = [0.0, *sigmoid(np.unique(logits[:, c]))]
         best = max(plain_f1(sigmoid(logits[:, c]) > one, truth[:, c]) for one in candidates)
         assert plain_f1(sigmoid(logits[:, c]) > chosen[c].item(), truth[:, c]) == pytest.approx(best)
+
+
+def test_the_f1_of_thresholds_is_counted_on_images_that_chose_nothing():
+    """Labels of pure chance: on the images that choose, a threshold looks better than it is on any others."""
+    rng = np.random.default_rng(3)
+    logits, truth = torch.from_numpy(rng.normal(0, 1, (400, 6))), torch.from_numpy(rng.random((400, 6)) < 0.1)
+    chosen, _ = thresholds(logits, truth)
+    same = np.mean([plain_f1((logits[:, c].sigmoid() > chosen[c]).numpy(), truth[:, c].numpy()) for c in range(6)])
+    other = torch.from_numpy(rng.random((40_000, 6)) < 0.1)
+    new = torch.from_numpy(rng.normal(0, 1, (40_000, 6))).sigmoid() > chosen
+    true = np.mean([plain_f1(new[:, c].numpy(), other[:, c].numpy()) for c in range(6)])
+    exchanged = exchanged_f1(logits, truth).mean().item()
+    assert same > true + 0.03
+    assert abs(exchanged - true) < same - true
+
+
+class Fixed:
+    """A loader, a student and a teacher: four batches of answers that are known."""
+
+    unreadable: set[int] = set()
+    training = False
+
+    def __init__(self, logits: torch.Tensor, truth: torch.Tensor) -> None:
+        self.logits, self.truth = logits, truth
+
+    def epoch(self, plan: Plan, view: int, start: int = 0):
+        for ids in torch.arange(len(self.logits)).split(50):
+            image = ids.to(torch.float32)[:, None, None, None].expand(-1, 3, 1, 1)
+            yield Batch.of(image, self.truth[ids].to(torch.int8), ids)
+
+    def eval(self) -> None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def __call__(self, image) -> Outputs:
+        return Outputs(self.logits[image[:, 0, 0, 0].long()])
+
+
+def test_the_interval_of_map_holds_that_of_all_images():
+    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is too high by itself."""
+    rng = np.random.default_rng(4)
+    truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
+    logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth
+    whole, held = score(logits, truth)["map"], 0
+    for number in range(60):
+        ids = torch.from_numpy(np.random.default_rng(number).integers(0, 20_000, 200))
+        fixed = Fixed(logits[ids], truth[ids])
+        plan = Plan(torch.arange(200), torch.ones(200))
+        made = label_sets.build(label_sets.Options()).evaluator(
+            Evaluation(CPU("fp32", 60, 1), Split(fixed, plan), None, 4)
+        )
+        row, samples = made(fixed), made.samples()
+        assert samples["map"].value == pytest.approx(row["map"])
+        low, high = samples["map"].interval()
+        held += low <= whole <= high
+    assert held >= 53

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kd import config
-from kd.artifacts.memory import Memory
-from kd.artifacts.run_dir import RunDir
+from kd.artifacts.run_dir import Memory, RunDir
 from kd.engine.run import Run
 from kd.jobs.teach import obtain_teachers
 from kd.progress.console import Console

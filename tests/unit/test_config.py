@@ -60,7 +60,7 @@ def test_everything_wrong_is_in_one_report():
         "steps, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
-        "data.batch_size": "data.batch_size: is 'many'. Allowed: auto or a whole number >= 1. Change the value.",
+        "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1. Change the value.",
         "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1. Change the value.",
         "data.root": "data.root: is missing. Allowed: text. Add it.",
         "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained. Change the value.",
@@ -219,10 +219,7 @@ def test_xla_with_zero_cannot_skip_steps():
         load(minimal(), [*overrides, other])
 
 
-def test_a_batch_that_is_found_goes_with_neither_a_micro_batch_nor_a_sharded_teacher():
-    assert "which finds it" in errors_of(minimal(), "data.batch_size=auto", "data.micro_batch=8")["data.micro_batch"]
-    told = errors_of(minimal(), "data.batch_size=auto", "teacher.shard=true")
-    assert "A number goes with teacher.shard" in told["data.batch_size"]
+def test_a_teacher_is_divided_in_one_way():
     both = errors_of(minimal(), "teacher.shard=true", "teacher.pipeline=2")
     assert "One of the two" in both["teacher.shard"]
 

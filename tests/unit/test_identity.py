@@ -18,9 +18,8 @@ from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
-from kd.setup.fit import FREE, fit_folders
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import TeacherPlan, resolve
+from kd.setup.recipe import FREE, TeacherPlan, fit_folders, resolve
 from kd.setup.store import keep_rules
 from kd.tasks.single_label import SingleLabel
 
@@ -173,6 +172,13 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_fraction [hf]": ("FR", "0.1", *HF),
     "data.image_key [hf]": ("FR", "b", *HF),
     "data.label_key [hf]": ("FR", "b", *HF),
+    "data.exclude": ("", "exclude.txt"),  # the listing without them has another fingerprint
+    "data.test_fraction": ("", "0.3"),  # so have the validation images that are left
+    "data.test_split [imagefolder]": ("", "c"),
+    "data.test_split [hf]": ("", "c", *HF),
+    "data.test_list [csv]": ("", "c.csv", *LISTS),
+    "data.test_labels [multilabel]": ("", "c", *SETS),
+    "data.test [webdataset]": ("", "c", *SHARDS),
     "data.root [imagefolder]": ("", "elsewhere"),
     "data.train_split [imagefolder]": ("FR", "b"),
     "data.val_split [imagefolder]": ("FR", "b"),

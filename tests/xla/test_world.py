@@ -89,7 +89,6 @@ def test_seeds_reach_the_device():
     [
         ("teacher.shard=true", "teacher.shard: is true, but torch_xla"),
         ("teacher.pipeline=2", "teacher.pipeline: is 2, but torch_xla"),
-        ("data.batch_size=auto", "data.batch_size: is auto, but on backend 'xla' each size that is tried"),
     ],
 )
 def test_what_torch_xla_cannot_do_is_refused(train, tmp_path, override, text):

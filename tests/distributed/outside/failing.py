@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.datasets import _decode, imagefolder, webdataset
-from kd.files import retry
+from kd.files import storage
 
-retry.PAUSES = (0.0, 0.0)
+storage.PAUSES = (0.0, 0.0)
 VICTIM = "train/fig/03.jpg"
 
 

@@ -74,7 +74,7 @@ def test_edited_choices_are_noticed(opened):
 
 
 @pytest.mark.parametrize(
-    "choices", [{"threads": "x"}, {"batch_size": []}, {"student": 3}, {"student": "fp99+fused"}, {"teacher": "fp32"}]
+    "choices", [{"threads": "x"}, {"threads": []}, {"student": 3}, {"student": "fp99+fused"}, {"teacher": "fp32"}]
 )
 def test_choices_that_are_none_are_one_line(choices):
     with pytest.raises(RunError, match=r"^run\.folder: manifest\.json holds choices that kd does not write"):

@@ -14,7 +14,7 @@ from PIL import Image
 from kd.data.views import Evaluate, Views
 from kd.datasets.imagefolder import ImageFolder, Options, build
 from kd.errors import CorruptImage, DataError
-from kd.files import retry
+from kd.files import storage
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, 
         tries.append(path)
         raise OSError(number, os.strerror(number), path)
 
-    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(builtins, "open", fail)
     views = Views(source, Evaluate(4, 1.0), 4, 0, on_corrupt="skip")
     with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.png': .* the storage is away") as caught:
@@ -55,7 +55,7 @@ def test_a_file_of_many_gigabytes_is_refused_unread(source, tmp_path):
 
 
 def test_a_storage_that_comes_back_is_not_noticed(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(retry, "PAUSES", (0.05,) * 200)
+    monkeypatch.setattr(storage, "PAUSES", (0.05,) * 200)
     (tmp_path / "root").rename(tmp_path / "away")
 
     def come_back() -> None:

@@ -11,7 +11,7 @@ from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd import config
-from kd.datasets.csv import Options, build
+from kd.datasets.csv import Options, build, facts
 from kd.errors import ConfigErrors, DataError
 
 IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
@@ -89,6 +89,20 @@ def test_food101_as_distributed(root):
     (root.parent / "meta/test.txt").write_text("baklava/1\n")
     with pytest.raises(DataError, match=r"data\.val_list: line 1: 'baklava/1' is also in data\.train_list, line 4"):
         build(options, "val", train.classes)
+
+
+def test_a_test_list_has_images_of_its_own(root):
+    for name, images in {"a": IMAGES[::3], "v": IMAGES[1::3], "t": IMAGES[2::3]}.items():
+        (root / f"{name}.txt").write_text("".join(f"{image}\n" for image in images))
+    lists = {"root": str(root), "train_list": "a.txt", "test_list": "t.txt"}
+    options = Options(**lists, val_list="v.txt")
+    test = build(options, "test", ("apple_pie", "baklava"))
+    assert (sorted(pairs(test)), test.notes, facts(options).test) == ([*IMAGES[2::3]], (), "test_list")
+    assert build(options, "val", ("apple_pie", "baklava")).notes == ()  # the test images are in a list too
+    assert sorted(pairs(build(Options(**lists, val_fraction=0.5), "test", ("apple_pie", "baklava")))) == [*IMAGES[2::3]]
+    (root / "t.txt").write_text("baklava/2\n")
+    with pytest.raises(DataError, match=r"data\.test_list: line 1: 'baklava/2' is also in data\.val_list, line 2"):
+        build(options, "test", ("apple_pie", "baklava"))
 
 
 def test_val_fraction_holds_out_a_part_of_each_class(root):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.datasets.hf import Options, build
+from kd.datasets.hf import Options, build, facts
 from kd.errors import DataError, MissingExtra
 
 hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
@@ -55,6 +55,17 @@ def test_saved_splits(tmp_path):
     val = build(chosen, "val", train.classes)
     assert (val.name(0), labels(val)) == ("validation[0]", [1])
     assert train.fingerprint != val.fingerprint
+
+
+def test_test_split(tmp_path):
+    save(tmp_path / "d", train=table([0, 1] * 5), exam=table([1, 0, 0]))
+    chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exam")
+    test = build(chosen, "test", ("pear", "apple"))
+    assert (test.name(0), labels(test), facts(chosen).test) == ("exam[0]", [1, 0, 0], "test_split")
+    with pytest.raises(DataError, match=r"data\.test_split: .* has no split 'exams'"):
+        build(Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exams"), "test", ("pear", "apple"))
+    with pytest.raises(ValueError, match="another split than train_split"):
+        Options(path="d", val_fraction=0.2, test_split="train")
 
 
 def test_the_stamp_is_made_of_the_times_of_the_files(tmp_path):

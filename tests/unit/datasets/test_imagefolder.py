@@ -14,7 +14,7 @@ from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd.datasets._decode import HEIF
-from kd.datasets.imagefolder import Options, build
+from kd.datasets.imagefolder import Options, build, facts
 from kd.errors import DataError
 
 
@@ -326,3 +326,23 @@ def test_real_photographs(photographs):
     assert max(image.size) >= 348
     with Image.open(photographs / val.name(0)) as reference:
         assert np.array_equal(np.asarray(image), np.asarray(reference.convert("RGB")))
+
+
+def test_a_test_split_beside_train_and_val(tmp_path):
+    fill(tmp_path, "train/a/1.png", "train/b/1.png", "val/a/2.png", "exam/b/3.png", "exam/a/4.png")
+    wanted = options(tmp_path, test_split="exam")
+    assert names(build(wanted, "test", ("a", "b"))) == ["exam/a/4.png", "exam/b/3.png"]
+    assert facts(wanted).test == "test_split"
+    assert facts(options(tmp_path)).test == ""
+    with pytest.raises(DataError, match=r"has no folder 'exams'.*Did you mean 'exam'.*Set data.test_split"):
+        build(options(tmp_path, test_split="exams"), "test", ("a", "b"))
+    with pytest.raises(ValueError, match="another folder than train_split and val_split"):
+        options(tmp_path, test_split="val")
+
+
+def test_val_fraction_of_the_training_folder_where_a_test_folder_is_named(tmp_path):
+    fill(tmp_path, *(f"train/{name}/{i}.png" for name in "ab" for i in range(6)), "test/a/1.png", "test/b/2.png")
+    wanted = options(tmp_path, test_split="test", val_fraction=0.3)
+    train, val, test = (build(wanted, split, ("a", "b")) for split in ("train", "val", "test"))
+    assert (len(train), len(val), names(test)) == (8, 4, ["test/a/1.png", "test/b/2.png"])
+    assert sorted(names(train) + names(val)) == [f"train/{name}/{i}.png" for name in "ab" for i in range(6)]

@@ -10,7 +10,7 @@ import pytest
 from pieces import WITHOUT_HEIF
 from PIL import Image
 
-from kd.datasets.multilabel import Options, build
+from kd.datasets.multilabel import Options, build, facts
 from kd.errors import DataError
 
 SETS = {"a.jpg": {"rice", "egg"}, "deep/b.jpg": set(), "c.jpg": {"egg"}, "d.jpg": {"soup"}}
@@ -226,6 +226,15 @@ def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
     )
     with pytest.raises(DataError, match="'rice', which no training image has"):
         build(options, "val", ("egg",))
+
+
+def test_test_labels(root):
+    files = {f"{part}_labels": f"{part}.csv" for part in ("train", "val", "test")}
+    for file, name in zip(files.values(), ("a.jpg", "c.jpg", "deep/b.jpg"), strict=True):
+        (root / file).write_text((root / write(root, "columns", [name])).read_text())
+    options = Options(root=str(root), **files)
+    assert sets(build(options, "test", CLASSES)) == {"deep/b.jpg": set()}
+    assert facts(options).test == "test_labels"
 
 
 @pytest.mark.parametrize(

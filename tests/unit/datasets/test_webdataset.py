@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kd.datasets.webdataset import Options, build
+from kd.datasets.webdataset import Options, build, facts
 from kd.errors import CorruptImage, DataError, KdError
-from kd.files import retry
+from kd.files import storage
 from kd.files.shards import _expand_braces
 
 
@@ -78,6 +78,14 @@ def test_names_in_text_and_val_by_the_training_classes(tmp_path):
     assert (train.classes, labels(train)) == (("apple", "fig", "pear"), [2, 0, 1])
     val = build(options(tmp_path), "val", train.classes)
     assert (val.classes, labels(val)) == (train.classes, [2])
+
+
+def test_test_shards(tmp_path):
+    for name, found in {"train": ["pear", "apple"], "val": ["pear"], "exam": ["apple", "pear", "apple"]}.items():
+        shard(tmp_path / f"{name}.tar", samples(found))
+    chosen = options(tmp_path, test=str(tmp_path / "exam.tar"))
+    assert labels(build(chosen, "test", ("apple", "pear"))) == [0, 1, 0]
+    assert (facts(chosen).test, facts(options(tmp_path)).test) == ("test", "")
 
 
 @pytest.mark.parametrize("value", [1, "1", "pear"])
@@ -207,7 +215,7 @@ def test_compressed_shard(tmp_path):
 
 def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     """It was not read whole, so it is not a corrupt image that `on_corrupt` may skip."""
-    monkeypatch.setattr(retry, "PAUSES", (0.0,))
+    monkeypatch.setattr(storage, "PAUSES", (0.0,))
     path = shard(tmp_path / "train.tar", samples([0, 1]))
     source = build(options(tmp_path), "train", None)
     path.write_bytes(path.read_bytes()[:530])

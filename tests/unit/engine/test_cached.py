@@ -90,12 +90,11 @@ def test_a_cache_works_with_a_sifter(make, tmp_path):
     assert sum(taught(second)) == 0
 
 
-def test_verify_finds_what_is_wrong(settings, tmp_path, caplog):
+def test_what_is_there_is_not_computed_again(settings, tmp_path, caplog):
     caplog.set_level("INFO", "kd")
     overrides = ["data.augment.crop=0.5", *keys(tmp_path / "c")]
     chosen = config.load(settings, overrides)
     job.cache(chosen)
-    assert job.cache(chosen, verify=True).difference < 1e-4
     again = job.cache(chosen)
     assert (again.computed, again.missing) == (0, 0)
     assert "view 1: 0 of 36" in caplog.text

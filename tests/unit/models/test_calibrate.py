@@ -7,7 +7,8 @@ import timm
 import torch
 from torch import nn
 
-from kd.export.calibrate import HIGHEST, LOWEST, divide_logits, temperature
+from kd.export.calibrate import divide_logits, exchanged
+from kd.tasks.single_label import HIGHEST, LOWEST, temperature
 
 
 def drawn(images=20_000, classes=7, scale=1.0):
@@ -32,6 +33,14 @@ def test_no_other_temperature_is_likelier(scale):
         return nn.functional.cross_entropy(logits_NC.double() / at, label_N).item()
 
     assert all(nll(found) < nll(found * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+
+
+def test_each_half_is_divided_by_the_temperature_of_the_other():
+    logits_NC, label_N = drawn(501, scale=4.0)
+    found = logits_NC / exchanged(logits_NC, label_N)
+    for first in (0, 1):
+        other = temperature(logits_NC[1 - first :: 2], label_N[1 - first :: 2])
+        torch.testing.assert_close(found[first::2], torch.full_like(found[first::2], other))
 
 
 def test_where_every_answer_is_right_or_wrong_it_ends_at_its_limits():

@@ -11,11 +11,10 @@ import torch
 from pieces import Asks
 
 from kd.errors import MissingExtra, ModelError
-from kd.export.parity import EAGER, Answers, check_drop, check_exact
+from kd.export.parity import EAGER, Answers, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
-from kd.scores import GraphScores
 from kd.tasks.single_label import SingleLabel
 
 CLASSES = ("apple", "fig", "pear")
@@ -97,7 +96,7 @@ def test_the_answers_of_a_graph_beside_pytorchs():
         "model.onnx": reference + torch.tensor([[0.0, 0.0], [0.0, 2.5]]),
         "broken.onnx": torch.full((2, 2), torch.nan),
     }
-    answers = Answers(outputs, torch.tensor([1, 1]), {})
+    answers = Answers(outputs, torch.tensor([1, 1]), [], {})
     found = answers.scores("model.onnx", task)
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
     assert (found.others, found.facts[found.decides], found.title) == (1, 1.0, "accuracy")
@@ -107,18 +106,5 @@ def test_the_answers_of_a_graph_beside_pytorchs():
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
         check_exact("broken.onnx", *broken, 1e9, 2)
-    unlabelled = Answers(outputs, torch.tensor([-1, -1]), {}).scores("model.onnx", task)
+    unlabelled = Answers(outputs, torch.tensor([-1, -1]), [], {}).scores("model.onnx", task)
     assert unlabelled.facts["accuracy"] == 0.5  # without labels PyTorch is right
-
-
-def test_what_an_approximate_graph_may_lose():
-    def right(images: int) -> GraphScores:
-        return GraphScores({"accuracy": images / 100}, "accuracy", "accuracy", "")
-
-    told = check_drop("model.int8.onnx", right(79), right(80), 0.0101, 100)
-    assert "80.0 % -> 79.0 % (drop 1.00 points)" in told
-    with pytest.raises(ModelError, match=r"accuracy falls from 80\.0 % to 78\.0 % on 100 images.*at most 1 points"):
-        check_drop("model.int8.onnx", right(78), right(80), 0.01, 100)
-    nothing = GraphScores({"accuracy": float("nan")}, "accuracy", "accuracy", "")
-    with pytest.raises(ModelError, match="accuracy falls"):
-        check_drop("model.int8.onnx", nothing, right(80), 1.0, 100)

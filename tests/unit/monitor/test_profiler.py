@@ -10,7 +10,7 @@ import torch
 
 import kd
 from kd.files.storage import read_rows
-from kd.monitor.profiler import POINTS, Profiler, thinned
+from kd.monitor.profiler import Profiler
 from kd.monitor.timeline import Timeline
 from kd.types import State
 
@@ -35,14 +35,8 @@ def test_some_steps_are_traced(tmp_path):
     assert {"data", "forward", "optimizer", "Step 2", "Step 3"} <= set(names)
     assert not {"Step 1", "Step 4"} & set(names)
     assert names.count("aten::mm") == 2
-    table = json.loads((folder / "operators.json").read_text())
-    by_name = {row["name"]: row for row in table["operators"]}
-    assert by_name["aten::mm"]["calls"] == 2
-    assert table["total_ms"] >= sum(row["cpu_ms"] for row in table["operators"]) - 0.1
-    times = [row["cpu_ms"] for row in table["operators"]]
-    assert times == sorted(times, reverse=True)
-    memory = json.loads((folder / "memory.json").read_text())
-    assert max(mib for _, mib in memory["points"]) >= 64_000 * 4 / 2**20
+    (row,) = [line for line in (folder / "operators.txt").read_text().splitlines() if "aten::mm" in line]
+    assert row.split()[-1] == "2"  # calls
     assert timeline.totals["profile"] > 0
     rows = read_rows(tmp_path / "t")
     assert rows[-1]["steps"] == 1
@@ -57,16 +51,7 @@ def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
         profiler.close()
         profiler.close()
     written = {path.name for path in (tmp_path / "profile").iterdir()}
-    assert written == {"trace.json.gz", "operators.json", "memory.json"}
-
-
-def test_a_long_curve_keeps_its_peaks():
-    points = [[float(i), 1.0] for i in range(3 * POINTS + 1)]
-    points[4321][1] = 9.0
-    kept = thinned(points)
-    assert len(kept) <= POINTS
-    assert max(kept, key=lambda point: point[1]) == [4321.0, 9.0]
-    assert thinned([]) == []
+    assert written == {"trace.json.gz", "operators.txt"}
 
 
 @pytest.mark.parametrize("steps", ["[1]", "[3, 2]", "[0, 2]", "[1, 2, 3]"])

@@ -1,7 +1,7 @@
 """The rules on what runs have recorded: healthy ones, and runs slowed down on purpose in one way each.
 
 The records are those of `python benchmarks/rules.py --record FOLDER`, on two cores beside other programs. So the run
-without a worker is told that its cores are full, and OverallSystemUsage, which needs idle cores, has no record.
+without a worker is told that its cores are full.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def sample(i: int = 0, **more) -> dict:
 def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, rules.Finding]:
     """Return the findings on rank 0's rows, by rule."""
     samples = [sample(i) for i in range(30)] if samples is None else samples
-    of_run = Facts(**{"cores": 2, "threads": 2, "workers": 1, "batch_size": 16, **facts})
+    of_run = Facts(**{"cores": 2, "workers": 1, "batch_size": 16, **facts})
     return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))}
 
 
@@ -70,16 +70,16 @@ def test_shares_of_the_table(more, share, key, value):
 
 def test_each_rule_says_what_to_set():
     """Every finding of the tests below has this form, and its key is one of the configuration."""
-    reading, idle = steady(ms=WAITING, loading_ms=loading(10.0, READS)), [sample(i, cpu=[95.0, 20.0]) for i in range(9)]
-    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4) | ask(threads=1, samples=idle)
-    assert found.keys() == {"IOBottleneck", "Dataloader", "OverallSystemUsage"}
+    reading = steady(ms=WAITING, loading_ms=loading(10.0, READS))
+    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4)
+    assert found.keys() == {"IOBottleneck", "Dataloader"}
     for finding in found.values():
         section, _, key = finding.key.partition(".")
         known = config.to_dict(config.Config())[section]
-        assert key in known or (section, key) == ("backend", "threads")
+        assert key in known
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
-    assert len(rules.RULES) == 9
+    assert len(rules.RULES) == 8
 
 
 def test_a_healthy_run_has_no_finding():
@@ -133,16 +133,6 @@ def test_more_workers_than_cores():
     assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
     assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
-
-
-def test_idle_cores():
-    def idle(percent: float, **facts) -> dict:
-        samples = [sample(i, cpu=[95.0, 95.0 - 2 * percent]) for i in range(9)]
-        return ask(samples=samples, threads=1, **facts)
-
-    assert idle(20.0)["OverallSystemUsage"].value == 2
-    assert idle(5.0) == {}  # neighbours have the other core
-    assert idle(20.0, local_ranks=2) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
-"""Samples of this machine against what the system says, and NeuronCores against a program in their monitor's place."""
+"""Samples of this machine against what the system says."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import stat
 import threading
 import time
 
@@ -14,38 +12,6 @@ import pytest
 from kd.files.storage import read_rows
 from kd.host import cores
 from kd.monitor.system import Monitor, Sampler, file_name
-
-REPORT = {  # the keys of AWS's user guide of neuron-monitor
-    "neuron_runtime_data": [
-        {
-            "pid": 1,
-            "report": {
-                "neuroncore_counters": {
-                    "neuroncores_in_use": {
-                        "1": {"neuroncore_utilization": 12.5},
-                        "0": {"neuroncore_utilization": 80.0},
-                    }
-                },
-                "memory_used": {
-                    "neuron_runtime_used_bytes": {
-                        "usage_breakdown": {
-                            "neuroncore_memory_usage": {"0": {"constants": 1048576, "tensors": 2097152}, "1": {}}
-                        }
-                    }
-                },
-            },
-        }
-    ]
-}
-
-
-@pytest.fixture
-def neuron_monitor(tmp_path, monkeypatch):
-    """Put a program of that name on the PATH that prints two reports, the first of them broken, and waits."""
-    program = tmp_path / "neuron-monitor"
-    program.write_text(f"#!/bin/sh\necho '{{'\necho '{json.dumps(REPORT)}'\nexec sleep 60\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:
@@ -77,7 +43,6 @@ def test_a_sample_tells_what_the_machine_does():
     assert len(held) / 2**20 < row["process_mib"] < row["memory_mib"] < row["memory_total_mib"]
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
     assert min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
-    assert "neuron" not in row
 
 
 def test_samples_are_taken_in_the_background(tmp_path):
@@ -102,11 +67,3 @@ def test_a_monitor_that_fails_says_so_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "kd"), Monitor(tmp_path / "nowhere" / "m", interval=0.01):
         wait_until(lambda: "kd-monitor" not in [thread.name for thread in threading.enumerate()])
     assert [record.message.split(":")[0] for record in caplog.records] == ["monitor"]
-
-
-def test_neuron_cores_are_read_from_their_monitor(neuron_monitor):
-    sampler = Sampler()
-    wait_until(lambda: "neuron" in sampler.sample())
-    row = sampler.sample()
-    sampler.close()
-    assert row["neuron"] == [{"utilization": 80.0, "memory_mib": 3.0}, {"utilization": 12.5, "memory_mib": 0.0}]

@@ -11,8 +11,7 @@ import pytest
 
 import kd
 from kd.files.storage import read_rows
-from kd.monitor.region import active
-from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, describe
+from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, active, describe
 from kd.types import Loading, State
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from kd.intervals import Samples
 from kd.progress.summary import curves, sparkline
 from kd.report.answers import short_names
 from kd.report.page import render
@@ -19,8 +21,10 @@ from kd.report.record import (
     short_model,
     teachers_of,
     time_parts,
+    verdicts,
 )
 from kd.report.text import summary
+from kd.scores import Scored
 from kd.tasks.embedding import SCORES as EMBEDDING
 from kd.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.text import clock, money
@@ -210,3 +214,45 @@ def test_the_summary_of_two_runs():
 )
 def test_clocks(seconds, text):
     assert clock(seconds) == text
+
+
+def last(right: int, teacher: int = 0, data: str = "images", images: int = 200) -> Scored:
+    """Return the last score of a model with so many right answers, the first ones, beside its teacher's."""
+    models = {"accuracy": right, "teacher_accuracy": teacher} if teacher else {"accuracy": right}
+    samples = {key: Samples(count / images, right=np.arange(images) < count) for key, count in models.items()}
+    return Scored("test", 20, data, images, 2, {key: one.value for key, one in samples.items()}, samples)
+
+
+def test_better_is_said_where_the_interval_of_the_pairs_says_so():
+    alone = replace(run("alone"), scored=last(130))
+    one = replace(run("one"), scored=last(140, 142), baseline=alone)
+    assert verdicts([one]) == [
+        "one against teacher: accuracy -1.0 points (-2.9 to +0.9): no difference shown",
+        "one against labels only: accuracy +5.0 points (+1.7 to +8.2): better",
+    ]
+    two, elsewhere = replace(run("two"), scored=last(120)), replace(run("far"), scored=last(120, data="others"))
+    assert verdicts([one, two, elsewhere, run("old")])[2:] == [
+        "two against one: accuracy -10.0 points (-14.2 to -5.6): worse"
+    ]
+
+
+def test_page_and_summary_count_the_last_score():
+    tested = replace(run("one"), scored=last(140, 142), baseline=replace(run("alone"), scored=last(130)))
+    page, text = render([tested]), summary([tested])
+    for shown in (page, text):
+        assert "70.0 % (63.3 to 75.9)" in shown
+        assert "+5.0 points (+1.7 to +8.2): better" in shown
+    assert "test accuracy" in page
+    assert "validation 80.0 %, the best of 2 evaluations" in page
+    assert "Scored once, on 200 test images on which nothing was chosen." in text
+    assert "validation accuracy" in render([run("old")])  # of an older build
+
+
+def test_classes_of_few_images_are_marked_and_absent_ones_named():
+    labels = [0] * 30 + [1] * 5
+    answers = Answers(["often", "seldom", "never"], labels, labels, [], 35)
+    page = render([replace(run(), answers=answers)])
+    assert "seldom (5 *)" in page
+    assert "often (" not in page
+    assert "* 1 of 3 classes have fewer than 20 images" in page
+    assert "1 of 3 classes have no image among the 35 images asked, which says nothing of them: never." in page

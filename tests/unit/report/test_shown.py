@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from kd.progress.summary import curves, summary
 from kd.report.page import render
 from kd.report.record import RunRecord, price_rows
 from kd.report.text import summary as text
-from kd.scores import Column, Scores
+from kd.scores import Column, Scored, Scores
 from kd.tasks import embedding, label_sets, single_label
 from kd.types import State
 
@@ -39,6 +39,7 @@ def words(text: str) -> str:
 class Trained:
     folder: Path = Path("runs/depth")
     metrics: dict | tuple = ()
+    scored: Scored | None = None
     parameters: int = 2_000_000
     images_per_second: float = 40.0
     teacher_parameters: int = 8_000_000
@@ -55,9 +56,9 @@ def record(name: str = "depth", **changes) -> RunRecord:
 
 
 def card(**changes) -> str:
-    content = {field: "" for field in Card.__dataclass_fields__}
-    content |= dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)
-    content |= {key: {} for key in ("thresholds", "calibration", "metrics", "baseline", "graphs", "commands")}
+    content = {name: "" for name, field in Card.__dataclass_fields__.items() if field.default is MISSING}
+    content |= {"losses": ["kl"], **dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)}
+    content |= {key: {} for key in ("thresholds", "defer", "calibration", "metrics", "baseline", "graphs", "commands")}
     return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
 
 
@@ -78,7 +79,7 @@ def test_summary():
     assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in found
     assert "| student, labels only | 25.0 % | 0.8125 |" in found
     assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
-    assert "by within a quarter; seed 0" in found
+    assert "by within a quarter 75.0 %; seed 0" in found
     assert summary("depth", 0, Trained(metrics={}), DEPTH) == ""
     lines = curves(TRAIN, VAL, DEPTH).splitlines()
     assert any(line.startswith("mean absolute error") and line.endswith("0.3750 -> 0.6250") for line in lines)
@@ -88,7 +89,7 @@ def test_summary_without_labels_and_without_a_teacher():
     unlabelled = words(summary("depth", 0, Trained(metrics={"gap": 0.5}), DEPTH))
     assert "| model | parameters | training images/s |" in unlabelled
     assert "| student, distilled | 2.00 M |" in unlabelled
-    assert "by gap; seed 0" in unlabelled
+    assert "by gap 0.5000 m; seed 0" in unlabelled
     alone = words(summary("depth", 0, Trained(metrics=ALONE[0]), DEPTH))
     assert "| student | 25.0 % |" in alone
     assert "teacher" not in alone
@@ -115,7 +116,10 @@ def test_text_and_prices():
 def test_page():
     page = render([record()])
     for name, small in (
-        ("validation within a quarter", "teacher 87.5 %, labels only 25.0 %, best of 2 evaluations on this split"),
+        (
+            "validation within a quarter",
+            "teacher 87.5 %, labels only 25.0 %, best of 2 evaluations on this split, which flatters it",
+        ),
         ("validation mean absolute error", "teacher 0.1250, labels only 0.8125"),
         ("gap", "mean distance from the teacher; bias 0.2500 m"),
     ):

@@ -164,7 +164,7 @@ def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     with tarfile.open(theirs) as tar:
         tar.extractall(tmp_path / "model", filter="data")
     code = {path.name for path in (tmp_path / "model/code").iterdir()}
-    assert code == {"exported.py", "inference.py", "pixels.py", "requirements.txt"}
+    assert code == {"exported.py", "inference.py", "pixels.py", "requirements.txt", "sure.py"}
     script = tmp_path / "hooks.py"
     script.write_text(HOOKS)
     picture = next((photos / "val/fig").glob("*.jpg"))

@@ -20,7 +20,7 @@ from kd.datasets._decode import HEIF
 from kd.errors import ModelError
 from kd.jobs.check import check
 from kd.jobs.teach import teach
-from kd.models import weights
+from kd.models import timm_folder
 from kd.setup.recipe import resolve
 
 
@@ -117,7 +117,7 @@ def answering(monkeypatch, cached) -> Iterator[Callable[[int], list[str]]]:
 @pytest.mark.parametrize(("overrides", "key"), [(PRETRAINED, "student"), (FITTED, "teacher")])
 def test_weights_out_of_reach_name_their_key(settings, answering, monkeypatch, cached, overrides, key):
     """The hub was asked for a minute in the fit, and the student was blamed for the teacher's weights."""
-    monkeypatch.setattr(weights, "HUB_SECONDS", 0.3)
+    monkeypatch.setattr(timm_folder, "HUB_SECONDS", 0.3)
     for status in (404, 0):
         answering(status)
         with pytest.raises(ModelError, match=rf"^{key}\.model: .*'test_vit' are not here.* within 0\.3 s"):

@@ -289,3 +289,5 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
                 assert found[prefix + kind] == pytest.approx(right.double().mean().item(), abs=1e-6)
         agreement = criterion.agreement(student(image), teacher.model(image)).mean().item()
     assert found["agreement"] == pytest.approx(agreement, abs=1e-6)
+    assert found["knn"] == pytest.approx(evaluator.samples()["knn"].right.mean(), abs=1e-6)
+    assert len(evaluator.samples()["teacher_probe"].right) == 23

@@ -183,3 +183,31 @@ def test_certain_and_wrong_is_the_worst_calibration():
     assert (found["accuracy"], found["ece"]) == pytest.approx((0.0, 1.0))
     found = evaluator(None, 1 - label, 4, 2)(Table(wrong))
     assert (found["accuracy"], found["ece"]) == pytest.approx((1.0, 0.0), abs=1e-6)
+
+
+def test_samples_say_which_images_are_right():
+    """Without those that could not be decoded, or have no label; in the order of the ids."""
+    student, teacher, label = draw(30, 7)
+    label[[3, 11]] = -1
+    broken = frozenset({4, 17})
+    made = evaluator(teacher, label, 8, 7, broken)
+    row = made(Table(student))
+    kept = np.array([id for id in range(30) if id not in {3, 4, 11, 17}])
+    seen = np.array([id for id in range(30) if id not in broken])
+    found = made.samples()
+    for key, logits in (("accuracy", student), ("teacher_accuracy", teacher)):
+        assert found[key].right.tolist() == (logits.argmax(1) == label)[kept].tolist()
+    assert found["agreement"].right.tolist() == (student.argmax(1) == teacher.argmax(1))[seen].tolist()
+    assert {key: one.value for key, one in found.items()} == pytest.approx({key: row[key] for key in found})
+    assert {*found} == {"accuracy", "top5", "teacher_accuracy", "teacher_top5", "agreement"}
+    other = made.of(Answers(student))
+    other(Table(student))
+    assert other.samples()["accuracy"].minus(other.samples()["teacher_accuracy"])[0] == 0
+
+
+def test_samples_are_those_of_the_last_evaluation():
+    student, teacher, label = draw(30, 3)
+    made = evaluator(teacher, label, 8, 3)
+    made(Table(student))
+    made(Table(teacher))
+    assert made.samples()["accuracy"].value == made.samples()["teacher_accuracy"].value

@@ -1,0 +1,186 @@
+"""CIFAR-10 at full length: one teacher, one student, each way of training it, three seeds, on the test split.
+
+Run: make proof DATA=FOLDER                 (FOLDER: train/<class>/ and test/<class>/)
+     python benchmarks/proof.py --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl] [key=value ...]
+
+Each run is `kd-train configs/cifar10.yaml` in a process of its own on one thread, `--jobs` of them at a time. A row
+is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. `images` counts
+those that were trained on. CPU minutes hold everything: start, decoding, filling the cache, evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from _record import write
+from kd.intervals import wilson
+from kd.text import table
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "configs" / "cifar10.yaml"
+Row = dict[str, Any]
+CE: Row = {"kind": "ce", "label_smoothing": 0.1}
+CACHE = ("teacher.cache.views=8",)
+
+
+def kl(temperature: float) -> list[Row]:
+    """Return the losses of the configuration at another temperature."""
+    return [{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.3}]
+
+
+def sifted(kind: str) -> tuple[str, ...]:
+    """Return the overrides by which a sifter keeps 60 % of the images, whatever it costs."""
+    return (*CACHE, f"sifter.kind={kind}", "sifter.keep=0.6", "sifter.gate=off")
+
+
+ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
+    "labels only": ([CE], (), 1.0),
+    "kl": (kl(2.0), CACHE, 1.0),
+    "kl, T 1": (kl(1.0), CACHE, 1.0),
+    "kl, T 4": (kl(4.0), CACHE, 1.0),
+    "wttm": ([{"kind": "wttm"}], CACHE, 1.0),
+    "dist": ([{"kind": "dist", "weight": 2.0}, {"kind": "ce"}], CACHE, 1.0),
+    "kl, 4 views": (kl(2.0), ("teacher.cache.views=4",), 1.0),
+    "kl, live": (kl(2.0), (), 1.0),
+    "history": (kl(2.0), sifted("history"), 1.0),
+    "random": (kl(2.0), sifted("random"), 1.0),
+    "relative": (kl(2.0), sifted("relative"), 1.0),
+    "shortened": (kl(2.0), CACHE, 0.6),
+    "labels only, long": ([CE], (), 3.0),
+    "kl, long": (kl(2.0), CACHE, 3.0),
+}
+"""Losses, overrides, and the length as a share of the configuration's epochs. The order is that of making."""
+
+
+def settings(options: argparse.Namespace) -> Row:
+    """Return the configuration of all runs."""
+    content = yaml.safe_load(CONFIG.read_text())
+    content["data"]["root"] = str(options.data.resolve())
+    content["run"] |= {"folder": str(options.work / "runs"), "baseline": False}
+    content["teacher"]["fit"]["folder"] = str(options.work / "teachers")
+    content["backend"] = {"threads": 1}
+    return content
+
+
+def call(options: argparse.Namespace, command: str, content: Row, name: str, overrides: Sequence[str]) -> Row:
+    """Run a command of kd on a configuration in a process of its own; return the minutes that it took."""
+    file = options.work / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(content))
+    argv = [sys.executable, "-m", "kd", command, str(file), *overrides, *options.overrides]
+    start = time.monotonic()
+    with (options.work / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{name} failed: see {log.name}")
+    return {
+        "wall_minutes": round((time.monotonic() - start) / 60, 2),
+        "cpu_minutes": round((used.ru_utime + used.ru_stime) / 60, 2),
+    }
+
+
+def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
+    """Train one student and return its row."""
+    losses, overrides, length = ARMS[arm]
+    content = settings(options)
+    content["run"]["epochs"] = round(content["run"]["epochs"] * length)
+    name = f"{arm}-{seed}".replace(" ", "_").replace(",", "")
+    content["losses"] = losses
+    minutes = call(options, "train", content, name, [f"run.seed={seed}", f"run.name={name}", *overrides])
+    folder = options.work / "runs" / name
+    scored = json.loads((folder / "scored.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
+    low, high = wilson(row["accuracy"], scored["images"])
+    percent = {key: round(100 * row.get(key, 0.0), 2) for key in ("teacher_accuracy", "agreement", "ece")}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "split": scored["split"],
+        "images": train[-1]["images"],
+        "accuracy": round(100 * row["accuracy"], 2),
+        "low": round(100 * low, 2),
+        "high": round(100 * high, 2),
+        **percent,
+        "nll": round(row["nll"], 4),
+        "teacher_share": round(sum(r.get("ms_teacher", 0) for r in train) / sum(r["step_ms"] for r in train), 3),
+        **minutes,
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return means of the seeds as Markdown, with the difference from the labels alone seed by seed."""
+    plain = {row["seed"]: row["accuracy"] for row in rows if row["arm"] == "labels only"}
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+        gains = [row["accuracy"] - plain[row["seed"]] for row in own if row["seed"] in plain]
+        mean = {key: statistics.mean(row[key] for row in own) for key in own[0] if key not in ("arm", "split")}
+        lines.append(
+            {
+                "trained by": arm,
+                "accuracy": " ".join(f"{row['accuracy']:.2f}" for row in own),
+                "on test images": f"{mean['accuracy']:.2f} (one seed: {mean['low']:.1f} to {mean['high']:.1f})",
+                "over labels only": f"{statistics.mean(gains):+.2f}" if gains else "",
+                "agreement": f"{mean['agreement']:.1f}",
+                "calibration error": f"{mean['ece']:.1f}",
+                "images": f"{mean['images'] / 1e6:.2f} M",
+                "CPU minutes": f"{mean['cpu_minutes']:.1f}",
+                "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
+            }
+        )
+    return table(lines)
+
+
+def earlier(file: Path) -> list[Row]:
+    """Return the rows that were made before."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def main() -> None:
+    """Make what is missing; write the CSV and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "proof")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    options = parser.parse_args()
+    options.work = options.work.resolve()
+    options.work.mkdir(parents=True, exist_ok=True)
+    file = options.work / "proof.jsonl"
+    call(options, "teach", settings(options), "teacher", ["backend.threads=0"])
+    done = {(row["arm"], row["seed"]) for row in earlier(file)}
+    missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
+
+    def make(pair: tuple[str, int]) -> None:
+        row = one(options, *pair)
+        with file.open("a") as opened:
+            opened.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(make, missing))
+    order = list(ARMS)
+    rows = sorted(earlier(file), key=lambda row: (order.index(row["arm"]), row["seed"]))
+    print(summary(rows))
+    write("proof", " ".join(["make proof DATA=FOLDER", *options.overrides]), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Which file to ship: every graph of three trained students, right and fast; and what one client of kd-serve sees.
+
+Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0] [--part table client]
+
+Students: `xcit` is the one of configs/vit_food.yaml (64 px), `vit_ti` has the shape of ViT-Ti (192 wide, 12 deep, 197
+tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px. Part `table`
+trains each with each seed and exports it with `--compare`; in part `client` the table's client and another one ask
+the same `kd-serve --threads 1` in turns, for each file.
+
+What is in FOLDER is not done again, so an interrupted command goes on, and the CSV has the rows of all that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import yaml
+from _load import closed_loop, kd_serve, percentile, request
+from PIL import Image
+
+from _record import write
+from kd.files.manifest import GRAPHS
+
+Rows = list[dict[str, Any]]
+CONFIGS = Path(__file__).parent.parent / "configs"
+LABELS = [f"class_{i:02d}" for i in range(12)]
+ON_LABELS = ["losses=[{kind: ce}]", "teacher.model=", "run.baseline=false", "run.every.evaluate=0"]
+REPVIT = """
+run: {epochs: 2, baseline: false, every: {evaluate: 0}}
+data: {kind: imagefolder, root: data/cifar10, val_split: test, image_size: 64, batch_size: 32, augment: {crop: 0.5}}
+student: {model: repvit_m0_9}
+losses: [{kind: ce}]
+optimizer: {lr: 1.0e-3}
+"""
+STUDENTS: dict[str, tuple[str, list[str]]] = {
+    "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
+    "vit_ti": (
+        "cifar10.yaml",
+        [
+            *ON_LABELS,
+            *("data.image_size=112", "data.batch_size=32", "run.epochs=2", "optimizer.lr=5e-4"),
+            "student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}",
+        ],
+    ),
+    "repvit": ("", []),
+}
+"""Configuration, "": REPVIT, and keys by name."""
+ROUNDS, SECONDS = 8, 2.0
+"""Of part `client`: turns of each client, and seconds of one."""
+
+
+def picture(width: int = 600, height: int = 450) -> bytes:
+    """Return a JPEG, smooth with some noise; about 100 KB at 600 x 450."""
+    generator = np.random.default_rng(0)
+    coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), np.uint8)).resize((width, height), 3)
+    noisy = np.asarray(coarse).astype(int) + generator.integers(-12, 13, (height, width, 3))
+    file = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def random_export(folder: Path, name: str, size: int) -> Path:
+    """Write an export of a model with random weights, with all graphs that can be made here."""
+    import torch
+
+    from kd.export.folder import complete, new_export
+    from kd.models import runtimes
+    from kd.models.load import Spec, load
+    from kd.models.timm_folder import export_files
+
+    torch.manual_seed(0)
+    student = load(Spec("student", name, {}, LABELS), size).eval()
+    with new_export(folder / "export") as draft:
+        program = runtimes.export_program(runtimes.reparameterized(student), size)
+        runtimes.write_onnx(program, draft / "model.onnx")
+        runtimes.write_int8(draft / "model.onnx", draft / "model.int8.onnx")
+        if runtimes.installed("openvino"):
+            runtimes.write_openvino(draft / "model.onnx", draft / "openvino.xml")
+        if runtimes.has_bf16():
+            runtimes.write_openvino(draft / "model.onnx", draft / "openvino.bf16.xml", half=True)
+        content, weights = export_files(student, LABELS, 1.0, "single_label_classification")
+        facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
+        complete(draft, content, weights, {}, facts)
+    return folder / "export"
+
+
+def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
+    """Return the compared export of a student; train and export it where it is not there yet."""
+    import kd
+    from kd.export.export import Options, export
+
+    target = given.work / f"{name}_{seed}" / "export"
+    if (target / "manifest.json").is_file():
+        return target
+    config, keys = STUDENTS[name]
+    keys = [*keys, f"run.seed={seed}", f"run.name={name}_{seed}", f"run.folder={given.work}", *given.overrides]
+    if name != "xcit":
+        keys += [f"data.root={given.cifar10}"]
+    run = kd.train(CONFIGS / config if config else yaml.safe_load(REPVIT), *keys)
+    options = Options(compare=True, max_drop=1.0, images=given.images)
+    return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
+
+
+def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each file and number of threads."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    parity, config = manifest["parity"], json.loads((folder / "config.json").read_text())
+    plain = manifest["variants"]["model.onnx"]["speed"]
+    for file, one in manifest["variants"].items():
+        cpu = parity[file]["cpu_ms"]
+        for threads, speed in one["speed"].items():
+            yield {
+                "student": name,
+                "architecture": config["architecture"],
+                "size": manifest["input"]["size"],
+                "seed": seed,
+                "file": file,
+                "threads": threads,
+                **speed,
+                "times_float32": round(plain[threads]["p50_ms"] / speed["p50_ms"], 3),
+                "graph_cpu_ms": cpu,
+                "graph_times_float32": round(parity["model.onnx"]["cpu_ms"] / cpu, 3),
+                "mb": round(one["bytes"] / 1e6, 3),
+                **{key: round(one[key], 5) for key in ("score", "drop", "agreement")},
+                **dict(zip(("low", "high"), (round(end, 5) for end in one["interval"]), strict=True)),
+                "images": one["images"],
+                "picked": int(file == manifest["pick"]),
+            }
+
+
+def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield for each file the median of the table's client and that of another one, at the same server in turns."""
+    from kd.serve import bench
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    size, sent = manifest["input"]["size"], picture(manifest["input"]["size"], manifest["input"]["size"])
+    for file in (file for file in GRAPHS if file in manifest["files"]):
+        server, took = kd_serve(folder, "--file", file, "--threads", "1"), {"table": [], "client": []}
+        at, message = urlsplit(server.url), request(server.url, sent, "image/jpeg")
+        for _ in range(ROUNDS):
+            took["table"] += bench.turn(str(at.hostname), int(at.port or 0), sent)
+            answers = asyncio.run(closed_loop(server.url, message, 1, SECONDS))
+            took["client"] += [answer.took for answer in answers][bench.COLD :]
+        server.stop()
+        medians = {side: 1000 * percentile(times, 0.5) for side, times in took.items()}
+        rounded = {f"{side}_p50_ms": round(ms, 3) for side, ms in medians.items()}
+        row = {"student": name, "seed": seed, "size": size, "file": file, "answers": len(took["client"]), **rounded}
+        yield {**row, "ratio": round(medians["table"] / medians["client"], 4)}
+
+
+PARTS = {"table": table, "client": client}
+
+
+def main() -> None:
+    """Train, export and measure what is not there yet, and write one CSV a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="runs and exports, kept")
+    parser.add_argument("--cifar10", type=Path, help="train/CLASS and test/CLASS")
+    parser.add_argument("--students", nargs="*", default=list(STUDENTS), help="none with --random alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--images", type=int, default=0, help="of the validation split; 0: all")
+    parser.add_argument("--random", metavar="MODEL", nargs="+", default=[], help="also part client of random weights")
+    parser.add_argument("overrides", nargs="*", help="key=value for every training")
+    given = parser.parse_intermixed_args()
+    folders = {(name, seed): exported(name, seed, given) for seed in given.seeds for name in given.students}
+    for name in given.random:
+        folders[name, 0] = random_export(given.work / f"random_{name}", name, 224)
+    for part in given.part:
+        rows: Rows = []
+        for (name, seed), folder in folders.items():
+            if part == "client" or name in STUDENTS:
+                done = folder.parent / f"{part}.jsonl"
+                if not done.is_file():
+                    load = {"load": round(os.getloadavg()[0], 1)}
+                    done.write_text("\n".join(json.dumps({**row, **load}) for row in PARTS[part](name, seed, folder)))
+                rows += [json.loads(line) for line in done.read_text().splitlines()]
+        write(f"variants_{part}", " ".join(["python benchmarks/variants.py", *sys.argv[1:]]), rows)
+
+
+if __name__ == "__main__":
+    main()

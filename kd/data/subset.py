@@ -1,0 +1,66 @@
+"""Some images of a source as a source, and the test split that is set aside from the validation images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from kd.contracts import Noted, Source, Stamped
+from kd.errors import DataError
+from kd.seeds import seed_from
+from kd.types import Decoded, Label
+
+
+class Subset:
+    """Images of a source, by their positions there. See `kd.contracts.Source`."""
+
+    def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
+        """Take the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
+        self.source, self.ids, self.classes = source, ids, source.classes
+        self.notes: Sequence[str] = (*(source.notes if isinstance(source, Noted) else ()), *notes)
+        content = source.fingerprint.encode() + ids.astype("<i8").tobytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def label(self, id: int) -> Label:
+        return self.source.label(int(self.ids[id]))
+
+    def name(self, id: int) -> str:
+        return self.source.name(int(self.ids[id]))
+
+    def prepare(self) -> None:
+        self.source.prepare()
+
+    def decode(self, id: int) -> Decoded:
+        return self.source.decode(int(self.ids[id]))
+
+
+class StampedSubset(Subset):
+    """The same of a source of files that may change. See `kd.contracts.Stamped`."""
+
+    source: Stamped
+
+    def stamp(self, id: int) -> int:
+        return self.source.stamp(int(self.ids[id]))
+
+
+def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
+    """Return the images of a source at the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
+    return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
+
+
+def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
+    """Part validation images into those of validation and of a test split, about `fraction` of them.
+
+    Each name alone decides, by its hash: images that are added later change the side of no other.
+    """
+    draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
+    tested = draws < fraction * 2**63
+    if tested.all() or not tested.any():
+        wrong = f"is {fraction:g}, which leaves one of the two splits of {len(val)} validation images empty"
+        raise DataError("data.test_fraction", wrong, "Some images for each", "Change it, or add validation images")
+    return subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))

@@ -1,0 +1,194 @@
+"""`kd-evaluate RUN --audit`: labels that the teacher doubts, and images that repeat and that only it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kd.audit.album import Album
+from kd.audit.copies import Pairs, closely
+from kd.audit.doubts import Answers, doubted, narrow, neighbours
+from kd.audit.lists import (
+    DUPLICATES,
+    FOLDER,
+    Seen,
+    page,
+    read_repeats,
+    repeats,
+    worst_first,
+    write_repeats,
+    write_table,
+)
+from kd.contracts import Source
+from kd.data.views import Views
+from kd.engine.run import Run
+from kd.errors import CorruptImage, RunError
+from kd.files.storage import write_text
+from kd.models.cache import CachedTeacher, Store
+from kd.setup.data import Data
+from kd.setup.recipe import Recipe
+from kd.types import Batch, Outputs
+
+BATCH, READ = 64, 1024
+"""Images of a forward; records that are read at once."""
+NAMED = 3
+
+
+def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
+    """Ask the teacher of a run about all its images, write what it doubts into `audit` of its folder, and say so.
+
+    Of training images the cache is asked first: a mean over their views. Without a cache the teacher runs on all.
+    """
+    asked = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
+    if recipe.student.task.logits != "softmax" or not asked or not data.labelled:
+        wrong = "the run has no teacher that answers one class of each image, or its images have no labels"
+        raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label an image", "")
+    if run.backend.world_size > 1:
+        raise RunError("--audit", "runs in one process", "", "Start it without a launcher")
+    told = {"train": _training(run, data), "val": _asked(_live(run).validation(), data.val, range(len(data.val)), data)}
+    target = folder / FOLDER
+    return [*_labels(told, data, target), *_repeats(told, data, target), f"listed    in '{target}', with pictures"]
+
+
+def _live(run: Run) -> Any:
+    return run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
+
+
+def _training(run: Run, data: Data) -> Answers:
+    """Return the answers to the training images: from the cache, and for the others from the teacher."""
+    views = data.plan.views
+    usable = isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes  # mixed images have two labels
+    known = _stored(run.teacher.store, views, data) if usable and isinstance(run.teacher, CachedTeacher) else None
+    if known is None:
+        return _asked(_live(run), data.train, range(len(data.train)), data)
+    left = np.setdiff1d(np.arange(len(data.train)), known.id)
+    return _joined([known, _asked(_live(run), data.train, left.tolist(), data)])
+
+
+def _stored(store: Store, views: int, data: Data) -> Answers:
+    """Return the mean of the answers of the cache over the views of each image that has one."""
+    found = []
+    for start in range(0, store.num_images, READ):
+        ids = range(start, min(start + READ, store.num_images))
+        total, count = None, np.zeros(len(ids))
+        for view in range(views):
+            parts, whole, _ = store.parts(view, ids)
+            shares = store.codec.unpack(parts).logits.float().softmax(-1).numpy() * whole[:, None]
+            total, count = shares if total is None else total + shares, count + whole
+        rows = np.flatnonzero(count)
+        if total is not None and len(rows):
+            found.append(_told(np.arange(start, start + len(ids))[rows], total[rows] / count[rows, None], data.train))
+    return _joined(found)
+
+
+def _asked(teacher: Any, source: Source, ids: Sequence[int], data: Data) -> Answers:
+    """Return a teacher's answers to images as evaluation shows them; what cannot be decoded is left out."""
+    section, found = data.section, []
+    shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt="skip")
+    for start in range(0, len(ids), BATCH):
+        samples = [(id, shown.load(id, 0)) for id in ids[start : start + BATCH]]
+        samples = [(id, sample) for id, sample in samples if sample.readable]
+        if samples:
+            numbers = torch.tensor([id for id, _ in samples])
+            pixels = torch.stack([sample.pixels for _, sample in samples])
+            outputs = _forward(teacher, Batch.of(pixels, torch.zeros(len(samples), dtype=torch.int64), numbers))
+            found.append(_told(numbers.numpy(), outputs.float().softmax(-1).cpu().numpy(), source))
+    return _joined(found)
+
+
+def _forward(teacher: Any, batch: Batch) -> Tensor:
+    device = next((one.device for one in teacher.model.parameters()), torch.device("cpu"))
+    with torch.no_grad():
+        outputs: Outputs = teacher(batch.to(device))
+    return outputs.logits
+
+
+def _told(ids: np.ndarray, shares: np.ndarray, source: Source) -> Answers:
+    label = np.array([source.label(int(id)) for id in ids])
+    rows = np.flatnonzero(label >= 0)
+    ids, shares, label = ids[rows], shares[rows], label[rows]
+    best, vectors = shares.argmax(1), narrow(np.log(np.maximum(shares, 1e-6)))
+    return Answers(ids, label, best, shares.max(1, initial=0), shares[np.arange(len(label)), label], vectors)
+
+
+def _joined(parts: Sequence[Answers]) -> Answers:
+    parts = [one for one in parts if len(one.id)]
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Answers(none, none, none, np.zeros(0), np.zeros(0), np.zeros((0, 1), np.float32))
+    return Answers(*(np.concatenate(one) for one in zip(*parts, strict=True)))
+
+
+def _labels(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
+    """Write labels.csv and labels.html, and say how many labels are doubted."""
+    head = ("split", "name", "label", "answer", "share of answer", "share of label")
+    listed, counts, classes = [], [], data.classes
+    for split, one in told.items():
+        found = doubted(one.label, one.answer, one.share, one.own)
+        counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
+        for rank, row in enumerate(found):
+            id, label, answer = int(one.id[row]), classes[int(one.label[row])], classes[int(one.answer[row])]
+            seen, shares = Seen(split, data.splits[split].name(id), label, id), (one.share[row], one.own[row])
+            listed.append((rank, seen, answer, [round(float(share), 4) for share in shares]))
+    listed.sort(key=lambda one: one[:2])
+    rows = [(*seen[:3], answer, *shares) for _, seen, answer, shares in listed]
+    write_table(target / "labels.csv", [head, *rows])
+    figures = [(f"{one.label}, or {answer} ({100 * shares[0]:.0f} %)?", [one]) for _, one, answer, shares in listed]
+    write_text(target / "labels.html", page("Labels that the teacher doubts, the surest first", figures, data.splits))
+    lines = [f"labels    doubted by the teacher: {', '.join(counts)}"]
+    return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
+
+
+def _repeats(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
+    """Add to duplicates.csv the pairs of two splits that have near answers and show one photograph."""
+    train, val = told["train"], told["val"]
+    if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
+        return []
+    rows, near = neighbours(train.vector, val.vector)
+    numbers = [*data.splits]
+    wanted = dict.fromkeys(
+        [("val", int(id)) for id in val.id] + [("train", int(id)) for id in train.id[np.unique(near)]]
+    )
+    album, place = Album(len(wanted)), {}
+    for split, id, decoded in _decoded(wanted, data):
+        place[split, id] = len(album)
+        album.add(numbers.index(split), id, decoded)
+    pairs = [
+        (place.get(("train", int(train.id[b]))), place.get(("val", int(val.id[a]))))
+        for a, b in zip(rows, near, strict=True)
+    ]
+    known = np.array([pair for pair in pairs if None not in pair], np.int64).reshape(-1, 2)
+    count = len(known)
+    candidates = Pairs(known[:, 0], known[:, 1], np.full(count, -1), np.zeros(count))
+    found = repeats(album, closely(album, candidates), data.splits)
+    before = _with_ids(read_repeats(target), data)
+    both = worst_first([*before, *found])
+    if both:
+        write_repeats(target, both, data.splits)
+    text = f"repeats   {len(found)} pairs in two splits by the teacher's answers, {len(both) - len(before)} of them new"
+    return [f"{text}; {DUPLICATES} has {len(both)}"]
+
+
+def _decoded(wanted: Any, data: Data) -> Iterator[Any]:
+    for split, id in wanted:
+        try:
+            yield split, id, data.splits[split].decode(id)
+        except CorruptImage:  # data.on_corrupt decides where a run reads it
+            continue
+
+
+def _with_ids(found: Sequence[Any], data: Data) -> list[Any]:
+    """Return pairs that were read from a list with the ids of their images; without those that are no more."""
+    if not found:
+        return []
+    ids = {(split, one.name(id)): id for split, one in data.splits.items() for id in range(len(one))}
+    return [
+        pair._replace(one=pair.one._replace(id=ids[pair.one[:2]]), other=pair.other._replace(id=ids[pair.other[:2]]))
+        for pair in found
+        if pair.one[:2] in ids and pair.other[:2] in ids
+    ]

@@ -1,0 +1,176 @@
+"""`kd-export --compare`, `--budget` and `--index`: what is measured, what is picked, and who loads it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from kd.artifacts.run_dir import RunDir
+from kd.export import graphs, variants
+from kd.models import runtimes
+from kd.report.report import read
+from kd.report.sections import variants as drawn
+from kd.serve.model import describe
+
+
+@pytest.fixture
+def brief(monkeypatch) -> None:
+    """Measure briefly, and as where OpenVINO is not installed."""
+    monkeypatch.setattr(variants, "SECONDS", 0.01)
+    monkeypatch.setattr(variants, "cores", lambda: 1)
+    find = runtimes.installed
+    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_table_and_the_pick(distilled, command, tmp_path):
+    target = tmp_path / "student"
+    answer = command("export", distilled, "--to", target, "--compare", "--max-drop", "20")
+    assert answer.code == 0, answer
+    assert "left out: OpenVINO's variants, because openvino is not installed: pip install 'kd[openvino]'" in answer.out
+    manifest = json.loads((target / "manifest.json").read_text())
+    assert set(manifest["variants"]) == {"model.onnx", "model.int8.onnx"}
+    assert describe(target).file == manifest["pick"]
+    assert f"picked: {manifest['pick']}, which kd-serve now loads" in answer.out
+    parity = manifest["parity"]
+    for name, one in manifest["variants"].items():
+        seen = one["speed"]["1"]
+        assert 0 < parity[name]["cpu_ms"] < seen["p50_ms"] <= seen["p99_ms"]  # a client waits for the graph, and more
+        assert seen["memory_mb"] > 30
+        assert one["bytes"] == manifest["files"][name]["bytes"]
+        assert (one["score"], one["images"]) == (parity[name]["accuracy"], 13)
+        assert one["interval"][0] < one["score"] <= one["interval"][1]
+        assert one["agreement"] == parity[name]["same_top1"] / 13
+    row = next(line for line in answer.out.splitlines() if line.startswith("| model.int8.onnx"))
+    assert row in (target / "README.md").read_text()
+    assert not [line for line in answer.err.splitlines() if line]
+
+
+@pytest.mark.usefixtures("brief")
+def test_what_loses_too_much_is_in_the_table_and_not_in_the_folder(distilled, command, tmp_path, monkeypatch):
+    write = runtimes.write_int8
+
+    def broken(source, path):
+        write(source, path)
+        session = onnxruntime.InferenceSession(path)  # it was a graph; now one that always says the same
+        assert session.get_inputs()[0].name == "image"
+        model = onnx.load(path)
+        for tensor in model.graph.initializer:
+            if tensor.name.endswith("_scale"):
+                value = onnx.numpy_helper.to_array(tensor) * 0
+                tensor.CopyFrom(onnx.numpy_helper.from_array(value, tensor.name))
+        onnx.save(model, path)
+
+    monkeypatch.setattr(graphs.runtimes, "write_int8", broken)
+    answer = command("export", distilled, "--to", tmp_path / "student", "--compare")
+    assert answer.code == 0, answer
+    assert "| model.int8.onnx (not kept)" in answer.out
+    assert not (tmp_path / "student" / "model.int8.onnx").exists()
+    assert describe(tmp_path / "student").file == "model.onnx"
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_budget_that_nothing_reaches(distilled, refused, tmp_path):
+    told = refused("export", distilled, "--to", tmp_path / "student", "--budget", "0.001ms", "--max-drop", "20")
+    assert told.startswith("--budget: no file answers within 0.001 ms on 1 threads and loses at most 20.0 %.")
+    assert not (tmp_path / "student").exists()
+
+
+def test_words_that_are_no_budget(distilled, refused, tmp_path):
+    for word in ("10", "ms", "0ms", "-1ms"):
+        assert "is not a time such as 10ms" in refused("export", distilled, f"--budget={word}")
+    told = refused("export", distilled, "--to", tmp_path / "a", "--compare", "--threads", "4096")
+    assert told.startswith("--threads: is 4096.")
+
+
+def test_data_that_is_away(distilled, refused, tmp_path):
+    told = refused("export", distilled, "--to", tmp_path / "student", "--compare", "data.root=/nowhere")
+    assert told.startswith("data.root: ")
+    assert not (tmp_path / "student").exists()
+
+
+def test_vectors_for_the_teachers_index(embedded, command, refused, distilled, tmp_path):
+    target = tmp_path / "student"
+    answer = command("export", embedded, "--to", target, "--index")
+    assert answer.code == 0, answer
+    manifest = json.loads((target / "manifest.json").read_text())
+    assert (manifest["output"]["width"], manifest["output"]["space"]) == (48, "teacher")
+    images = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
+    plain, mapped = (
+        torch.from_numpy(onnxruntime.InferenceSession(folder / "model.onnx").run(None, {"image": images})[0])
+        for folder in (embedded / "export", target)
+    )
+    tensors = RunDir(embedded).best()[1]
+    weight, bias = (tensors[f"model.criterion.terms.0.project.{name}"] for name in ("weight", "bias"))
+    # The export without a map has vectors of length 1, so their own length comes from the network itself.
+    network = timm.create_model(f"local-dir:{target}", pretrained=True).eval()
+    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        own = network((torch.from_numpy(images) / 255 - mean) / std)
+    assert torch.allclose(F.normalize(own, dim=1), plain, atol=1e-5)
+    assert torch.allclose(F.normalize(own @ weight.T + bias, dim=1), mapped, atol=1e-5)
+    assert not [name for name in load_file(target / "model.safetensors") if "project" in name]
+    assert "so that an index of the teacher's vectors" in " ".join((target / "README.md").read_text().split())
+    told = refused("export", distilled, "--to", tmp_path / "other", "--index")
+    assert told.startswith("--index: this student answers with classes, not with vectors.")
+
+
+def test_recall_is_a_score_of_the_report(embedded):
+    row = [json.loads(line) for line in (embedded / "metrics.jsonl").read_text().splitlines()][-1]
+    assert 0 <= row["recall"] <= 1
+    assert 0 < row["found"] <= 1
+    report = " ".join((embedded / "report.md").read_text().split())
+    assert "recall@10 in the teacher's index" in report
+
+
+def test_the_page_draws_the_table(distilled):
+    run = read(distilled, 0)
+    speed = {"1": {"p50_ms": 3.0, "p99_ms": 4.0, "images_per_second": 300.0, "memory_mb": 90.0}}
+    one = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": [0.85, 0.93], "agreement": 1.0, "bytes": 9}
+    facts = {"variants": {"model.onnx": {**one, "speed": speed, "written": True}}, "pick": "model.onnx"}
+    assert drawn([run]) == ""
+    html = drawn([replace(run, exported=facts)])
+    assert "model.onnx (picked)" in html
+    assert "Accuracy against time" in html
+
+
+def test_timmx_takes_an_export_over(exported, photos, tmp_path):
+    """Its format without a runtime of its own; the other converters take the same module from the same folder."""
+    timmx = pytest.importorskip("timmx", reason="timmx is not installed")
+    path = timmx.export_model(
+        "torch-export", f"local-dir:{exported}", pretrained=True, normalize=True, output=str(tmp_path / "student.pt2")
+    )
+    image = np.random.default_rng(0).integers(0, 256, (1, 3, 16, 16), np.uint8)
+    found = torch.export.load(path).module()(torch.from_numpy(image) / 255).detach().numpy()
+    (expected,) = onnxruntime.InferenceSession(exported / "model.onnx").run(None, {"image": image})
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_killed_export_leaves_no_server(exported):
+    code = "import sys, time; from pathlib import Path; from kd.serve.bench import server\n"
+    code += "with server(Path(sys.argv[1]), 'model.onnx', 1, 1) as at: print(at[1], flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        process.kill()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlives the export")

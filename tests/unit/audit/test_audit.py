@@ -1,0 +1,93 @@
+"""`kd-evaluate RUN --audit`: labels that the teacher doubts, and repeats that its answers find."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from kd.audit.doubts import doubted, narrow, neighbours
+from kd.audit.lists import read_repeats
+
+
+def test_a_label_is_doubted_where_the_teacher_is_as_sure_as_it_is_of_that_class_elsewhere():
+    """By hand: class 0 is usually answered with 0.8, class 1 with 0.5."""
+    label = np.array([0, 0, 1, 1, 1, 0])
+    answer = np.array([0, 0, 1, 1, 0, 1])
+    share = np.array([0.9, 0.9, 0.7, 0.6, 0.75, 0.55])
+    own = np.array([0.9, 0.9, 0.7, 0.6, 0.2, 0.4])
+    usual = {0: (0.9 + 0.9 + 0.4) / 3, 1: (0.7 + 0.6 + 0.2) / 3}
+    ratio = {4: (0.2 / usual[1]) / (0.75 / usual[0]), 5: (0.4 / usual[0]) / (0.55 / usual[1])}
+    assert doubted(label, answer, share, own).tolist() == sorted(ratio, key=ratio.__getitem__)
+    share[5] = 0.74 * usual[1]
+    assert doubted(label, answer, share, own).tolist() == [4]
+    assert doubted(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist() == []
+
+
+def test_nearest_vectors_are_those_of_the_largest_cosine():
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=(50, 12)), rng.normal(size=(7, 12))
+    rows, near = neighbours(narrow(one), narrow(other))
+    cosine = (other @ one.T) / np.linalg.norm(other, axis=1)[:, None] / np.linalg.norm(one, axis=1)
+    for row in range(7):
+        assert {*near[rows == row].tolist()} == {*np.argsort(-cosine[row])[:5].tolist()}
+    wide = narrow(rng.normal(size=(3, 500)))
+    assert wide.shape == (3, 64)
+    assert np.linalg.norm(wide, axis=1) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.fixture
+def torn(photos: Path, tmp_path: Path) -> Path:
+    """The photos with two wrong labels, and a mirrored and small crop of a training image in validation."""
+    root = tmp_path / "torn"
+    shutil.copytree(photos, root)
+    shutil.move(root / "train/fig/03.jpg", root / "train/apple/was_fig.jpg")
+    shutil.move(root / "val/pear/01.jpg", root / "val/fig/was_pear.jpg")
+    smooth = Image.fromarray(np.random.default_rng(3).integers(0, 120, (6, 6, 3), np.uint8)).resize((120, 120), 3)
+    pixels = np.asarray(smooth) + np.array([100, 0, 0], np.uint8)
+    Image.fromarray(pixels).save(root / "train/apple/large.jpg", quality=95)
+    Image.fromarray(pixels[24:120, 12:108]).save(root / "val/apple/part.jpg", quality=95)
+    return root
+
+
+@pytest.mark.parametrize("views", [0, 2])
+def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, inside: Path, views: int):
+    teacher = {"cache": {"views": views}}
+    path = written(data={"root": str(torn)}, run={"folder": "runs", "name": "torn", "epochs": 2}, teacher=teacher)
+    assert command("train", path).code == 0
+    (inside / "runs/torn/audit").mkdir()
+    (inside / "runs/torn/audit/duplicates.csv").write_text(
+        "kind,score,split,name,label,other split,other name,other label\n"
+        "a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n"
+        "a part,0.9,train,train/fig/gone.jpg,fig,val,val/fig/00.jpg,fig\n"
+    )
+    answer = command("evaluate", "runs/torn", "--audit")
+    assert answer.code == 0, answer
+    assert "labels    doubted by the teacher: " in answer.out
+    with (inside / "runs/torn/audit/labels.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if "was_" in row["name"]]
+    found = {(row["split"], row["name"], row["label"], row["answer"]) for row in rows}
+    assert found == {
+        ("train", "train/apple/was_fig.jpg", "apple", "fig"),
+        ("val", "val/fig/was_pear.jpg", "fig", "pear"),
+    }
+    named = {(pair.one.name, pair.other.name) for pair in read_repeats(inside / "runs/torn/audit")}
+    assert named == {("train/apple/large.jpg", "val/apple/part.jpg"), ("train/fig/00.jpg", "val/fig/00.jpg")}
+    assert (inside / "runs/torn/audit/labels.html").read_text().count("base64,") >= 2
+    report = command("report", "runs/torn")
+    assert "2 of 14 validation images are also in another split (audit/duplicates.csv)" in report.out
+    stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())
+    assert stored["teacher"]["cache"]["views"] == views
+
+
+def test_a_run_without_a_teacher_has_nothing_to_ask(written, command, refused, inside: Path):
+    path = written(run={"folder": "runs", "steps": 1}, losses=[{"kind": "ce"}])
+    settings = yaml.safe_load(Path(path).read_text())
+    Path(path).write_text(yaml.safe_dump({**settings, "teacher": {}}))
+    assert command("train", path).code == 0
+    assert "--audit" in refused("evaluate", "runs/tiny", "--audit")

@@ -1,0 +1,137 @@
+"""What `kd-train --check` says of images that repeat, and `data.exclude`, which takes the list."""
+
+from __future__ import annotations
+
+import csv
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd import config
+from kd.audit.lists import read_repeats
+from kd.contracts import Noted, Source, Stamped
+from kd.errors import CorruptImage, DataError
+from kd.jobs.look import look
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+
+
+@pytest.fixture
+def leaking(photos: Path, tmp_path: Path) -> Path:
+    """The photos, of which one lies in both splits, and one is cropped, with two labels."""
+    root = tmp_path / "leaking"
+    shutil.copytree(photos, root)
+    shutil.copy(root / "train/fig/03.jpg", root / "val/fig/copy.jpg")
+    big = np.asarray(Image.open(root / "train/pear/05.jpg").resize((200, 200), 3))
+    Image.fromarray(big).save(root / "train/pear/big.jpg")
+    Image.fromarray(big[10:190, 10:190]).save(root / "train/apple/cut.jpg")
+    return root
+
+
+def sources(settings: dict, root: Path, *overrides: str):
+    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
+    return open_sources(resolve(config.load(ours, overrides)).data)
+
+
+def test_repeats_are_named_listed_and_shown(settings: dict, leaking: Path, tmp_path: Path):
+    data = sources(settings, leaking)
+    lines = look(data.splits, "error", tmp_path / "run", everything=True)
+    assert lines[0] == "images    decoded all 52: none is damaged"
+    assert lines[1] == "repeats   1 pairs in two splits (1 with the same bytes), 1 with two labels in one"
+    assert "train:train/fig/03.jpg = val:val/fig/copy.jpg (same bytes, 1.00)" in lines[2]
+    assert "labelled apple and pear" in lines[3]
+    assert f"data.exclude={tmp_path / 'run/audit/exclude.txt'}" in lines[-1]
+    with (tmp_path / "run/audit/duplicates.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows] == ["same bytes", "a part"]
+    assert (rows[0]["name"], rows[0]["other name"]) == ("train/fig/03.jpg", "val/fig/copy.jpg")
+    read = read_repeats(tmp_path / "run/audit")
+    assert (read[0].leaks, read[0].contradicts, read[1].leaks, read[1].contradicts) == (True, False, False, True)
+    page = (tmp_path / "run/audit/duplicates.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 4
+    assert "http" not in page
+
+
+def test_clean_images_leave_no_file(settings: dict, photos: Path, tmp_path: Path):
+    lines = look(sources(settings, photos).splits, "error", tmp_path / "run")
+    assert lines[1].startswith("repeats   none among all 49")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_images_are_still_found(settings: dict, leaking: Path, tmp_path: Path):
+    (leaking / "train/fig/04.jpg").write_bytes(b"\xff\xd8\xff")
+    data = sources(settings, leaking)
+    with pytest.raises(CorruptImage, match=r"04\.jpg"):
+        look(data.splits, "error", tmp_path / "run")
+    assert "1 damaged, to be skipped" in look(data.splits, "skip", tmp_path / "run")[0]
+
+
+def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_path: Path):
+    whole = sources(settings, leaking)
+    look(whole.splits, "error", tmp_path / "run", everything=True)
+    file = tmp_path / "run/audit/exclude.txt"
+    text = file.read_text()
+    assert "\ntrain:train/fig/03.jpg\n" in text
+    assert "\n# train:train/apple/cut.jpg\n" in text
+    data = sources(settings, leaking, f"data.exclude={file}")
+    names = [data.train.name(id) for id in range(len(data.train))]
+    assert names == [name for name in map(whole.train.name, range(len(whole.train))) if name != "train/fig/03.jpg"]
+    assert len(data.val) == len(whole.val)
+    assert "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
+    assert data.fingerprint != whole.fingerprint
+    assert "none among all 51" not in look(data.splits, "error", tmp_path / "again", everything=True)[1]
+
+
+def test_what_is_left_is_a_source_with_other_ids(settings: dict, leaking: Path, tmp_path: Path):
+    (tmp_path / "list.txt").write_text("# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n")
+    whole, data = sources(settings, leaking), sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
+    assert (len(data.train), len(data.val)) == (len(whole.train) - 1, len(whole.val) - 1)
+    train = pickle.loads(pickle.dumps(data.train))
+    assert isinstance(train, Source)
+    assert isinstance(train, Noted)
+    assert isinstance(train, Stamped)
+    assert isinstance(whole.train, Stamped)
+    for id in range(len(train)):
+        old = next(i for i in range(len(whole.train)) if whole.train.name(i) == train.name(id))
+        assert (train.label(id), train.stamp(id)) == (whole.train.label(old), whole.train.stamp(old))
+        assert train.decode(id).crc == whole.train.decode(old).crc
+    (tmp_path / "other.txt").write_text("train:train/apple/01.jpg\nval/fig/copy.jpg\n")
+    other = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
+    assert len({whole.train.fingerprint, train.fingerprint, other.train.fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train:train/fig/03.jpeg\n", "names 'train:train/fig/03.jpeg', which is no image"),
+        ("val:train/fig/03.jpg\nx\n", "which is no image; 2 of 2 names are none"),
+        (
+            "".join(f"val/{kind}/{i:02d}.jpg\n" for kind in ("apple", "fig", "pear") for i in range(5)),
+            "names all images",
+        ),
+    ],
+)
+def test_a_wrong_list_is_one_error(settings: dict, photos: Path, tmp_path: Path, text: str, said: str):
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(DataError, match=r"data\.exclude: ") as caught:
+        sources(settings, photos, f"data.exclude={tmp_path / 'list.txt'}")
+    assert said in str(caught.value)
+    with pytest.raises(DataError, match=r"data\.exclude: .* cannot be read"):
+        sources(settings, photos, "data.exclude=nowhere.txt")
+
+
+def test_check_stands_before_or_behind_the_configuration(written, command, leaking: Path, inside: Path):
+    path = written(data={"root": str(leaking)}, run={"folder": "runs"})
+    for argv in ((path, "--check=all"), ("--check", path)):
+        answer = command("train", *argv)
+        assert answer.code == 0, answer
+        assert "repeats   1 pairs in two splits" in answer.out
+    assert [one.name for one in (inside / "runs/tiny").iterdir()] == ["audit"]
+    answer = command("train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1")
+    assert answer.code == 0, answer
+    assert "1 of 38 images of the split 'train' are left out" in answer.out
+    assert command("train", path, "--check=none").code == 2

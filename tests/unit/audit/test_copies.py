@@ -1,0 +1,115 @@
+"""Which pairs of images are found to show one photograph, compared with formulas in float64."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kd.audit import copies
+from kd.audit.album import SPANS, Album, frequencies, hashes
+from kd.types import Decoded
+
+
+def photograph(seed: int, size: int = 96) -> Image.Image:
+    """Return smooth shapes with some detail: no two are alike."""
+    rng = np.random.default_rng(seed)
+    layers = [rng.normal(size=(n, n)) * 3 / n**0.5 for n in (3, 6, 12, 24)]
+    grown = [np.asarray(Image.fromarray(one.astype(np.float32)).resize((size, size), 3)) for one in layers]
+    return Image.fromarray((128 + 30 * sum(grown)).clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+def encoded(image: Image.Image, quality: int) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return Image.open(file).convert("RGB")
+
+
+def album(images: list[Image.Image]) -> Album:
+    made = Album(len(images))
+    for id, image in enumerate(images):
+        made.add(0, id, Decoded(image, 0))
+    return made
+
+
+def found(images: list[Image.Image]) -> set[tuple[int, int]]:
+    pairs = copies.copies(album(images))
+    assert len({*zip(pairs.first, pairs.second, strict=True)}) == len(pairs.first)
+    assert (np.diff(pairs.score) <= 0).all()
+    return {(int(min(pair)), int(max(pair))) for pair in zip(pairs.first, pairs.second, strict=True)}
+
+
+@pytest.mark.parametrize("change", ["same", "encoded", "cropped", "mirrored"])
+def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
+    images, rng = [photograph(seed) for seed in range(300)], np.random.default_rng(7)
+    changed = []
+    for image in images[:40]:
+        x, y = rng.uniform(0, 9.6, 2).round()
+        changed.append(
+            {
+                "same": image,
+                "encoded": encoded(image, 70),
+                "cropped": encoded(image.crop((x, y, x + 86, y + 86)), 90),
+                "mirrored": image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+            }[change]
+        )
+    expected = {(id, 300 + id) for id in range(40)}
+    pairs = found([*images, *changed])
+    assert len(pairs & expected) >= (36 if change == "cropped" else 40)
+    assert pairs <= expected
+
+
+def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs():
+    same, plain = [photograph(1)] * 400, [Image.new("RGB", (40, 40), "white")] * 3
+    pairs = found([*same, *plain])
+    assert {row for pair in pairs for row in pair} == set(range(403))
+    assert len(pairs) < 400 * copies.WINDOW * copies.TABLES
+    assert all((one < 400) == (other < 400) for one, other in pairs)
+
+
+def test_one_image_or_none_has_no_copy():
+    assert found([]) == found([photograph(0)]) == set()
+
+
+def test_a_hash_is_the_signs_of_a_cosine_transform_of_each_part():
+    """The reference integrates the cosine over each pixel in small steps, float64."""
+    luma = album([photograph(3)]).luma
+    for low, high in SPANS:
+        points = np.linspace(low, high, 48_001)
+        points = (points[1:] + points[:-1]) / 2
+        waves = np.cos(np.pi * np.arange(8)[:, None] * (points - low) / (high - low))
+        pixels = np.minimum((points * 24).astype(int), 23)
+        expected = np.stack([np.bincount(pixels, wave, 24) for wave in waves]) / len(points)
+        np.testing.assert_allclose(frequencies(low, high), expected, atol=2e-5)
+    basis = frequencies(0.0, 1.0).astype(np.float64)
+    signs = (basis @ luma[0] @ basis.T > 0).ravel()
+    bits = np.unpackbits(hashes(luma)[:, :1].copy().view(np.uint8))
+    assert (bits[1:] == signs[1:]).all()
+    assert bits[0] == 0
+
+
+def test_ones_are_counted():
+    values = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
+    assert copies._ones(values).tolist() == [int(value).bit_count() for value in values]
+
+
+def test_a_score_is_the_mean_of_two_correlations():
+    """Of the pictures in 12 x 12 cells and of what a blur of 3 x 3 takes away from them, as NumPy correlates them."""
+    images = [photograph(5), photograph(6)]
+    pictures = album(images)
+    one, other = (luma.astype(np.float64).reshape(12, 2, 12, 2).mean((1, 3)) for luma in pictures.luma)
+
+    def detail(cells: np.ndarray) -> np.ndarray:
+        blurred = np.empty_like(cells)
+        for y in range(12):
+            for x in range(12):
+                blurred[y, x] = cells[max(0, y - 1) : y + 2, max(0, x - 1) : x + 2].mean()
+        return cells - blurred
+
+    expected = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in ((one, other), (detail(one), detail(other)))]
+    whole = copies.cells(0.0, 1.0)
+    parts = [copies._standard(whole @ luma[None].astype(np.float32) @ whole.T) for luma in pictures.luma]
+    measured = [(a * b).sum() for a, b in zip(*parts, strict=True)]
+    assert measured == pytest.approx(expected, abs=0.03)  # what is flat counts as less

@@ -1,0 +1,80 @@
+"""A test split that is set aside: the same images in every run, whatever else changes."""
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+
+from kd.contracts import Noted, Source, Stamped
+from kd.data.subset import set_aside
+from kd.errors import DataError
+
+
+@dataclass
+class Listing:
+    """A source of names."""
+
+    names: list[str]
+    classes = ("a", "b")
+    fingerprint = "f"
+
+    def __len__(self):
+        return len(self.names)
+
+    def label(self, id):
+        return id % 2
+
+    def name(self, id):
+        return self.names[id]
+
+    def prepare(self):
+        pass
+
+    def decode(self, id):
+        return f"pixels of {self.names[id]}"
+
+
+class Files(Listing):
+    notes = ("3 files are not read",)
+
+    def stamp(self, id):
+        return 100 + id
+
+
+def names(source):
+    return [source.name(id) for id in range(len(source))]
+
+
+def test_each_image_is_in_one_of_the_two():
+    source = Listing([f"val/a/{i}.jpg" for i in range(1000)])
+    val, test = set_aside(source, 0.3)
+    assert 250 < len(test) < 350
+    assert sorted(names(val) + names(test)) == sorted(source.names)
+    assert val.fingerprint != test.fingerprint
+    number = source.names.index(test.name(5))
+    assert (test.label(5), test.decode(5)) == (number % 2, f"pixels of {test.name(5)}")
+
+
+def test_a_name_alone_decides():
+    """Images that are added, in whatever order, change the side of no other."""
+    few = [f"{i}.jpg" for i in range(200)]
+    more = [f"new_{i}.jpg" for i in range(300)] + few[::-1]
+    (_, one), (_, other) = set_aside(Listing(few), 0.5), set_aside(Listing(more), 0.5)
+    assert {*names(one)} == {*names(other)} & {*few}
+
+
+def test_it_is_what_its_source_is():
+    plain, files = set_aside(Listing(list("abcdefgh")), 0.5)[0], set_aside(Files(list("abcdefgh")), 0.5)[1]
+    assert isinstance(plain, Source)
+    assert not isinstance(plain, Stamped)
+    assert isinstance(files, Stamped)
+    assert isinstance(files, Noted)
+    assert files.notes == Files.notes
+    again = pickle.loads(pickle.dumps(files))  # data workers get a copy
+    assert [again.stamp(id) for id in range(len(again))] == [100 + "abcdefgh".index(name) for name in names(files)]
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.9])
+def test_no_split_is_empty(fraction):
+    with pytest.raises(DataError, match=r"data\.test_fraction: .* leaves one of the two splits of 1 validation"):
+        set_aside(Listing(["a"]), fraction)

@@ -1,0 +1,48 @@
+"""Convolutional networks: channels last in memory, and images of the data's own size."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+from kd.models.load import Spec, load
+
+SMALL = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+
+
+def built(model: str, args: dict | None = None, **more):
+    torch.manual_seed(0)
+    return load(Spec("student", model, args or {}, ["a", "b"], **more), 64)
+
+
+@pytest.mark.parametrize(("model", "args", "last"), [("resnet18", SMALL, True), ("vit_tiny_patch16_224", {}, False)])
+def test_a_network_of_convolutions_keeps_channels_last_and_answers_the_same(model, args, last):
+    made = built(model, args, free_size=True).eval()
+    weights = [p for p in made.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) == last for p in weights)
+    image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        found = made(image).logits
+        expected = made.network.to(memory_format=torch.contiguous_format)(made.normalize(image).contiguous())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_free_network_with_random_weights_sees_the_images_as_they_are():
+    assert built("resnet18", SMALL, free_size=True).input_size == 64
+    assert built("vit_tiny_patch16_224", {"depth": 1}, free_size=True).input_size == 64
+
+
+def test_weights_decide_the_size_where_they_are_there():
+    own = timm.get_pretrained_cfg("resnet18").input_size[-1]
+    assert built("resnet18", SMALL).input_size == own == 224
+
+
+def test_a_size_in_the_arguments_stands():
+    described = {**SMALL, "pretrained_cfg_overlay": {"input_size": [3, 96, 96]}}
+    assert built("resnet18", described, free_size=True).input_size == 96
+
+
+def test_a_network_of_one_size_keeps_it():
+    assert timm.get_pretrained_cfg("levit_128s").fixed_input_size
+    assert built("levit_128s", free_size=True).input_size == 224

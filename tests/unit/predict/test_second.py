@@ -1,0 +1,215 @@
+"""`kd-predict --second`: a second model answers where the first is not sure, once each, whatever kills it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from safetensors.torch import load_file
+
+from kd.export.export import Options, export
+from kd.files.manifest import checksum
+from kd.predict.images import find
+from kd.predict.run import Settings, predict
+from kd.sagemaker import handler
+
+ROOT = Path(__file__).parents[3]
+COUNTED = """
+import sys
+from kd.cli.serving import predict as main
+from kd.predict.classifier import Classifier
+
+asked, rows = open(sys.argv.pop(1), "a", 1), Classifier.rows
+
+
+def counted(self, ids, contents=()):
+    for id in ids:
+        asked.write(f"{'first' if self.second else 'second'} {id}\\n")
+    return rows(self, ids, contents)
+
+
+Classifier.rows = counted
+sys.exit(main())
+"""
+"""The command, with a line in a file for each image that a model is asked about."""
+
+
+@pytest.fixture(scope="module")
+def small(distilled, tmp_path_factory) -> Path:
+    """An export that is unsure of about half of the images."""
+    return export(distilled, tmp_path_factory.mktemp("small") / "export", Options(defer_share=0.5)).folder
+
+
+@pytest.fixture(scope="module")
+def large(distilled, tmp_path_factory) -> Path:
+    """The export of the teacher."""
+    return export(distilled, tmp_path_factory.mktemp("large") / "export", teacher=True).folder
+
+
+def asked(target: Path, *args: object, **more) -> dict[str, dict]:
+    predict(Settings(export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more))  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len({row["image"] for row in rows}) == len(rows)
+    return {row.pop("image"): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def pictures(photos, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for path in (photos / "train").rglob("*.jpg"):
+        shutil.copy(path, folder / f"{path.parent.name}_{path.name}")
+    (folder / "cut.jpg").write_bytes((photos / "train/fig/00.jpg").read_bytes()[:200])
+    return folder
+
+
+def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_path):
+    first, second = (asked(tmp_path / f"{one.parent.name}.jsonl", one, pictures) for one in (small, large))
+    both = asked(tmp_path / "both.jsonl", small, pictures, second=large)
+    chosen = {}
+    for name, row in first.items():
+        by_first = {**row, "answered_by": "first"} if "error" not in row else row
+        chosen[name] = {**second[name], "answered_by": "second"} if row.get("sure") is False else by_first
+    assert both == chosen
+    counts = [sum(row.get("answered_by") == who for row in both.values()) for who in ("first", "second")]
+    assert min(counts) >= 5, counts
+    assert sum(counts) == len(both) - 1  # one is damaged
+
+    predict(Settings(export=small, images=str(pictures), to=tmp_path / "both.csv", second=large))
+    for row in csv.DictReader((tmp_path / "both.csv").read_text().splitlines()):
+        one = both[row["image"]]
+        assert row["answered_by"] == one.get("answered_by", "")
+        assert row["label"] == one.get("label", "")
+        assert row["sure"] == ("true" if one.get("sure") else "")
+    predict(Settings(export=small, images=str(pictures), to=tmp_path / "both.parquet", second=large))
+    for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
+        one = both[row["image"]]
+        assert (row["answered_by"], row["sure"]) == (one.get("answered_by"), one.get("sure"))
+
+
+def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, large, pictures, tmp_path):
+    listed = tmp_path / "listed.txt"
+    names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]
+    listed.write_text("\n".join([*names, "missing.jpg"] * 60))
+    whole = tmp_path / "whole.csv"
+    predict(Settings(export=small, images=str(listed), to=whole, second=large, cores=1))
+    target, log = tmp_path / "killed.csv", tmp_path / "asked"
+    journal = tmp_path / "killed.csv.part"
+    argv = [sys.executable, "-c", COUNTED, str(log), str(small), str(listed), "--to", str(target), "--threads", "1"]
+    argv += ["--second", str(large)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (journal.is_file() and journal.stat().st_size > 20_000):
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not target.exists()
+    kept = [json.loads(line) for line in journal.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")]
+    assert 0 < len(kept) < len(names) * 60
+    log.unlink()
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes() == whole.read_bytes()
+    assert f"{len(kept)} of them by an earlier start" in done.stdout
+    by_model: dict[str, list[int]] = {"first": [], "second": []}
+    for line in log.read_text().splitlines():
+        model, id = line.split()
+        by_model[model].append(int(id))
+    rows = list(csv.DictReader(target.read_text().splitlines()))
+    assert sorted(by_model["first"]) == list(range(len(kept), len(rows)))
+    passed = [id for id, row in enumerate(rows) if row["answered_by"] == "second"]
+    assert sorted(by_model["second"]) == [id for id in passed if id >= len(kept)]
+    assert f"{len(passed)} of them by the second model" in done.stdout
+
+
+def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
+    from kd.predict.classifier import MEASURES, STAMP
+    from kd.predict.hosts import Job
+    from kd.serve.limits import Limits
+    from kd.serve.model import describe
+
+    both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
+    first, second = (Job.of(describe(one), images, Limits(), 2) for one in (small, large))
+    rows = replace(first, second=second).classifier().rows(range(len(images.names)))
+    assert {row.pop("image"): {key: row[key] for key in row if key not in (STAMP, MEASURES)} for row in rows} == both
+
+
+def test_the_teacher_is_written_in_the_same_form(distilled, large, teacher, command, tmp_path):
+    manifest, card = json.loads((large / "manifest.json").read_text()), (large / "README.md").read_text()
+    assert manifest["parity"]["model.onnx"]["same_top1"] == 13
+    assert manifest["name"] == "tiny-teacher"
+    assert "a teacher. Version" in " ".join(card.split())
+    assert f"the teacher of the run {distilled.name}" in card
+    metrics = json.loads((large / "kd.json").read_text())["metrics"]
+    best = max(
+        (json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()),
+        key=lambda row: row.get("accuracy", -1),
+    )
+    assert metrics["accuracy"] == best["teacher_accuracy"]
+    fitted, written = (load_file(folder / "model.safetensors") for folder in (teacher, large))
+    head = [name for name in fitted if "head" in name]
+    assert all(np.array_equal(fitted[name], written[name]) for name in fitted.keys() - set(head))
+    answer = command("export", distilled, "--teacher", "--to", tmp_path / "again", "--no-onnx")
+    assert answer.code == 0, answer
+
+
+def renamed(folder: Path, target: Path) -> Path:
+    """Copy an export, with another name for one class."""
+    shutil.copytree(folder, target)
+    content = (target / "config.json").read_text().replace('"fig"', '"figs"')
+    (target / "config.json").write_text(content)
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["config.json"]["sha256"] = hashlib.sha256(content.encode()).hexdigest()
+    del manifest["validation"]  # the counts of its labels
+    (target / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    return target
+
+
+def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, pictures, refused, settings, tmp_path):
+    to = ("--to", tmp_path / "all.csv")
+    assert "does not say which of its answers are sure" in refused(
+        "predict", exported, pictures, *to, "--second", large
+    )
+    assert "kd-export RUN --teacher" in refused("predict", small, pictures, *to, "--second", teacher)
+    other = renamed(large, tmp_path / "other")
+    assert "are not the 3 of the first" in refused("predict", small, pictures, *to, "--second", other)
+    assert not to[1].exists()
+
+
+def test_sagemakers_handler_says_the_same(small, pictures, tmp_path):
+    rows, model = asked(tmp_path / "first.jsonl", small, pictures), handler.model_fn(str(small))
+    for name, row in rows.items():
+        if "error" not in row:
+            images = handler.input_fn((pictures / name).read_bytes(), "image/jpeg")
+            (answer,) = handler.predict_fn(images, model)["predictions"]
+            assert (answer["label"], answer["sure"]) == (row["label"], row["sure"])
+
+
+def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refused, tmp_path):
+    to = ("--to", tmp_path / "export")
+    assert "no confidence holds 0.02" in refused("export", distilled, *to, "--defer", "0.02")
+    assert "Leave out --no-onnx" in refused("export", distilled, *to, "--defer", "0.02", "--no-onnx")
+    assert "Choose one" in refused("export", distilled, *to, "--defer", "0.02", "--defer-share", "0.1")
+    assert "between 0 and 1" in refused("export", distilled, *to, "--defer", "2")
+    assert "answers with vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
+    graph = ("teacher.kind=onnx", f"teacher.model={exported / 'model.onnx'}", "teacher.attention=auto")
+    assert "is no network of torch" in refused("export", distilled, *to, "--teacher", *graph)
+    two = f"teacher.also=[{{model: {exported}}}]"
+    assert "averages 2 teachers" in refused("export", distilled, *to, "--teacher", two)
+    alone = ("losses=[{kind: ce}]", "teacher.model=")
+    assert "has no teacher" in refused("export", distilled, *to, "--teacher", *alone)
+    assert not to[1].exists()

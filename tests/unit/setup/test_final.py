@@ -1,0 +1,119 @@
+"""The last score of a run: once, of the best checkpoint, on images on which nothing was chosen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kd import config
+from kd.errors import ConfigErrors
+from kd.intervals import paired, wilson
+from kd.jobs.evaluate import evaluate
+from kd.jobs.train import train
+from kd.models.answers import Answers, write
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+
+TEST = ("data.test_fraction=0.5", "run.epochs=1", "run.baseline=true")
+
+
+@pytest.fixture(scope="module")
+def run(photos, teacher, tmp_path_factory) -> Path:
+    """A finished run whose best checkpoint is not the last, with the same student on labels alone."""
+    from pieces import base
+
+    settings = base(photos, tmp_path_factory.mktemp("tested"))
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    settings["run"] |= {"epochs": 3, "baseline": True}
+    settings["optimizer"]["lr"] = 0.02
+    return train(config.load(settings, ["data.test_fraction=0.5"])).folder
+
+
+def scored(folder: Path) -> dict:
+    return json.loads((folder / "scored.json").read_text())
+
+
+def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
+    data = open_sources(resolve(config.load(str(run / "config.yaml"))).data)
+    assert data.test is not None
+    assert len(data.test) + len(data.val) == 13
+    for folder in (run, run / "labels_only"):
+        found = scored(folder)
+        assert (found["split"], found["images"], found["data"]) == ("test", len(data.test), data.test.fingerprint)
+    found, by_hand = scored(run), evaluate(run, split="test")
+    assert found["row"] == pytest.approx(by_hand.row)
+    assert found["samples"]["accuracy"]["right"] == by_hand.record()["samples"]["accuracy"]["right"]
+    assert "teacher_accuracy" not in scored(run / "labels_only")["row"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = max((row for row in rows if row["kind"] == "val"), key=lambda row: row["accuracy"])
+    assert found["step"] == best["step"]
+    assert evaluate(run).row["accuracy"] == pytest.approx(best["accuracy"])
+
+
+def test_the_report_says_what_the_intervals_say(run):
+    text, found = (run / "report.md").read_text(), evaluate(run, split="test")
+    accuracy, images = found.row["accuracy"], found.images
+    low, high = wilson(accuracy, images)
+    assert f"On {images} test images:" in text
+    assert f"{100 * accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
+    assert f"Scored once, on {images} test images on which nothing was chosen." in text
+    own, teacher = found.samples["accuracy"].right, found.samples["teacher_accuracy"].right
+    ends = paired(int((own & ~teacher).sum()), int((teacher & ~own).sum()), images)
+    expected = "({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
+    assert next(line for line in text.splitlines() if "against teacher: accuracy" in line).count(expected) == 1
+    assert "against student, labels only: accuracy" in text
+
+
+def test_it_is_scored_once(run, monkeypatch):
+    """The command that is given again reads what was scored, also where the score would be another one now."""
+    before = (run / "scored.json").read_bytes()
+
+    def scored_again(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("kd.jobs.final.score", scored_again)
+    train(config.load(str(run / "config.yaml")))
+    assert (run / "scored.json").read_bytes() == before
+
+
+def test_a_score_of_other_weights_is_not_believed(run, tmp_path):
+    from kd.artifacts.run_dir import RunDir
+
+    shutil.copytree(run, tmp_path / "copy")
+    assert RunDir(tmp_path / "copy").scored() is not None
+    content = scored(tmp_path / "copy") | {"weights": "0" * 64}
+    (tmp_path / "copy" / "scored.json").write_text(json.dumps(content))
+    assert RunDir(tmp_path / "copy").scored() is None
+
+
+def test_without_a_test_split_the_report_says_that_the_best_was_counted(settings):
+    result = train(config.load(settings, ["run.epochs=2"]))
+    assert "The best of 2 evaluations on the same 13 validation images was counted, which flatters it" in result.report
+    assert result.scored.row["accuracy"] == pytest.approx(result.metrics["accuracy"])
+
+
+def test_the_teacher_of_a_table_answers_for_test_images(settings, photos, tmp_path):
+    sources = open_sources(resolve(config.load(settings)).data)
+    names = [source.name(id) for source in (sources.train, sources.val) for id in range(len(source))]
+    right = [source.label(id) for source in (sources.train, sources.val) for id in range(len(source))]
+    import torch
+
+    logits = 5 * torch.eye(3)[torch.tensor(right)]
+    write(tmp_path / "table.safetensors", Answers("logits", names, logits[None], sources.train.classes))
+    settings["teacher"] = {"kind": "answers", "model": str(tmp_path / "table.safetensors")}
+    result = train(config.load(settings, ["run.epochs=1", "data.test_fraction=0.4", "data.augment.mixup=0"]))
+    assert result.scored.split == "test"
+    assert result.scored.row["teacher_accuracy"] == 1
+
+
+def test_two_test_splits_are_one_too_many(settings):
+    settings["data"] |= {"test_split": "exam", "test_fraction": 0.2}
+    with pytest.raises(ConfigErrors, match=r"data\.test_fraction: is 0\.2, but data\.test_split names a test split"):
+        config.load(settings)
+
+
+def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):
+    assert refused("evaluate", distilled, "--split", "test").startswith("--split: is test, but the data of the run")

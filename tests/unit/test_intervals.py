@@ -1,0 +1,107 @@
+"""Intervals of scores: against published numbers, and how often they hold the truth."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kd.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
+
+
+@pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
+def test_wilson_is_newcombes_method_3(right, images, low, high):
+    """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four digits."""
+    assert wilson(right / images, images) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+def test_wilson_at_the_ends():
+    assert wilson(0.0, 20) == (0.0, pytest.approx(0.1611, abs=5e-5))  # the same table: 0 of 20
+    assert wilson(1.0, 29) == (pytest.approx(1 - 0.1170, abs=5e-5), pytest.approx(1.0))
+    assert wilson(0.5, 0) == (0.0, 1.0)
+
+
+def test_paired_is_that_of_bonett_and_price():
+    """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7 discordant pairs."""
+    assert paired(1, 7, 21) == (pytest.approx(-0.508, abs=1e-3), pytest.approx(-0.013, abs=1e-3))
+    assert paired(7, 1, 21) == tuple(-end for end in reversed(paired(1, 7, 21)))
+    assert paired(3, 3, 0) == (-1.0, 1.0)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return the two-sided p of the exact test: a fair coin for each discordant image."""
+    few, both = min(gained, lost), gained + lost
+    return min(1.0, 2 * sum(math.comb(both, k) for k in range(few + 1)) / 2**both)
+
+
+@pytest.mark.parametrize("images", [111, 1200, 10_000])
+def test_better_is_what_mcnemars_exact_test_confirms(images):
+    """The two may differ at the edge alone: nothing with p > 0.1 is called better, nothing with p < 0.02 is missed."""
+    for gained in range(40):
+        for lost in range(40):
+            shown, p = verdict(*paired(gained, lost, images)) != "no difference shown", mcnemar(gained, lost)
+            assert not (shown and p > 0.1), (gained, lost)
+            assert shown or p >= 0.02, (gained, lost)
+
+
+def test_verdict():
+    assert [verdict(0.01, 0.2), verdict(-0.2, -0.01), verdict(-0.1, 0.1), verdict(0.0, 0.1)] == [
+        "better",
+        "worse",
+        "no difference shown",
+        "no difference shown",
+    ]
+
+
+@pytest.mark.parametrize("truth", [0.15, 0.5, 0.9, 0.97])
+def test_wilson_holds_the_truth_in_93_of_100_samples(truth):
+    draw = np.random.default_rng(0)
+    ends = np.array([wilson(right / 200, 200) for right in draw.binomial(200, truth, 2000)])
+    assert 0.93 <= ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean() <= 0.98
+
+
+def test_paired_holds_the_truth_in_93_of_100_samples():
+    draw = np.random.default_rng(1)
+    table = draw.multinomial(200, [0.06, 0.03, 0.91], 2000)
+    ends = np.array([paired(gained, lost, 200) for gained, lost, _ in table])
+    assert 0.93 <= ((ends[:, 0] <= 0.03) & (ends[:, 1] >= 0.03)).mean() <= 0.98
+
+
+def test_the_bootstrap_of_a_mean_is_its_standard_error():
+    values = np.random.default_rng(2).normal(3.0, 2.0, 500)
+    replicates = resampled(lambda ids: values[ids].mean(), len(values))
+    low, high = around(values.mean(), replicates)
+    assert len(replicates) == RESAMPLES
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / math.sqrt(500), rel=0.15)  # 200 resamples: +- 10 %
+    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.02)  # a mean has no bias
+
+
+def test_the_bias_of_the_bootstrap_is_taken_off():
+    """The largest of few values is too small; the interval says so. By hand: 2 x 5 - 4, and 1.96 x sqrt(2)."""
+    assert around(5.0, [3.0, 5.0]) == pytest.approx((6 - 1.959964 * math.sqrt(2), 6 + 1.959964 * math.sqrt(2)))
+
+
+def test_the_same_samples_for_all_models():
+    """So that their difference is paired: two models that differ by a constant have no spread between them."""
+    values = np.random.default_rng(3).random(300)
+    one, other = (resampled(lambda ids, add=add: values[ids].mean() + add, 300) for add in (0.0, 0.1))
+    assert around(0.1, other - one) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_samples_survive_their_record():
+    draw = np.random.default_rng(4)
+    right = Samples(0.7, right=draw.random(203) < 0.7)
+    again = Samples.read(json.loads(json.dumps(right.record())))
+    assert again.right.tolist() == right.right.tolist()
+    assert len(json.dumps(right.record())) < 203 / 4 + 60  # a digit for four images
+    other = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
+    again = Samples.read(json.loads(json.dumps(other.record())))
+    assert again.interval() == pytest.approx(other.interval(), abs=1e-6)
+
+
+def test_a_difference_of_samples():
+    one, other = (np.array([1] * a + [0] * b + [1] * c, bool) for a, b, c in ((60, 10, 30), (50, 20, 30)))
+    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (pytest.approx(0.1), *paired(10, 0, 100))
+    spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
+    found = Samples(0.6, replicates=0.6 + spread).minus(Samples(0.5, replicates=0.5 + spread))
+    assert found == pytest.approx((0.1, 0.1, 0.1))  # what both owe to the sample is no difference between them

@@ -1,0 +1,99 @@
+"""Which graph is picked, what a row of the table says, and how a search in a teacher's index is scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from kd.errors import ModelError
+from kd.export.variants import Measured, Quality, Speed, Variant, pick
+from kd.models import runtimes
+from kd.models.classifier import Classifier
+from kd.tasks.embedding import recalled
+from kd.text import variant_rows
+
+
+def row(name: str, p50: float, score: float) -> Measured:
+    quality = Quality("accuracy", "%", score, (score - 0.02, score + 0.02), 0.9 - score, 0.99, 1000)
+    return Measured(Variant.at(Path(name)), quality, {1: Speed(p50, 2 * p50, 1000 / p50, 99.0)})
+
+
+ROWS = [row("model.onnx", 10, 0.9), row("model.int8.onnx", 6, 0.895), row("openvino.xml", 7, 0.9)]
+LOSES = row("openvino.int8.xml", 3, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "wanted"),
+    [
+        (ROWS, 0, "model.int8.onnx"),  # the fastest
+        ([*ROWS, LOSES], 0, "model.int8.onnx"),  # of those that lose no more than a point
+        (ROWS, 8, "openvino.xml"),  # the most accurate within the budget, of two the faster one
+        (ROWS, 6.5, "model.int8.onnx"),
+        ([ROWS[0], row("model.int8.onnx", 11, 0.95)], 0, "model.onnx"),  # never slower than float32
+        ([ROWS[0], row("model.int8.onnx", 11, 0.95)], 20, "model.onnx"),
+    ],
+)
+def test_the_pick(rows, budget, wanted):
+    assert pick(rows, 1, 0.01, budget) == wanted
+
+
+def test_a_budget_that_nothing_reaches():
+    told = r"^--budget: no file answers within 4 ms on 1 threads.*model\.int8\.onnx with 6 ms"
+    with pytest.raises(ModelError, match=told):
+        pick([*ROWS, LOSES], 1, 0.01, 4)
+
+
+def test_a_row_of_the_table(tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(bytes(2_500_000))
+    measured = Measured(Variant.at(path), ROWS[0].quality, ROWS[0].speed)
+    facts = {"variants": {"model.onnx": {**measured.facts(), "written": True}}, "pick": "model.onnx"}
+    (shown,) = variant_rows(facts)
+    assert shown["file"] == "model.onnx (picked)"
+    assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == ("10.00", "90.0 %", "88.0 % to 92.0 %")
+    assert (shown["MB"], shown["images/s"], shown["memory MB"]) == ("2.50", "100.0", "99")
+    assert variant_rows({}) == []
+
+
+def test_float32_is_there_whatever_may_be_lost():
+    assert pick(ROWS, 1, -1.0) == "openvino.xml"
+
+
+@pytest.mark.parametrize("name", ["repvit_m0_9", "fastvit_t8"])
+def test_branches_are_merged_and_the_student_stays(name):
+    torch.manual_seed(0)
+    network = timm.create_model(name, num_classes=3).eval()
+    student = Classifier(network, 3, 64)
+    before = len(list(network.modules()))
+    merged = runtimes.reparameterized(student)
+    assert merged.network is not network
+    assert len(list(merged.network.modules())) < 0.6 * before == 0.6 * len(list(network.modules()))
+    image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        assert (merged(image).logits - student(image).logits).abs().max() < 1e-4
+
+
+def test_a_vit_has_no_branches():
+    student = Classifier(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval(), 3, 224)
+    assert runtimes.reparameterized(student) is student
+
+
+def test_a_search_in_the_teachers_index():
+    """Against loops over all pairs, in float64; the teacher's own vectors find themselves."""
+    torch.manual_seed(0)
+    bank, student, teacher = (torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (60, 20, 20))
+    label, wanted = torch.randint(0, 12, (60,)), torch.randint(0, 12, (20,))
+    right, found = recalled(bank, label, student, teacher, wanted)
+    shares = []
+    for one, other, mine, own in zip(student, teacher, right["recall"], right["teacher_recall"], strict=True):
+        near = [sorted(range(60), key=lambda n, q=q: -float(bank[n].double() @ q.double()))[:10] for q in (one, other)]
+        shares.append(len(set(near[0]) & set(near[1])) / 10)
+        i = len(shares) - 1
+        assert [any(label[n] == wanted[i] for n in each) for each in near] == [bool(mine), bool(own)]
+    assert found == pytest.approx(sum(shares) / 20)
+    same, all_found = recalled(bank, label, teacher, teacher, wanted)
+    assert all_found == 1.0
+    assert torch.equal(same["recall"], same["teacher_recall"])

@@ -1,0 +1,197 @@
+"""Whether later images are like those of validation: the bound of the p-value, what each test sees, and its record."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kd.shift import ALARM, BOUNDS, WINDOW, Reference, Tally, Watch, _evidence, measure
+
+NAMES = [f"label {i}" for i in range(10)]
+
+
+def answers(rng: np.random.Generator, images: int, shares=None, low=0.0, bright=120.0, names=NAMES):
+    """Draw answers: labels by `shares`, confidences that depend on the label, `low` of them lower, and two measures."""
+    label = rng.choice(len(names), images, p=shares)
+    confidence = np.where(
+        rng.random(images) < low, rng.uniform(0.2, 0.6, images), 1 - rng.beta(1, 4 + label % 5, images)
+    )
+    return list(
+        zip(label.tolist(), confidence.tolist(), rng.normal(bright, 30, images), rng.gamma(4, 2, images), strict=True)
+    )
+
+
+def reference(rng: np.random.Generator, images: int = 2000, names=NAMES) -> Reference:
+    found = ((label, tuple(numbers)) for label, *numbers in answers(rng, images, names=names))
+    return Reference.of(names, found, calibrated=True)
+
+
+def as_answer(label: int, confidence: float, names=NAMES) -> dict:
+    best = {"label": names[label], "score": confidence}
+    return {**best, "top": [best, {"label": names[label - 1], "score": 1 - confidence}]}
+
+
+def tally(of: Reference, drawn) -> Tally:
+    made = of.empty()
+    for label, confidence, *measures in drawn:
+        of.count(made, as_answer(label, confidence, of.names), measures)
+    return made
+
+
+def test_the_bound_holds_and_is_not_loose():
+    """Beside the exact tail of the hypergeometric distribution, in one stratum."""
+    n, m, marked = 250, 2000, 180
+    total = math.comb(n + m, n)
+    tail = {x: math.comb(marked, x) * math.comb(n + m - marked, n - x) / total for x in range(marked + 1)}
+    for x in (25, 30, 40, 60):
+        exact = sum(p for k, p in tail.items() if k >= x)
+        ones = np.ones((1, 1), np.int64)
+        evidence, share, expected = _evidence(x * ones, n * ones, (marked - x) * ones, m * ones)
+        assert exact <= math.exp(-evidence[0]) <= exact ** (0.7 if x >= 40 else 0.3)
+        assert (share[0], expected[0]) == (x / n, pytest.approx((marked - x) / m))
+
+
+def test_strata_are_compared_inside():
+    """Two labels with other confidences each, alike in both samples, in other shares: no evidence at all."""
+    came, ours = np.array([[180], [2]]), np.array([[900], [100]])
+    evidence, share, expected = _evidence(came, np.array([[200], [20]]), ours, np.array([[1000], [1000]]))
+    assert evidence[0] == pytest.approx(0, abs=1e-9)
+    assert share[0] == pytest.approx(expected[0])
+    assert share[0] != pytest.approx(1000 / 2000)
+
+
+def test_clean_streams_raise_no_alarm():
+    rng = np.random.default_rng(0)
+    highest = 0.0
+    for _ in range(5):
+        watch = Watch(reference(rng))
+        for label, confidence, *measures in answers(rng, 2000):
+            assert watch.add(as_answer(label, confidence), measures) == []
+            highest = max(highest, watch.found.appearance, watch.found.labels)
+        assert (watch.found.images, watch.alarms) == (WINDOW, {"appearance": 0, "labels": 0})
+        assert watch.all.images == 2000
+    assert highest < ALARM / 2
+
+
+@pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}])
+def test_appearance(change):
+    rng = np.random.default_rng(1)
+    of = reference(rng)
+    found = of.compare(tally(of, answers(rng, WINDOW, **change)))
+    assert found.appearance > ALARM > found.labels
+    (line,) = found.lines
+    assert line.startswith("these photographs are not like those of validation: ")
+    assert ("confidence" if "low" in change else "brightness") in line
+
+
+@pytest.mark.parametrize(("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"])
+def test_the_mix_of_labels_is_not_appearance(first, others):
+    rng = np.random.default_rng(2)
+    of = reference(rng)
+    shares = [first] + [0.5 / 9] * 9 if others is None else [first, others] * 5
+    found = of.compare(tally(of, answers(rng, 2 * WINDOW, shares)))
+    assert found.labels > ALARM > found.appearance
+    (line,) = found.lines
+    assert "the mix of labels" in line
+    assert "look as in validation" in line
+    if others is None:
+        assert "'label 0' in 5" in line
+
+
+def test_few_of_many_labels():
+    """None of the 60 labels that come is frequent enough alone; together they are."""
+    rng = np.random.default_rng(3)
+    names = [f"label {i}" for i in range(1000)]
+    of = reference(rng, names=names)
+    shares = np.zeros(1000)
+    shares[rng.permutation(1000)[:60]] = 1 / 60
+    clean, changed = (of.compare(tally(of, answers(rng, WINDOW, each, names=names))) for each in (None, shares))
+    assert clean.lines == []
+    assert changed.labels > ALARM > changed.appearance
+
+
+def test_a_watch_says_when_it_begins_and_ends():
+    rng = np.random.default_rng(4)
+    watch, lines = Watch(reference(rng)), []
+    for low, images in ((0.0, 4 * WINDOW), (0.9, 2 * WINDOW), (0.0, 20 * WINDOW)):
+        for label, confidence, *measures in answers(rng, images, low=low):
+            lines += [(watch.all.images, line) for line in watch.add(as_answer(label, confidence), measures)]
+    (begin, first), (end, last) = lines
+    assert begin == 5 * WINDOW
+    assert "not like those of validation: confidence" in first
+    assert (end > 6 * WINDOW, last) == (True, "the photographs are like those of validation again")
+    assert 2 <= watch.alarms["appearance"] <= 10
+    assert watch.alarms["labels"] == 0
+    assert sum(watch.given.values()) == watch.all.images == 26 * WINDOW
+
+
+def test_the_record_is_json_and_says_the_same():
+    rng = np.random.default_rng(5)
+    of = reference(rng, 300)
+    text = json.dumps(of.record(), sort_keys=True)
+    read = Reference.read(json.loads(text), NAMES)
+    assert read.calibrated
+    assert np.array_equal(read.tally.bins, of.tally.bins)
+    assert np.array_equal(read.tally.labels, of.tally.labels)
+    drawn = tally(of, answers(rng, 100))
+    assert read.compare(drawn) == of.compare(drawn)
+    assert read.notes(drawn) == (
+        f"expected accuracy {drawn.confidence / 100:.1%} by the mean confidence, "
+        f"{of.tally.confidence / 300:.1%} on validation",
+    )
+    assert len(text) < 5000
+    with pytest.raises(KeyError):
+        Reference.read(json.loads(text), ["another", *NAMES[1:]])
+
+
+def test_a_label_that_validation_never_gave():
+    of = Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 500, calibrated=False)
+    found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0)] * WINDOW))
+    assert found.labels > ALARM
+    assert (found.appearance, found.difference) == (0.0, "")
+    assert of.notes(of.empty()) == ()
+
+
+def test_several_labels_count_each_but_compare_the_most_probable():
+    watch = Watch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 5, calibrated=False))
+    best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
+    watch.add({"labels": best, "top": best}, (1.0, 2.0))
+    watch.add({"labels": [], "top": best}, (1.0, 2.0))
+    assert watch.given == {"a": 1, "b": 1}
+    assert watch.all.labels.sum(0).tolist() == [0, 2]
+
+
+def test_an_embedding_model_has_pixels_alone():
+    rng = np.random.default_rng(6)
+
+    def drawn(bright: float) -> list[tuple[float, float]]:
+        return list(zip(rng.normal(bright, 30, 500), rng.gamma(4, 2, 500), strict=True))
+
+    of = Reference.of((), ((0, numbers) for numbers in drawn(120)), calibrated=False)
+    of = Reference.read(json.loads(json.dumps(of.record(), sort_keys=True)), ())
+    assert list(of.bounds) == ["brightness", "detail"]
+    for bright, alarmed in ((120, False), (70, True)):
+        came = of.empty()
+        for numbers in drawn(bright):
+            of.count(came, {"embedding": [1.0]}, numbers)
+        found = of.compare(came)
+        assert bool(found.lines) is alarmed
+        assert math.isnan(found.confidence)
+
+
+@pytest.mark.parametrize("size", [16, 224, 300])
+def test_measure(size):
+    """Rows are sampled; columns are not, so that neighbours stay neighbours."""
+    ramp = np.tile(np.arange(size) % 50 * 5, (3, size, 1)).astype(np.uint8)
+    ramp[0], ramp[2] = 0, 255  # the green channel counts
+    brightness, detail = measure(ramp)
+    assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
+    assert detail == pytest.approx(np.abs(np.diff(ramp[1].astype(float), axis=1)).mean(), abs=1e-3)
+
+
+def test_all_numbers_have_as_many_bins_as_a_tally():
+    assert {len(bounds) + 1 for bounds in BOUNDS.values()} == {Tally(1, 1).bins.shape[2]}
+    assert all(list(bounds) == sorted(set(bounds)) for bounds in BOUNDS.values())
