@@ -123,7 +123,7 @@ class Scores:
             text += f", {name} {column.text(values[column.key], own.get(column.key))}"
             difference = scored.against(own, column)
             text += f"; the student against it {difference}" if difference else ""
-        return text
+        return text + "".join(f"; {one.with_title(scored.row[one.key])}" for one in self.pair_in(scored.row)[:1])
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
