@@ -24,7 +24,7 @@ run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 	@$(MAKE) --no-print-directory lint
 
 lint: $(VENV)/.dev

@@ -183,7 +183,7 @@ class Evaluator:
 
     def samples(self) -> dict[str, Samples]:
         """Return which images are right, of each accuracy."""
-        return {key: Samples(one.double().mean().item(), right=one.numpy()) for key, one in self._right.items()}
+        return {key: Samples(one.double().mean().item(), right=one.cpu().numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
         """Return all values, or none where `stop` said so."""

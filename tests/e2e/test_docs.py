@@ -256,6 +256,7 @@ def folder(photos: Path, distilled: Path) -> None:
         Image.new("RGB", (40, 30), "red").save(name)
 
 
+@pytest.mark.timeout(900)  # deploy.md exports a student in every form: 86 s beside two other tests
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_snippets_work(page, photos, distilled, command, inside, monkeypatch):
     folder(photos, distilled)

@@ -36,6 +36,9 @@ NNCF = pytest.mark.skipif(
 OUTLIERS = 1000.0
 
 
+pytestmark = pytest.mark.timeout(900)  # NNCF compiles its fake quantization once on a machine
+
+
 def planted(student: Classifier) -> Classifier:
     """The same answers in float32, and two channels before the head a thousand times as large as the others."""
     changed = copy.deepcopy(student)
