@@ -176,9 +176,10 @@ class Scored:
         """How far the number can be trusted, one sentence."""
         if self.split == "test":
             return f"Scored once, on {self.images:,} test images on which nothing was chosen."
-        several = f"{self.evaluations} evaluation{'s' if self.evaluations != 1 else ''}"
+        if self.evaluations == 1:
+            return f"Scored on {self.images:,} validation images, once: no checkpoint was chosen on them."
         return (
-            f"The best of {several} on the same {self.images:,} validation images was counted, "
+            f"The best of {self.evaluations} evaluations on the same {self.images:,} validation images was counted, "
             "which flatters it: name a test split of the data, or set images aside with `data.test_fraction`."
         )
 

@@ -14,6 +14,7 @@ from kd.engine.meter import Meter
 from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers
 from kd.errors import NonFiniteLoss
+from kd.evaluation import Sampled
 from kd.jobs.check import check
 from kd.progress.console import Console
 from kd.seeds import seed_from
@@ -86,6 +87,8 @@ def precompile(run: Run) -> int:
     average_buffers(run)
     for _ in range(2):  # the first one asks the teacher too
         run.evaluator(run.distillation.student)
+    if isinstance(run.evaluator, Sampled):  # as the end of a run asks it
+        run.evaluator.samples()
     run.backend.optimizer_state(run.optimizer)
     return state.step
 

@@ -119,8 +119,9 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
     assert list(tmp_path.iterdir()) == []
     run = train(*("xla", *overrides[1:]))
     assert [row["step"] for row in run.rows()] == [4, 8, 12]
-    # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones
-    assert _samples("CompileTime") - rehearsed <= 2
+    # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones, and
+    # the last score, for which the best checkpoint is loaded
+    assert _samples("CompileTime") - rehearsed <= 4
     assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3
 
 
