@@ -23,7 +23,7 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
             WHERE, f"'{file}' cannot be read ({error.strerror})", "A text file", "Check the path"
         ) from error
     wanted = {line.strip() for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")}
-    kept, missing, known = {}, set(wanted), set()
+    rest, missing, known = {**splits}, set(wanted), set()
     for split, source in splits.items():
         names = [source.name(id) for id in range(len(source))]
         out = np.array([name in wanted or f"{split}:{name}" in wanted for name in names], bool)
@@ -31,8 +31,9 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
         known.update(names)
         if out.all():
             raise DataError(WHERE, f"'{file}' names all images of the split '{split}'", "Some are left", "Shorten it")
-        note = f"data.exclude: {out.sum()} of {len(names)} images of the split '{split}' are left out"
-        kept[split] = subset(source, np.flatnonzero(~out), note)
+        if out.any():
+            note = f"data.exclude: {out.sum()} of {len(names)} images of the split '{split}' are left out"
+            rest[split] = subset(source, np.flatnonzero(~out), note)
     if missing:
         first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are none" if len(missing) > 1 else ""
         near = did_you_mean(first, known) if len(known) < 10_000 else ""
@@ -41,4 +42,4 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
             "Names as --check shows them, a line each",
         )
         raise DataError(WHERE, wrong, allowed, near or "Correct the list")
-    return kept
+    return rest

@@ -24,9 +24,9 @@ def conclude(built: Built, data: Data, folder: RunDir) -> Scored | None:
     if backend.rank == 0:
         known = folder.scored()
         known = known if known is not None and known.data == source.fingerprint else None
-    told = torch.tensor([float(known is not None)], device=backend.device)
-    backend.broadcast_([told])
-    if told.item():
+    is_known = torch.tensor([float(known is not None)], device=backend.device)
+    backend.broadcast_([is_known])
+    if is_known.item():
         return known
     if backend.rank == 0:
         state, tensors, _ = folder.best()
