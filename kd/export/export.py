@@ -153,6 +153,9 @@ def export(
         if student.num_classes:
             wrong = "this student answers with classes, not with vectors"
             raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        if not options.onnx and not options.pt2:
+            wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
+            raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
         student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
