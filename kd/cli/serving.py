@@ -43,6 +43,8 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
+            if options.index:
+                print("  none for SageMaker's PyTorch container: weights are without the map into the teacher's space")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")

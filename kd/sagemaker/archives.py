@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,11 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archives(export: Path) -> list[Path]:
-    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths."""
+    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
+
+    Of vectors in the teacher's space there is the first alone: weights are without the map, so the handler's would lie
+    in the student's.
+    """
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
     files = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
@@ -35,6 +40,8 @@ def sagemaker_archives(export: Path) -> list[Path]:
     archives = {"container": container_archive(export), "pytorch": _archive(files)}
     folder = export.parent / f"{export.name}-sagemaker"
     refuse_unlisted(folder, [f"{name}/model.tar.gz" for name in archives], "--sagemaker")
+    if "space" in json.loads(files[manifest.MANIFEST])["output"]:
+        del archives["pytorch"]
     with atomic_folder(folder, where="--sagemaker") as draft:
         for name, content in archives.items():
             (draft / name).mkdir()

@@ -104,8 +104,11 @@ def test_data_that_is_away(distilled, refused, tmp_path):
 
 def test_vectors_for_the_teachers_index(embedded, command, refused, distilled, tmp_path):
     target = tmp_path / "student"
-    answer = command("export", embedded, "--to", target, "--index")
+    answer = command("export", embedded, "--to", target, "--index", "--sagemaker")
     assert answer.code == 0, answer
+    # its handler reads weights, which are without the map: its vectors would lie in the student's space
+    assert [path.name for path in (tmp_path / "student-sagemaker").iterdir()] == ["container"]
+    assert "none for SageMaker's PyTorch container" in answer.out
     manifest = json.loads((target / "manifest.json").read_text())
     assert (manifest["output"]["width"], manifest["output"]["space"]) == (48, "teacher")
     images = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
