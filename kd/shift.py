@@ -209,10 +209,12 @@ class Reference:
         return tuple(lines)
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
-        came, ours = tally.labels.sum(0)[:, None], self.tally.labels.sum(0)[:, None]
-        x, y = (one.bins.cumsum(2)[:, :, :-1].transpose(1, 0, 2).reshape(len(came), -1) for one in (tally, self.tally))
-        evidence, share, expected = _evidence(x, came, y, ours)
+        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
+        in_both = np.flatnonzero((came > 0) & (ours > 0))  # few of 20,000 labels are in a window
         ends = [(name, bound) for name, bounds in self.bounds.items() for bound in bounds]
+        below = (one.bins[:, in_both].cumsum(2)[:, :, :-1].transpose(1, 0, 2) for one in (tally, self.tally))
+        x, y = (counts.reshape(len(in_both), len(ends)) for counts in below)
+        evidence, share, expected = _evidence(x, came[in_both, None], y, ours[in_both, None])
         values = _log10(evidence, 2 * len(ends))
         best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
         texts = [
