@@ -461,6 +461,20 @@ def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_
         read(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
+def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
+    """A finished run is scored on images that its table has answers for, and is the same run."""
+    root, file = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "more.safetensors"
+    shutil.copytree(photos / "val", root / "test")
+    table = read(made["answers"]["model"], "teacher.model")
+    rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]
+    names = [*table.names, *(table.names[i].replace("val/", "test/") for i in rows)]
+    write(file, replace(table, names=names, values=torch.cat([table.values, table.values[:, rows]], 1)))
+    section, where = {**made["answers"], "model": str(file)}, f"data.root={root}"
+    first = train(bare, section, "one", where)
+    again = train(bare, section, "one", where, "data.test_split=test")
+    assert all(torch.equal(tensor, student(first)[name]) for name, tensor in student(again).items())
+
+
 def test_a_table_does_not_go_with_mixed_images(made, bare):
     settings = merged(bare, {"data": {"augment": {"mixup": 0.5}}})
     with pytest.raises(ModelError, match=r"^data\.augment: mixes images, but the table"):
