@@ -4,10 +4,11 @@ Run: make proof DATA=FOLDER                 (FOLDER: train/<class>/ and test/<cl
      python benchmarks/proof.py [key=value ...] --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl]
 
 One teacher is fitted, and its answers to 8 views of each image are cached for each seed. Then each run is `kd-train
-configs/cifar10.yaml` in a process of its own on one thread, `--jobs` of them at a time. A row is added to
-WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and has `resumed` 1: its
-minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold all but the teacher
-and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which its arms share.
+configs/cifar10.yaml` in the teacher's precision, in a process of its own on one thread, `--jobs` of them at a time. A
+row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and has
+`resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold all
+but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which its
+arms share.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def settings(options: argparse.Namespace) -> Row:
     content["backend"] = {"threads": 1}
     if options.teacher:  # by its file: threads are part of what names a fit, so another number would fit another one
         content["teacher"]["checkpoint"] = str(options.teacher / "model.safetensors")
+        chosen = json.loads((options.teacher.parent / "manifest.json").read_text())["choices"]["student"]
+        precision = chosen.split("+")[0]  # what each run would choose for itself, arms would not share
+        content["teacher"]["precision"] = content["backend"]["precision"] = precision
     return content
 
 

@@ -23,9 +23,12 @@ def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
     options = proof.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
     assert options.overrides == ["run.steps=9"]
     assert options.arms == [arm]
-    options.teacher = tmp_path / "teacher"
+    options.teacher = tmp_path / "teacher" / "export"
+    options.teacher.mkdir(parents=True)
+    (options.teacher.parent / "manifest.json").write_text('{"choices": {"student": "bf16+unfused"}}')
     content = {**proof.settings(options), "losses": losses}
     loaded = config.load(content, [*overrides, *options.overrides])
+    assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
     assert loaded.teacher.checkpoint  # else each run fits a teacher of its own: its threads are not those of `teach`
 
 
@@ -33,6 +36,9 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     def call(options, command, content, name, overrides):
         (options.work / f"{name}.log").write_text("some line\n/teachers/one/export\n")
         return {"wall_minutes": 0.0, "cpu_minutes": 0.0}
+
+    def filled(options, seed):
+        (options.work / f"cache-{seed}.json").touch()
 
     def one(options, arm, seed):
         assert options.teacher == Path("/teachers/one/export")
@@ -45,6 +51,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     made: list[str] = []
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(proof, "call", call)
+    monkeypatch.setattr(proof, "filled", filled)
     monkeypatch.setattr(proof, "one", one)
     words = ["--data", str(tmp_path), "--work", str(tmp_path), "--jobs", "1", "--seeds", "0"]
     with pytest.raises(SystemExit, match="kl failed"):
