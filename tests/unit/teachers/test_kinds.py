@@ -501,6 +501,25 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tm
         train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
 
 
+def test_an_exported_cache_answers_for_test_images(made, bare, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tested = merged(bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}})
+    Path("one.yaml").write_text(config.dump(config.load(tested)))
+    answer = command("cache", "one.yaml", "teacher.cache.views=1", "--export", "answers.safetensors")
+    assert answer.code == 0, answer
+    rows = [
+        json.loads(
+            (train(bare, section, name, "data.views=1", "data.test_fraction=0.4").folder / "scored.json").read_text()
+        )
+        for name, section in (
+            ("live", made["transformers"]),
+            ("table", {"kind": "answers", "model": "answers.safetensors"}),
+        )
+    ]
+    assert rows[0]["split"] == rows[1]["split"] == "test"
+    assert rows[0]["row"]["teacher_accuracy"] == rows[1]["row"]["teacher_accuracy"]
+
+
 def test_what_a_module_returns():
     tensor = torch.zeros(2, 3)
 
