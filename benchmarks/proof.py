@@ -90,9 +90,7 @@ def call(options: argparse.Namespace, command: str, content: Row, name: str, ove
     argv = [sys.executable, "-m", "kd", command, str(file), *overrides, *options.overrides]
     start = time.monotonic()
     with (options.work / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"{name} failed: see {log.name}")
