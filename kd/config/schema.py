@@ -281,8 +281,7 @@ class StudentSection:
     kind: str = chosen("teachers", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
     model: str = file_key("", or_name=True)
-    """What `kind` builds. timm: a model name, a folder written by `kd-export` or timm, or a hub id
-    `hf-hub:owner/name`."""
+    """What `kind` builds. timm: a name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model, or for your function."""
     init: Literal["scratch", "pretrained"] = "scratch"

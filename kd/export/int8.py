@@ -31,6 +31,7 @@ from kd.evaluation import Task
 from kd.export.calibrate import divide_logits
 from kd.export.parity import Runner, eager_runner
 from kd.export.variants import Variant, files
+from kd.host import signal_stack
 from kd.intervals import around, paired, resampled
 from kd.models import runtimes
 from kd.models.classifier import Classifier, set_attention
@@ -365,6 +366,6 @@ def _nncf() -> Iterator[Any]:
     os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off
     os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # it compiles its fake quantization once, in minutes
     level = logging.getLogger("nncf").level
-    with runtimes.quiet(), redirect_stdout(io.StringIO()):
+    with signal_stack(), runtimes.quiet(), redirect_stdout(io.StringIO()):
         yield runtimes.require("nncf", "--int8", "nncf")
     logging.getLogger("nncf").setLevel(level)
