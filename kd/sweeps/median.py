@@ -1,0 +1,70 @@
+"""Which trials are hopeless: the median rule at equal steps.
+
+The rule is that of Golovin et al. (Google Vizier, KDD 2017, section 3.2.2), with a trial's best score up to a step on
+both sides. A trial is compared with those before it alone, so that which ones end depends on their curves and neither
+on how many train at a time nor on when a process was killed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BEGIN = 1 / 3
+"""Share of its run from which a trial may end."""
+LEAST = 3
+"""Other trials that make a median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation of a trial."""
+
+    step: int
+    share: float
+    """Of the run that was done, 0 to 1."""
+    score: float
+    """Of the checkpoint that was the best until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rule says of a trial."""
+
+    until: float
+    """The last step of which it is known what the rule says; infinite where nothing is open."""
+    end: Point | None = None
+    """The evaluation at which the trial ends as hopeless."""
+    median: float = 0.0
+    """Of the others at that step."""
+
+
+def judge(curves: Sequence[Sequence[Point]], ended: Sequence[bool], smaller: bool = False) -> list[Verdict]:
+    """Return the verdict on each trial, from the curves as far as they are known; `smaller`: smaller is better."""
+    verdicts: list[Verdict] = []
+    for curve, done in zip(curves, ended, strict=True):
+        verdicts.append(_verdict(curve, done, list(zip(curves, verdicts, strict=False)), smaller))
+    return verdicts
+
+
+def _verdict(
+    curve: Sequence[Point], done: bool, earlier: Sequence[tuple[Sequence[Point], Verdict]], smaller: bool
+) -> Verdict:
+    until = 0.0
+    for point in curve:
+        if BEGIN <= point.share < 1:
+            if any(verdict.end is None and verdict.until < point.step for _, verdict in earlier):
+                return Verdict(until)
+            others = [
+                other.score
+                for points, verdict in earlier
+                for other in points
+                if other.step == point.step and (verdict.end is None or other.step <= verdict.end.step)
+            ]
+            if len(others) >= LEAST:
+                middle = statistics.median(others)
+                if (point.score > middle) if smaller else (point.score < middle):
+                    return Verdict(float("inf"), point, middle)
+        until = float(point.step)
+    return Verdict(float("inf") if done else until)
