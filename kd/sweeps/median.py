@@ -7,8 +7,9 @@ on how many train at a time nor on when a process was killed.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 BEGIN = 1 / 3
@@ -40,31 +41,33 @@ class Verdict:
     """Of the others at that step."""
 
 
-def judge(curves: Sequence[Sequence[Point]], ended: Sequence[bool], smaller: bool = False) -> list[Verdict]:
-    """Return the verdict on each trial, from the curves as far as they are known; `smaller`: smaller is better."""
-    verdicts: list[Verdict] = []
-    for curve, done in zip(curves, ended, strict=True):
-        verdicts.append(_verdict(curve, done, list(zip(curves, verdicts, strict=False)), smaller))
-    return verdicts
+def judge(
+    curves: Sequence[Sequence[Point]], ended: Sequence[bool], recorded: Container[int] = (), smaller: bool = False
+) -> list[Verdict]:
+    """Return the verdict on each trial, from the curves as far as they are known; `smaller`: smaller is better.
+
+    The curves of trials whose positions are `recorded` end where they were stopped; nothing is open there.
+    """
+    earlier: list[tuple[dict[int, float], Verdict]] = []
+    for i, (curve, done) in enumerate(zip(curves, ended, strict=True)):
+        verdict = Verdict(math.inf) if i in recorded else _verdict(curve, done, earlier, smaller)
+        last = math.inf if verdict.end is None else verdict.end.step
+        earlier.append(({point.step: point.score for point in curve if point.step <= last}, verdict))
+    return [verdict for _, verdict in earlier]
 
 
 def _verdict(
-    curve: Sequence[Point], done: bool, earlier: Sequence[tuple[Sequence[Point], Verdict]], smaller: bool
+    curve: Sequence[Point], done: bool, earlier: Sequence[tuple[dict[int, float], Verdict]], smaller: bool
 ) -> Verdict:
     until = 0.0
     for point in curve:
         if BEGIN <= point.share < 1:
             if any(verdict.end is None and verdict.until < point.step for _, verdict in earlier):
                 return Verdict(until)
-            others = [
-                other.score
-                for points, verdict in earlier
-                for other in points
-                if other.step == point.step and (verdict.end is None or other.step <= verdict.end.step)
-            ]
+            others = [scores[point.step] for scores, _ in earlier if point.step in scores]
             if len(others) >= LEAST:
                 middle = statistics.median(others)
                 if (point.score > middle) if smaller else (point.score < middle):
-                    return Verdict(float("inf"), point, middle)
+                    return Verdict(math.inf, point, middle)
         until = float(point.step)
-    return Verdict(float("inf") if done else until)
+    return Verdict(math.inf if done else until)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kd.errors import Interrupted, KdError
 
@@ -18,36 +17,30 @@ class Processes:
     """Commands that run; those that still do when the block ends are asked to stop, and write a checkpoint."""
 
     def __init__(self) -> None:
-        self._running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         self._asked: set[str] = set()
 
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        for name in self._running:
+    def __exit__(self, *exception: object) -> None:
+        for name in self.running:
             self.stop(name)
-        for process, _ in self._running.values():
+        for process, _ in self.running.values():
             process.wait()
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._running
 
     def start(self, name: str, words: Sequence[str], output: Path) -> None:
         """Start `kd WORDS`, by a name; its output is added to a file."""
         with output.open("ab") as file:
             command = [sys.executable, "-m", "kd", *words]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        self._running[name] = process, output
+        self.running[name] = process, output
 
     def stop(self, name: str) -> None:
         """Ask a process to stop, once: a second signal would end it at once."""
         if name not in self._asked:
             self._asked.add(name)
-            self._running[name][0].terminate()
+            self.running[name][0].terminate()
 
     def ended(self) -> dict[str, str]:
         """Return those that have ended since the last call, each with the last line of its output if it failed.
@@ -56,11 +49,11 @@ class Processes:
             Interrupted: one was stopped by somebody else.
         """
         found = {}
-        for name, (process, output) in list(self._running.items()):
+        for name, (process, output) in list(self.running.items()):
             code = process.poll()
             if code is None:
                 continue
-            del self._running[name]
+            del self.running[name]
             if code in (Interrupted.exit_code, -15, -2) and name not in self._asked:
                 raise Interrupted(f"'{name}' was stopped; the same command resumes")
             stopped = name in self._asked and code in (Interrupted.exit_code, -15)

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kd.config import Config
 from kd.config.flat import alternatives
 from kd.config.reads import reads
 from kd.errors import ConfigError
+from kd.files.storage import write_text
 from kd.seeds import seed_from
 from kd.setup.recipe import FREE, flatten
 
@@ -104,20 +105,16 @@ class Space:
         """Load the configuration with these values, then `more` overrides."""
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
 
-    def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str], *more: str) -> Trial:
+    def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str]) -> Trial:
         """Return a trial; `name` is that of the sweep's folder, `shared` what all runs of a sweep have in common."""
-        loaded = self.load(values, *shared, *more, "run.baseline=false")
+        loaded = self.load(values, *shared, "run.baseline=false")
         keys = flatten(config.to_dict(loaded, values=True))
-        free = tuple(key for key in FREE if key not in COUNTED)
-        counted = {
-            key: value
-            for key, value in keys.items()
-            if key != "backend.threads" and (key.startswith(COUNTED) or not key.startswith(free))
-        }
+        free = (*FREE, "backend.threads")
+        counted = {key: keys[key] for key in keys if key.startswith(COUNTED) or not key.startswith(free)}
         hashed = hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:8]
         texts = "_".join(f"{key.rpartition('.')[2]}-{text}" for key, text in values.items())
         own = f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', texts)[:SHOWN]}_{hashed}"
-        return Trial(own, values, self.load(values, *shared, *more, "run.baseline=false", f"run.name={name}/{own}"))
+        return Trial(own, values, replace(loaded, run=replace(loaded.run, name=f"{name}/{own}")))
 
 
 def _drawn(low: str, high: str, seed: int) -> str:
@@ -140,32 +137,20 @@ def sharing(settings: Config, threads: int) -> list[str]:
     if settings.data.store == "ram":
         found.append("data.store=disk")
     teacher, views = settings.teacher, settings.data.views or (0 if settings.run.steps else settings.run.epochs)
-    divided = teacher.shard or teacher.pipeline
-    if (
-        teacher.model
-        and read.teacher_logits
-        and not read.features
-        and not divided
-        and not teacher.cache.views
-        and views
-    ):
+    settled = not teacher.model or teacher.cache.views or teacher.shard or teacher.pipeline
+    if views and not settled and read.teacher_logits and not read.features:
         found.append(f"teacher.cache.views={views}")
     return found
 
 
 def prepared_alike(trial: Trial) -> str:
     """Return a text that is equal for trials with the same teacher, cache and images."""
-    names = ("data.", "teacher.", "task.", "backend.", "run.seed")
-    keys = flatten(config.to_dict(trial.config, values=True))
-    return str([(key, value) for key, value in sorted(keys.items()) if key.startswith(names)]) + str(
-        reads(trial.config.losses)
-    )
+    one = trial.config
+    return repr((one.data, one.teacher, one.task, one.backend, one.run.seed, reads(one.losses)))
 
 
 def write_yaml(trial: Trial, folder: Path) -> Path:
     """Write the configuration of a trial, which `kd-train` takes, and return the file."""
-    from kd.files.storage import write_text
-
     file = folder / f"{trial.name}.yaml"
     write_text(file, config.dump(trial.config))
     return file

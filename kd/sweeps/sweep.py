@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,25 +65,27 @@ def sweep(
     first = space.load(combinations[0])
     folder = Path(first.run.folder) / f"{first.run.name}_sweep"
 
-    def made(values: dict[str, str], threads: int, *more: str) -> Trial:
-        return space.trial(values, folder.name, sharing(space.load(values, *more), threads), *more)
+    def made(values: Mapping[str, str], threads: int) -> Trial:
+        return space.trial(values, folder.name, sharing(space.load(values), threads))
 
     every = {one.name: one for one in (made(values, 1) for values in combinations)}  # before anything is written
     Trials(folder, list(every.values()), by)
     with _held(folder):
         threads = _threads(folder, max(1, cores() // jobs))
-        tried = Trials(folder, [made(dict(one.values), threads) for one in every.values()], by)
+        tried = Trials(folder, [made(one.values, threads) for one in every.values()], by)
         log.info("sweep: %d trials in '%s', %d of them done", len(every), folder, len(every.keys() & tried.rows.keys()))
         tried.train(jobs)
-        column, winner = tried.column(), _best(tried)
+        winner, column = _best(tried), tried.column()
         best = _write_best(space, winner, first.run.name, folder)
-        seeds = [winner.config.run.seed + 1 + i for i in range(FRESH)]
-        again = Trials(folder, [made(dict(winner.values), threads, f"run.seed={seed}") for seed in seeds], by)
+        newest = max(one.config.run.seed for one in tried.trials)
+        seeds = [{"run.seed": str(newest + 1 + i)} for i in range(FRESH)]
+        again = Trials(folder, [made({**winner.values, **seed}, threads) for seed in seeds], by)
         again.train(jobs, final=True)
         if again.failed:
             raise failure(next(iter(again.failed.values())))
         rows, fresh = _ranked(tried), [again.rows[trial.name] for trial in again.trials]
-        text = "\n\n".join([_table(rows, tried, column), flattery(rows, fresh, column), _hints(best, folder)])
+        hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
+        text = "\n\n".join([_table(rows, tried, column), flattery(rows, fresh, column), hints])
         write_text(folder / "sweep.md", text + "\n")
     return Sweep(folder, best, rows, fresh, text)
 
@@ -112,14 +114,15 @@ def _threads(folder: Path, threads: int) -> int:
 
 def _ranked(tried: Trials) -> list[dict[str, Any]]:
     """Return the rows of trials, the best first, those that ended early behind the others."""
-    rows, sign = [tried.rows[one.name] for one in tried.trials if one.name in tried.rows], tried.column().smaller
-    return sorted(rows, key=lambda row: (bool(row["why"]), row["score"] if sign else -row["score"]))
+    sign = 1 if tried.column().smaller else -1
+    rows = [tried.rows[one.name] for one in tried.trials if one.name in tried.rows]
+    return sorted(rows, key=lambda row: (bool(row["why"]), sign * row["score"]))
 
 
 def _best(tried: Trials) -> Trial:
-    rows = [row for row in _ranked(tried) if not row["why"]]
-    if not rows:
+    if all(row["why"] for row in tried.rows.values()):
         raise failure(next(iter(tried.failed.values())))
+    rows = [row for row in _ranked(tried) if not row["why"]]
     if len({row.get("data") for row in rows}) > 1:
         wrong = "the trials were not all scored on the same validation images"
         raise RunError("data", wrong, "One validation split", f"Remove '{tried.folder}' and start anew")
@@ -135,15 +138,12 @@ def _write_best(space: Space, winner: Trial, name: str, folder: Path) -> Path:
 
 
 def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column) -> str:
-    failed = [
-        {"values": one.values, "why": f"failed: {tried.failed[one.name]}"}
-        for one in tried.trials
-        if one.name in tried.failed
-    ]
-    cells = []
-    for row in [*rows, *failed]:
-        score = _shown(row, column) if "score" in row else "-"
-        cells.append({**row["values"], f"{column.title} (95 %)": score, "": row["why"] or "best" * (row is rows[0])})
+    title, cells = f"{column.title} (95 %)", []
+    for row in rows:
+        cells.append({**row["values"], title: _shown(row, column), "": row["why"] or "best" * (row is rows[0])})
+    for one in tried.trials:
+        if one.name in tried.failed:
+            cells.append({**one.values, title: "-", "": f"failed: {tried.failed[one.name]}"})
     return table(cells)
 
 
@@ -165,7 +165,3 @@ def flattery(rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], co
     )
     tested = [_shown(row["test"], column) for row in fresh if "test" in row]
     return text + (f" On test images, scored for these alone: {' and '.join(tested)}." if tested else "")
-
-
-def _hints(best: Path, folder: Path) -> str:
-    return f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."

@@ -30,19 +30,19 @@ class Trials:
     def __init__(self, folder: Path, trials: Sequence[Trial], by: str) -> None:
         """Read what is recorded. `by`: the key of the score that counts; "": the one that decides in each run."""
         self.folder, self.trials, self.by, self.failed = folder, trials, by, dict[str, str]()
-        self._journal = folder / "journal.jsonl"
-        self.rows = {row["trial"]: row for row in read_rows(self._journal, last=None) if "trial" in row}
-        scores = build_task(trials[0].config.task).scores
-        self._columns = {column.key: column for column in (*scores.own, *scores.pair)}
+        self._journal, names = folder / "journal.jsonl", {trial.name for trial in trials}
+        rows = [row for row in read_rows(self._journal, last=None) if row["trial"] in names and row["by"] == by]
+        self.rows = {row["trial"]: row for row in rows}
+        self._scores = build_task(trials[0].config.task).scores
+        self._columns = {column.key: column for column in (*self._scores.own, *self._scores.pair)}
         if by and by not in self._columns:
-            raise ConfigError(
-                "--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", "Choose a score of the task"
-            )
-        self._scores = scores
+            raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", "Choose one of them")
 
     def column(self) -> Column:
-        """Return the column of the score that counts, as the evaluations so far show it."""
-        return self._columns[self.by] if self.by else self._scores.deciding(self._evaluations(self.trials[0])[-1])
+        """Return the column of the score that counts, once a trial was evaluated."""
+        key = self.by or next((row["key"] for row in self.rows.values()), "")
+        known = (row for trial in self.trials for row in self._evaluations(trial))
+        return self._columns[key] if key else self._scores.deciding(next(known))
 
     def train(self, jobs: int, final: bool = False) -> None:
         """Train what is not recorded yet. `final`: also score the test images, and end no trial early."""
@@ -50,25 +50,25 @@ class Trials:
         self._prepare(waiting)
         over: set[str] = set()
         with Processes() as processes:
-            while waiting or len(processes) or over:
+            while waiting or len(processes.running) or over:
                 for name, line in processes.ended().items():
                     over.add(name)
                     if line:
                         self.failed[name] = line
                 over -= self.failed.keys()
                 for trial, curve, verdict in self._judged(over, final):
-                    if verdict.end is not None and trial.name in processes:
+                    if verdict.end is not None and trial.name in processes.running:
                         processes.stop(trial.name)
                     elif verdict.end is not None or (trial.name in over and verdict.until == float("inf")):
                         self._record(trial, curve, verdict)
                 over -= self.rows.keys()
                 waiting = [trial for trial in waiting if trial.name not in self.rows]
                 for trial in waiting[:]:
-                    if len(processes) < jobs and not _in_use(self.folder / trial.name):
+                    if len(processes.running) < jobs and not _in_use(self.folder / trial.name):
                         waiting.remove(trial)
                         words = ["train", str(write_yaml(trial, self.folder)), *([] if final else ["--no-test"])]
                         processes.start(trial.name, words, self.folder / f"{trial.name}.log")
-                time.sleep(POLL if len(processes) or waiting else 0)
+                time.sleep(POLL if len(processes.running) or waiting else 0)
         for name, line in self.failed.items():
             log.info("sweep: %s failed: %s", name, line)
 
@@ -78,10 +78,8 @@ class Trials:
         for trial in waiting:
             alike.setdefault(prepared_alike(trial), []).append(trial)
         for trials in alike.values():
-            first, teacher = trials[0], trials[0].config.teacher
-            job = (
-                "cache" if teacher.model and teacher.cache.views else "teach" * bool(resolve(first.config).teacher.fits)
-            )
+            first, plan = trials[0], resolve(trials[0].config).teacher
+            job = "cache" if plan.members and plan.section.cache.views else "teach" * bool(plan.fits)
             if not job or any((self.folder / trial.name / "config.yaml").is_file() for trial in trials):
                 continue
             log.info("sweep: kd-%s for %d trials", job, len(trials))
@@ -99,7 +97,8 @@ class Trials:
         if final or not any(curves):
             verdicts = [Verdict(float("inf") if done else 0.0) for done in ended]
         else:
-            verdicts = judge(curves, ended, self.column().smaller)
+            recorded = {i for i, trial in enumerate(self.trials) if trial.name in self.rows}
+            verdicts = judge(curves, ended, recorded, self.column().smaller)
         known = self.rows.keys() | self.failed.keys()
         return [one for one in zip(self.trials, curves, verdicts, strict=True) if one[0].name not in known]
 
@@ -122,8 +121,8 @@ class Trials:
         """Write the line of a trial that has ended. One whose end came too late to save anything counts alike."""
         column = self.column()
         points = [point for point in curve if verdict.end is None or point.step <= verdict.end.step]
-        row: dict[str, Any] = {"trial": trial.name, "values": dict(trial.values), "score": points[-1].score, "why": ""}
-        row["curve"] = [list(asdict(point).values()) for point in points]
+        row: dict[str, Any] = {"trial": trial.name, "values": dict(trial.values), "by": self.by, "key": column.key}
+        row |= {"score": points[-1].score, "why": "", "curve": [list(asdict(point).values()) for point in points]}
         if verdict.end is not None:
             texts = column.text(verdict.end.score), column.text(verdict.median)
             row["why"] = f"ended at step {verdict.end.step}: {texts[0]}, the median of the others is {texts[1]}"
