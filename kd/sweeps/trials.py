@@ -73,14 +73,18 @@ class Trials:
             log.info("sweep: %s failed: %s", name, line)
 
     def _prepare(self, waiting: Sequence[Trial]) -> None:
-        """Fit the teachers of trials and fill their caches, before the first trial of each begins."""
+        """Fit each teacher and fill each cache that several trials share, before the first of them begins."""
         alike: dict[str, list[Trial]] = {}
         for trial in waiting:
             alike.setdefault(prepared_alike(trial), []).append(trial)
         for trials in alike.values():
             first, plan = trials[0], resolve(trials[0].config).teacher
             job = "cache" if plan.members and plan.section.cache.views else "teach" * bool(plan.fits)
-            if not job or any((self.folder / trial.name / "config.yaml").is_file() for trial in trials):
+            if (
+                len(trials) < 2
+                or not job
+                or any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
+            ):
                 continue
             log.info("sweep: kd-%s for %d trials", job, len(trials))
             with Processes() as processes:
