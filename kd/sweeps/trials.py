@@ -80,11 +80,8 @@ class Trials:
         for trials in alike.values():
             first, plan = trials[0], resolve(trials[0].config).teacher
             job = "cache" if plan.members and plan.section.cache.views else "teach" * bool(plan.fits)
-            if (
-                len(trials) < 2
-                or not job
-                or any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
-            ):
+            begun = any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
+            if begun or not job or len(trials) < 2:
                 continue
             log.info("sweep: kd-%s for %d trials", job, len(trials))
             with Processes() as processes:
@@ -118,7 +115,7 @@ class Trials:
             if row[decides] > best:  # as the loop finds the best checkpoint
                 best, score = row[decides], row[self.by or decides]
             share = row["step"] / run.steps if run.steps else row["epoch"] / run.epochs
-            curve.append(Point(row["step"], round(share, 6), score))
+            curve.append(Point(row["step"], share, score))
         return curve
 
     def _record(self, trial: Trial, curve: Sequence[Point], verdict: Verdict) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 import statistics
+import time
 
 import pytest
 
 from kd import config
-from kd.errors import ConfigError
+from kd.errors import ConfigError, Interrupted
 from kd.scores import Column
 from kd.setup.recipe import resolve
 from kd.sweeps.median import BEGIN, LEAST, Point, judge
+from kd.sweeps.processes import Processes, failure
 from kd.sweeps.space import Space, prepared_alike, sharing
 from kd.sweeps.sweep import flattery
 
@@ -121,12 +125,18 @@ def test_the_median_rule_is_that_of_its_definition_and_knows_no_clock(seed, smal
     for _ in range(20):  # a moment at which each trial has come so far
         seen = [draw.randint(0, len(curve)) for curve in curves]
         known = [curve[:count] for curve, count in zip(curves, seen, strict=True)]
-        now = judge(known, [count == len(curve) for count, curve in zip(seen, curves, strict=True)], smaller=smaller)
+        done = [count == len(curve) for count, curve in zip(seen, curves, strict=True)]
+        now = judge(known, done, smaller=smaller)
         for verdict, last in zip(now, final, strict=True):
             if verdict.until == math.inf:
                 assert verdict == last
             else:
                 assert last.end is None or last.end.step > verdict.until
+        recorded = {i for i, verdict in enumerate(now) if verdict.until == math.inf}
+        last = [math.inf if one.end is None else one.end.step for one in now]
+        cut = [[point for point in curve if point.step <= last[i]] for i, curve in enumerate(known)]
+        again = judge(cut, done, recorded, smaller)
+        assert [again[i] for i in range(8) if i not in recorded] == [now[i] for i in range(8) if i not in recorded]
 
 
 def test_some_trials_end():
@@ -166,6 +176,29 @@ def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, wr
     assert line.startswith(f"{where}: ")
     assert words in line
     assert not list(tmp_path.rglob("*_sweep"))
+
+
+def test_a_process_that_fails_is_told_by_its_last_line(tmp_path):
+    found: dict[str, str] = {}
+    with Processes() as processes:
+        processes.start("good", ["--version"], tmp_path / "good.log")
+        processes.start("bad", ["trian"], tmp_path / "bad.log")
+        while processes.running:
+            found |= processes.ended()
+            time.sleep(0.05)
+    assert found["good"] == ""
+    assert found["bad"].startswith("kd: no command 'trian'.")
+    assert str(failure(found["bad"])) == found["bad"] == (tmp_path / "bad.log").read_text().strip()
+    assert failure("Killed").exit_code == 2
+
+
+def test_a_process_that_somebody_else_stops_interrupts_the_sweep(tmp_path):
+    with Processes() as processes:
+        processes.start("served", ["serve", str(tmp_path)], tmp_path / "log")
+        os.kill(processes.running["served"][0].pid, signal.SIGTERM)
+        processes.running["served"][0].wait()
+        with pytest.raises(Interrupted, match="the same command resumes"):
+            processes.ended()
 
 
 def test_an_override_without_a_value_is_refused_as_elsewhere(settings):
