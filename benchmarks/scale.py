@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -142,6 +143,7 @@ def measure(name: str, count: int, root: str) -> dict[str, Any]:
     row = {"part": name, "images": count, "wall_s": round(time.perf_counter() - wall, 2)}
     row["cpu_s"] = round(time.process_time() - busy, 2)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    gc.collect()  # Python's lists of freed tuples too
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # what Python has freed and glibc keeps
     kept = resident() - before
