@@ -24,7 +24,7 @@ def convolution(inputs: int, outputs: int, halve: bool = False) -> nn.Sequential
     )
 
 
-def network(width: int = 20, classes: int = 10) -> nn.Module:
+def network(width: int = 16, classes: int = 10) -> nn.Module:
     """Map normalized images [B, 3, 32, 32] to logits [B, classes]."""
     made = nn.Sequential(
         convolution(3, width),
