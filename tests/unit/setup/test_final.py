@@ -127,3 +127,19 @@ def test_two_test_splits_are_one_too_many(settings):
 
 def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):
     assert refused("evaluate", distilled, "--split", "test").startswith("--split: is test, but the data of the run")
+
+
+def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
+    """As `kd-train --no-test` does, for runs of which one is chosen."""
+    from pieces import base
+
+    settings = base(photos, tmp_path)
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
+    first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
+    assert data.test is not None
+    assert (scored(first.folder)["split"], scored(first.folder)["data"]) == ("val", data.val.fingerprint)
+    assert first.scored is not None
+    assert first.scored.row["accuracy"] == pytest.approx(first.metrics["accuracy"])
+    second = train(loaded)
+    assert (scored(second.folder)["split"], scored(second.folder)["data"]) == ("test", data.test.fingerprint)
