@@ -18,6 +18,7 @@ import argparse
 import csv
 import datetime
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -132,13 +133,13 @@ def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what is not in today's CSV, and write it after each run."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     parser.add_argument("--wrong", nargs="+", type=float, default=[0.05, 0.1])
     parser.add_argument("--export", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path = HERE / f"defer_{hardware()}_{datetime.date.today().isoformat()}.csv"
+    path = Path(os.environ.get("OUT") or HERE) / f"defer_{hardware()}_{datetime.date.today().isoformat()}.csv"
     rows: list[dict[str, Any]] = []
     if path.is_file():
         with path.open() as file:

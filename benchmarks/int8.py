@@ -138,12 +138,12 @@ def main() -> None:
     parser.add_argument("--theme", default="int8")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    shown = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "plant", "control", "repair"))
     rows = []
     for run in options.runs:
         with tempfile.TemporaryDirectory() as folder:
             rows += measure(run, options, Path(folder))
-    shown = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "plant", "control", "repair"))
-    write(options.theme, f"python benchmarks/int8.py RUN ... {shown}", rows)
+        write(options.theme, f"python benchmarks/int8.py RUN ... {shown}", rows)  # what follows may fail
 
 
 if __name__ == "__main__":

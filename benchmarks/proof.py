@@ -1,11 +1,14 @@
 """CIFAR-10 at full length: one teacher, one student, each way of training it, three seeds, on the test split.
 
 Run: make proof DATA=FOLDER                 (FOLDER: train/<class>/ and test/<class>/)
-     python benchmarks/proof.py --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl] [key=value ...]
+     python benchmarks/proof.py [key=value ...] --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl]
 
-Each run is `kd-train configs/cifar10.yaml` in a process of its own on one thread, `--jobs` of them at a time. A row
-is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. `images` counts
-those that were trained on. CPU minutes hold everything: start, decoding, filling the cache, evaluation.
+One teacher is fitted, and its answers to 8 views of each image are cached for each seed. Then each run is `kd-train
+configs/cifar10.yaml` in the teacher's precision, in a process of its own on one thread, `--jobs` of them at a time. A
+row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and has
+`resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold all
+but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which its
+arms share.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,9 @@ def kl(temperature: float) -> list[Row]:
     return [{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.3}]
 
 
-def sifted(kind: str) -> tuple[str, ...]:
-    """Return the overrides by which a sifter keeps 60 % of the images, whatever it costs."""
-    return (*CACHE, f"sifter.kind={kind}", "sifter.keep=0.6", "sifter.gate=off")
+def sifted(kind: str, *keys: str) -> tuple[str, ...]:
+    """Return the overrides by which a sifter keeps 60 % of the images after the first epoch, whatever it costs."""
+    return (*CACHE, f"sifter.kind={kind}", *(keys or ("sifter.keep=0.6",)), "sifter.gate=off")
 
 
 ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
@@ -56,7 +60,7 @@ ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
     "kl, live": (kl(2.0), (), 1.0),
     "history": (kl(2.0), sifted("history"), 1.0),
     "random": (kl(2.0), sifted("random"), 1.0),
-    "relative": (kl(2.0), sifted("relative"), 1.0),
+    "relative": (kl(2.0), sifted("relative", "sifter.beta_value=0.667", "sifter.sift_delay=186"), 1.0),
     "shortened": (kl(2.0), CACHE, 0.6),
     "labels only, long": ([CE], (), 3.0),
     "kl, long": (kl(2.0), CACHE, 3.0),
@@ -65,12 +69,17 @@ ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
 
 
 def settings(options: argparse.Namespace) -> Row:
-    """Return the configuration of all runs."""
+    """Return the configuration of all runs; `options.teacher`: the fitted teacher, None before that."""
     content = yaml.safe_load(CONFIG.read_text())
     content["data"]["root"] = str(options.data.resolve())
     content["run"] |= {"folder": str(options.work / "runs"), "baseline": False}
     content["teacher"]["fit"]["folder"] = str(options.work / "teachers")
     content["backend"] = {"threads": 1}
+    if options.teacher:  # by its file: threads are part of what names a fit, so another number would fit another one
+        content["teacher"]["checkpoint"] = str(options.teacher / "model.safetensors")
+        chosen = json.loads((options.teacher.parent / "manifest.json").read_text())["choices"]["student"]
+        precision = chosen.split("+")[0]  # what each run would choose for itself, arms would not share
+        content["teacher"]["precision"] = content["backend"]["precision"] = precision
     return content
 
 
@@ -81,9 +90,7 @@ def call(options: argparse.Namespace, command: str, content: Row, name: str, ove
     argv = [sys.executable, "-m", "kd", command, str(file), *overrides, *options.overrides]
     start = time.monotonic()
     with (options.work / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"{name} failed: see {log.name}")
@@ -100,8 +107,9 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
     content["run"]["epochs"] = round(content["run"]["epochs"] * length)
     name = f"{arm}-{seed}".replace(" ", "_").replace(",", "")
     content["losses"] = losses
-    minutes = call(options, "train", content, name, [f"run.seed={seed}", f"run.name={name}", *overrides])
     folder = options.work / "runs" / name
+    resumed = int(folder.is_dir())
+    minutes = call(options, "train", content, name, [f"run.seed={seed}", f"run.name={name}", *overrides])
     scored = json.loads((folder / "scored.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
@@ -119,7 +127,18 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
         "nll": round(row["nll"], 4),
         "teacher_share": round(sum(r.get("ms_teacher", 0) for r in train) / sum(r["step_ms"] for r in train), 3),
         **minutes,
+        "cache_cpu_minutes": filled(options, seed)["cpu_minutes"] if overrides else 0.0,
+        "resumed": resumed,
     }
+
+
+def filled(options: argparse.Namespace, seed: int) -> Row:
+    """Fill the cache that the arms of a seed share, unless it is full; return the minutes that it took."""
+    file = options.work / f"cache-{seed}.json"
+    if not file.is_file():
+        minutes = call(options, "cache", settings(options), f"cache-{seed}", [f"run.seed={seed}", *CACHE])
+        file.write_text(json.dumps(minutes))
+    return json.loads(file.read_text())
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -128,6 +147,7 @@ def summary(rows: Sequence[Row]) -> str:
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
+        whole = [row["cpu_minutes"] for row in own if not row["resumed"]]
         gains = [row["accuracy"] - plain[row["seed"]] for row in own if row["seed"] in plain]
         mean = {key: statistics.mean(row[key] for row in own) for key in own[0] if key not in ("arm", "split")}
         lines.append(
@@ -139,7 +159,7 @@ def summary(rows: Sequence[Row]) -> str:
                 "agreement": f"{mean['agreement']:.1f}",
                 "calibration error": f"{mean['ece']:.1f}",
                 "images": f"{mean['images'] / 1e6:.2f} M",
-                "CPU minutes": f"{mean['cpu_minutes']:.1f}",
+                "CPU minutes": f"{statistics.mean(whole):.1f}" if whole else "",
                 "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
             }
         )
@@ -151,8 +171,8 @@ def earlier(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def main() -> None:
-    """Make what is missing; write the CSV and print the table."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "proof")
@@ -160,26 +180,43 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
-    options = parser.parse_args()
-    options.work = options.work.resolve()
+    options = parser.parse_intermixed_args(argv)
+    options.work, options.teacher = options.work.resolve(), None
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make what is missing; write the CSV and print the table."""
+    options = arguments(argv)
     options.work.mkdir(parents=True, exist_ok=True)
     file = options.work / "proof.jsonl"
     call(options, "teach", settings(options), "teacher", ["backend.threads=0"])
+    options.teacher = Path((options.work / "teacher.log").read_text().splitlines()[-1])
     done = {(row["arm"], row["seed"]) for row in earlier(file)}
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
+    failed = []
 
     def make(pair: tuple[str, int]) -> None:
-        row = one(options, *pair)
+        try:
+            row = one(options, *pair)
+        except SystemExit as error:  # the other runs go on
+            failed.append(str(error))
+            print(error, flush=True)
+            return
         with file.open("a") as opened:
             opened.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(partial(filled, options), sorted({seed for arm, seed in missing if ARMS[arm][1]})))
         list(pool.map(make, missing))
     order = list(ARMS)
     rows = sorted(earlier(file), key=lambda row: (order.index(row["arm"]), row["seed"]))
-    print(summary(rows))
-    write("proof", " ".join(["make proof DATA=FOLDER", *options.overrides]), rows)
+    if rows:
+        print(summary(rows))
+        write("proof", " ".join(["make proof DATA=FOLDER", *options.overrides]), rows)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

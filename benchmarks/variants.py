@@ -34,27 +34,18 @@ from kd.files.manifest import GRAPHS
 Rows = list[dict[str, Any]]
 CONFIGS = Path(__file__).parent.parent / "configs"
 LABELS = [f"class_{i:02d}" for i in range(12)]
-ON_LABELS = ["losses=[{kind: ce}]", "teacher.model=", "run.baseline=false", "run.every.evaluate=0"]
-REPVIT = """
+ON_LABELS = """
 run: {epochs: 2, baseline: false, every: {evaluate: 0}}
-data: {kind: imagefolder, root: data/cifar10, val_split: test, image_size: 64, batch_size: 32, augment: {crop: 0.5}}
-student: {model: repvit_m0_9}
+data: {kind: imagefolder, root: data/cifar10, val_split: test, batch_size: 32, augment: {crop: 0.5}}
 losses: [{kind: ce}]
-optimizer: {lr: 1.0e-3}
 """
+VIT_TI = "{model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}}"
 STUDENTS: dict[str, tuple[str, list[str]]] = {
     "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
-    "vit_ti": (
-        "cifar10.yaml",
-        [
-            *ON_LABELS,
-            *("data.image_size=112", "data.batch_size=32", "run.epochs=2", "optimizer.lr=5e-4"),
-            "student.args={patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}",
-        ],
-    ),
-    "repvit": ("", []),
+    "vit_ti": ("", [f"student={VIT_TI}", "data.image_size=112", "optimizer.lr=5e-4"]),
+    "repvit": ("", ["student.model=repvit_m0_9", "data.image_size=64", "optimizer.lr=1e-3"]),
 }
-"""Configuration, "": REPVIT, and keys by name."""
+"""Configuration, "": ON_LABELS, and keys by name."""
 ROUNDS, SECONDS = 8, 2.0
 """Of part `client`: turns of each client, and seconds of one."""
 
@@ -106,7 +97,7 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     keys = [*keys, f"run.seed={seed}", f"run.name={name}_{seed}", f"run.folder={given.work}", *given.overrides]
     if name != "xcit":
         keys += [f"data.root={given.cifar10}"]
-    run = kd.train(CONFIGS / config if config else yaml.safe_load(REPVIT), *keys)
+    run = kd.train(CONFIGS / config if config else yaml.safe_load(ON_LABELS), *keys)
     options = Options(compare=True, max_drop=1.0, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kd.config import load as load_config
     from kd.errors import KdError
     from kd.monitor.timeline import region
+    from kd.sweeps.sweep import sweep
 
 # Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait: beside any busy neighbour, such
 # as the loader's own worker, a step on two cores was measured to take fifty times as long. Where they sleep at once, a
@@ -28,7 +29,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.2.0"
-__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "train"]
+__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "sweep", "train"]
 
 _HOMES = {
     "Config": ("kd.config", "Config"),
@@ -37,6 +38,7 @@ _HOMES = {
     "distill": ("kd.api", "distill"),
     "load_config": ("kd.config", "load"),
     "region": ("kd.monitor.timeline", "region"),
+    "sweep": ("kd.sweeps.sweep", "sweep"),
     "train": ("kd.api", "train"),
 }
 

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,28 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return all([libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)])
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def signal_stack() -> Iterator[None]:
+    """Put this thread's stack for signal handlers back at the end, after OpenVINO or what uses it was called.
+
+    Each Core of OpenVINO sets a stack of its own with its first model, and when it goes it puts back the one before,
+    even if that has gone. Python's handlers run there: the next signal, such as SIGTERM, was then a segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    libc, before = ctypes.CDLL(None), _Stack()
+    libc.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        libc.sigaltstack(ctypes.byref(before), None)
 
 
 def free_mib() -> float:

@@ -25,11 +25,14 @@ class Column:
     """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
     meaning: str = field(default="", compare=False)
     """A noun phrase behind the value, for report and model card; empty: the title says it."""
+    smaller: bool = field(default=False, compare=False)
+    """Whether smaller is better."""
 
     def text(self, value: float, samples: Samples | None = None) -> str:
         """Return the value with its unit, and with its 95 % interval where that is known: `71.6 % (69.0 to 74.1)`."""
         text = percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
         ends = () if samples is None else samples.interval()
+        ends = [min(1.0, max(0.0, end)) for end in ends] if self.unit == "%" else ends
         return text + (f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})" if ends else "")
 
     def with_title(self, value: float, samples: Samples | None = None) -> str:

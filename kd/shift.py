@@ -47,8 +47,8 @@ ALARM = 6.0
 def measure(pixels: np.ndarray) -> tuple[float, float]:
     """Return brightness and detail of uint8 pixels [3, S, S], as the network gets them.
 
-    They are the mean of the green channel, 0 to 255, and the mean difference of neighbours in a row of it. At most 64
-    rows are read: the mean over them is as good, and this is done for every answer.
+    They are the mean of the green channel, 0 to 255, and the mean difference of neighbours in a row of it. Fewer
+    than 128 rows are read: the mean over them is as good, and this is done for every answer.
     """
     rows = pixels[1, :: max(1, pixels.shape[1] // 64)].astype(np.int16)
     steps = rows[:, 1:] - rows[:, :-1]
@@ -209,10 +209,12 @@ class Reference:
         return tuple(lines)
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
-        came, ours = tally.labels.sum(0)[:, None], self.tally.labels.sum(0)[:, None]
-        x, y = (one.bins.cumsum(2)[:, :, :-1].transpose(1, 0, 2).reshape(len(came), -1) for one in (tally, self.tally))
-        evidence, share, expected = _evidence(x, came, y, ours)
+        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
+        in_both = np.flatnonzero((came > 0) & (ours > 0))  # few of 20,000 labels are in a window
         ends = [(name, bound) for name, bounds in self.bounds.items() for bound in bounds]
+        below = (one.bins[:, in_both].cumsum(2)[:, :, :-1].transpose(1, 0, 2) for one in (tally, self.tally))
+        x, y = (counts.reshape(len(in_both), len(ends)) for counts in below)
+        evidence, share, expected = _evidence(x, came[in_both, None], y, ours[in_both, None])
         values = _log10(evidence, 2 * len(ends))
         best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
         texts = [
@@ -248,7 +250,7 @@ class Watch:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self.given: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
         """How often each label was answered. An image may have several, or none."""
         self.found = Finding(0, 0.0, 0.0, "", "", math.nan)
         """Of the last test; of appearance and labels the span with the least p-value."""
@@ -264,7 +266,7 @@ class Watch:
 
     def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
         """Count an image, see `Reference.count`; return lines for the log where a window changes what is found."""
-        self.given.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
+        self.answered.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
         self.reference.count(self._open, answer, measures)
         if self._open.images < WINDOW:
             return []

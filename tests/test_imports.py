@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,11 @@ MAY_IMPORT = {
     "export": SETUP | {"serve.bench"},
     "jobs": SETUP | {"export"},
     "report": SETUP,
+    "sweeps": SETUP,
     "sagemaker": VALUES,
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},
-    "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve"},
+    "cli": SETUP | {"__version__", "api", "export", "jobs", "predict", "report", "sagemaker", "serve", "sweeps"},
     "serve": {"errors", "files", "host", "shift"},
     "predict": {"cluster", "errors", "files", "host", "serve"},
     "sifting": {"errors", "seeds", "sifters._window"},
@@ -91,9 +93,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield every module that is imported anywhere in a file, `if TYPE_CHECKING` left out."""
+def imports(tree: ast.AST, functions: bool = True) -> Iterator[str]:
+    """Yield every module that a file imports, `if TYPE_CHECKING` left out; without `functions`, when it is imported."""
     for node in ast.iter_child_nodes(tree):
+        if not functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.Import):
@@ -104,7 +108,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
             package = module.startswith("kd") and module.count(".") < 2
             yield from (f"{module}.{alias.name}" if package else module for alias in node.names)
         else:
-            yield from imports(node)
+            yield from imports(node, functions)
 
 
 def wrong_imports(name: str, modules: Iterator[str]) -> list[str]:
@@ -164,6 +168,13 @@ def test_imports(path):
 )
 def test_the_rules_can_be_broken(name, source):
     assert len(wrong_imports(name, imports(ast.parse(source)))) == 1
+
+
+def test_no_file_imports_itself_through_others():
+    """Of two files that import each other one cannot be imported first."""
+    modules = {name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in FILES}
+    graph = {name: set(imports(ast.parse(path.read_text()), functions=False)) for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -19,7 +19,7 @@ from kd.data.loader import evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.errors import ConfigError
 from kd.host import environment
-from kd.models.classifier import Classifier, Network, digest
+from kd.models.classifier import Classifier, Network, digest, resized
 from kd.seeds import evenly_spaced
 from kd.setup.recipe import Recipe
 from kd.text import html_table
@@ -121,7 +121,7 @@ class Distilled:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """The validation images as 8-bit pixels."""
+    """The images as 8-bit pixels."""
 
     arguments: Arguments
     mean: tuple[float, ...]
@@ -130,22 +130,30 @@ class Pixels:
     def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
-        Those of a dataset are evenly spaced, those of a DataLoader its first ones. `training`: training images instead.
+        Those of a dataset are evenly spaced, those of a DataLoader its first ones. `training`: training images instead,
+        as near as 8 bits and the size of the others come to what their augmentation made.
         """
-        items, labels = self.arguments.train if training else self.arguments.val, self.arguments.labels
-        split = "train" if training else "val"
+        if not training:
+            for image, label in self._read(self.arguments.val, "val", limit):
+                yield self.levels(image), label
+            return
+        size = next(self.batches(1))[0].shape[-1]
+        for image, label in self._read(self.arguments.train, "train", limit):  # augmented: between grey levels, cropped
+            yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
+
+    def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
+        labels = self.arguments.labels
         if isinstance(items, DataLoader):
             size = batch_of(items, 1)
             count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
             for batch in BatchLoader(items, size, split, labels).epoch(evaluation_plan(count, size), 0):
-                yield self.levels(batch.image), batch.label.numpy()
+                yield batch.image, batch.label.numpy()
             return
         dataset = MapDataset(items, self.arguments.seed, split, labels)
         ids = evenly_spaced(len(dataset), limit or len(dataset))
         for first in range(0, len(ids), BATCH):
             samples = [dataset.load(id, 0) for id in ids[first : first + BATCH]]
-            pixels = torch.stack([sample.pixels for sample in samples])
-            yield self.levels(pixels), np.array([sample.label for sample in samples])
+            yield torch.stack([sample.pixels for sample in samples]), np.array([sample.label for sample in samples])
 
     def levels(self, image: Tensor) -> np.ndarray:
         """Return normalized images [B, 3, S, S] as uint8.
@@ -159,8 +167,7 @@ class Pixels:
             raise ConfigError("val", f"has images {pixels}", "An endpoint answers for square float [3, S, S]", remedy)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
             raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0", "Correct them")
-        mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
-        levels = 255 * (image.cpu().double() * std + mean)
+        levels = self._scaled(image)
         near = levels.round()
         if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:
             worst = levels.flatten()[(levels - near.clamp(0, 255)).abs().argmax()].item()
@@ -168,3 +175,7 @@ class Pixels:
             allowed = "Whole numbers 0 to 255: the mean and std with which the transform normalizes 8-bit pixels"
             raise ConfigError("mean", wrong, allowed, "Pass those, and resize before the conversion to float")
         return near.to(torch.uint8).numpy()
+
+    def _scaled(self, image: Tensor) -> Tensor:
+        mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
+        return 255 * (image.cpu().double() * std + mean)

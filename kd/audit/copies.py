@@ -131,8 +131,8 @@ def _overlaid(album: Album, pairs: Pairs) -> np.ndarray:
     best = np.full(len(first), -1.0)
     if not len(first):
         return best
-    whole = cells(0.0, 1.0)
-    other, other_detail = _standard(whole @ second @ whole.T)
+    full = cells(0.0, 1.0)
+    other, other_detail = _standard(full @ second @ full.T)
     y, x = CROPS[pairs.variant[0] % MIRRORED] if pairs.variant[0] >= 0 else (-1, -1)
     for row in _near(y):
         rows = cells(*row) @ first

@@ -90,17 +90,27 @@ def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
 
 
 def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
-    """Write duplicates.csv, duplicates.html and exclude.txt into a folder."""
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder.
+
+    Names that exclude.txt has already stay in it: a run may leave their images out, so that nobody finds them again.
+    """
     rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
     head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
     write_table(folder / DUPLICATES, [head, *rows])
     lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
-    lines += sorted({f"{one.one.split}:{one.one.name}" for one in found if one.leaks})
-    doubtful = sorted({f"# {seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]})
+    names = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks} | _excluded(folder / EXCLUDE)
+    lines += sorted(names)
+    unsure = {f"{seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]}
+    doubtful = [f"# {name}" for name in sorted(unsure - names)]
     lines += ["# One photograph with two labels. Remove the # of a line to leave that image out:"] * bool(doubtful)
     write_text(folder / EXCLUDE, "\n".join([*lines, *doubtful, ""]))
     figures = [(f"{one.kind}, {one.score:.2f}", [one.one, one.other]) for one in found]
     write_text(folder / "duplicates.html", page("Images that repeat, the worst first", figures, splits))
+
+
+def _excluded(file: Path) -> set[str]:
+    lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if file.is_file() else []
+    return {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
@@ -114,6 +124,18 @@ def read_repeats(folder: Path) -> list[Repeat]:
         return [Repeat(kind, float(score), Seen(a, b, c), Seen(d, e, f)) for kind, score, a, b, c, d, e, f in rows]
     except (ValueError, TypeError, IndexError, csv.Error) as error:
         raise DataError("audit", f"'{file}' is damaged ({error})", "", "Remove it") from error
+
+
+def present(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
+    """Return pairs that were read from a list with the ids of their images; without those that are no more."""
+    if not found:
+        return []
+    ids = {(split, one.name(id)): id for split, one in splits.items() for id in range(len(one))}
+    return [
+        pair._replace(one=pair.one._replace(id=ids[pair.one[:2]]), other=pair.other._replace(id=ids[pair.other[:2]]))
+        for pair in found
+        if pair.one[:2] in ids and pair.other[:2] in ids
+    ]
 
 
 def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:

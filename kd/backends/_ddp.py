@@ -25,6 +25,7 @@ from kd.backends._optimizers import (
     copy_before_step,
     gather,
     is_divided,
+    load_state,
     mib,
     parameters,
     scatter,
@@ -158,7 +159,11 @@ class DDPBackend:
         if zero and self.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
 
+            strides = [(parameter, parameter.stride()) for group in groups for parameter in group["params"]]
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+            for parameter, stride in strides:  # a bucket's view is row by row; the gradient has the old strides
+                values = parameter.data.clone()
+                parameter.data = parameter.data.as_strided(parameter.shape, stride).copy_(values)
             self._optimizer = optimizer.optim
             return optimizer
         self._optimizer = cls(groups, **options)
@@ -188,7 +193,7 @@ class DDPBackend:
         if is_divided(optimizer):
             scatter(optimizer, state)
         else:
-            optimizer.load_state_dict(state)
+            load_state(optimizer, state)
 
     def counters(self) -> dict[str, float]:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""

@@ -44,6 +44,19 @@ def set_group_options(optimizer: torch.optim.Optimizer, groups: Sequence[dict[st
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that parameter's order in memory.
+
+    A checkpoint holds rows in order. A convolution's weight may keep its channels last, and torch's fused kernels read
+    parameter, gradient and averages by address.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Let torch's fused kernels leave weights and state alone in this step if `norm` is not finite.
 
@@ -132,7 +145,7 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
             indices.append(number)
             number += 1
         local["param_groups"].append({**saved, "params": indices})
-    optimizer.optim.load_state_dict(local)
+    load_state(optimizer.optim, local)
     set_group_options(optimizer, state["param_groups"])
 
 

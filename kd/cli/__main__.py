@@ -15,6 +15,7 @@ COMMANDS = {
     "train": training.train,
     "teach": training.teach,
     "cache": training.cache,
+    "sweep": training.sweep,
     "evaluate": training.evaluate,
     "plan": training.plan,
     "parts": training.parts,
@@ -29,6 +30,7 @@ OVERVIEW = """usage: kd COMMAND ...
   train     distill a teacher into a student; the same command resumes a run
   teach     fit a teacher on the labels
   cache     compute a teacher's answers before training
+  sweep     train with many settings and find the best
   evaluate  score a run's student and teacher, or an endpoint
   report    one HTML page about runs: curves, time, costs, confused photographs
   export    a run's student for timm, onnxruntime, OpenVINO, SageMaker

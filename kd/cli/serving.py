@@ -43,6 +43,8 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             for path in sagemaker_archives(exported.folder):
                 print(f"wrote {path}")
+            if "space" in exported.manifest["output"]:
+                print("left out: pytorch/model.tar.gz, whose weights are without the map into the teacher's space")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")

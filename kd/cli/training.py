@@ -1,4 +1,4 @@
-"""`kd-train`, `kd-teach`, `kd-cache`, `kd-evaluate`, `kd-plan` and `kd-parts`."""
+"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-plan` and `kd-parts`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser
+from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser, whole_number
 from kd.host import command_seconds
 
 
@@ -24,6 +24,8 @@ def train(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
     text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
     parser.add_argument("--compile-only", action="store_true", help=text)
+    text = "score validation images alone at the end: for runs of which one is chosen"
+    parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
     options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may come behind
 
@@ -42,7 +44,7 @@ def train(argv: Sequence[str] | None = None) -> int:
             return
         from kd.jobs.train import train
 
-        text = train(settings, command_seconds()).report
+        text = train(settings, command_seconds(), "val" if options.no_test else "test").report
         if text:
             print("\n" + text)
 
@@ -92,6 +94,30 @@ def cache(argv: Sequence[str] | None = None) -> int:
         )
         if options.export:
             print(f"cache: wrote '{options.export}'")
+
+    return guarded(command, resumable=True)
+
+
+def sweep(argv: Sequence[str] | None = None) -> int:
+    """`kd-sweep CONFIG key=a,b,c ... [--by SCORE] [--trials N] [--jobs N]`: train with many settings, find the best."""
+    parser = new_parser(
+        "kd-sweep",
+        "Train CONFIG with all combinations of the values that keys list, with one teacher, cache and store for all. "
+        "Trials below the median of those before them end early; the best is trained again with two other seeds. "
+        "Interrupted or killed, the same command goes on.",
+        "kd-sweep vit_food losses.0.temperature=1,2,4 optimizer.lr=1e-3,3e-3",
+    )
+    parser.add_argument("--by", metavar="SCORE", default="", help="the score that decides (default: the task's first)")
+    text = "so many draws instead: a list by turns, a range key=0.001..0.01 log-uniformly, from a fixed seed"
+    parser.add_argument("--trials", metavar="N", type=whole_number(1, 9_999), default=0, help=text)
+    text = "trials at a time; each gets its share of the cores (default 1)"
+    parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
+    options = parser.read(argv)
+
+    def command() -> None:
+        from kd.sweeps.sweep import sweep
+
+        print(sweep(options.config, *options.overrides, by=options.by, trials=options.trials, jobs=options.jobs).text)
 
     return guarded(command, resumable=True)
 

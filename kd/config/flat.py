@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.load import apply_overrides, load, parse_value, read_yaml
-from kd.errors import ConfigErrors, KdError
+from kd.errors import ConfigError, ConfigErrors, KdError
 from kd.references import written
 from kd.types import FileKey
 
@@ -32,6 +32,25 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     plain: Any = OmegaConf.to_container(raw, resolve=False)
     load(plain, here=False)
     return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
+
+
+def alternatives(override: str) -> list[str]:
+    """Return the texts of the values that `key=a,b,c` lists, each to stand behind `key=`; one where it lists none.
+
+    A comma within brackets, braces or quotes separates nothing; nor does any in a text with a reference `${...}`.
+    """
+    key, _, text = override.partition("=")
+    if "," not in text or "${" in text:
+        return [text]
+    try:
+        values = parse_value(f"{key}=[{text}]")
+        texts = [_text(value) for value in values]
+    except (OmegaConfBaseException, yaml.YAMLError):
+        texts = []
+    if not texts or text.endswith(",") or len(set(texts)) < len(texts):
+        wrong = f"lists '{text}', where a value is missing or stands twice"
+        raise ConfigError(key, wrong, "Different values with a comma between two", "Correct the list")
+    return texts if len(texts) > 1 else [text]
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:

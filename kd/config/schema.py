@@ -15,6 +15,8 @@ from kd.types import file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
+TRAINED = ("timm", "torch")
+"""Kinds of models that kd trains, as a student or to fit a teacher."""
 QUANTIZED = ("int8",)
 """Precisions that change a model's answers by more than a floating point format does."""
 
@@ -204,7 +206,7 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A further teacher; of kind timm, it is fitted like the first where it has no checkpoint."""
+    """A further teacher; of kind timm or torch, it is fitted like the first where it has no checkpoint."""
 
     kind: str = chosen("teachers", "timm")
     """As `teacher.kind`."""
@@ -264,7 +266,7 @@ class TeacherSection:
     @property
     def fitted(self) -> bool:
         """Whether it may be fitted on the labels where it has no checkpoint."""
-        return bool(self.fit.length) and self.kind == "timm"
+        return bool(self.fit.length) and self.kind in TRAINED
 
     def exported(self, cpu: bool) -> str:
         """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured."""
@@ -276,11 +278,10 @@ class TeacherSection:
 class StudentSection:
     """The small model that is trained and exported."""
 
-    kind: str = chosen("teachers", "timm", only=("timm", "torch"))
+    kind: str = chosen("teachers", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
     model: str = file_key("", or_name=True)
-    """What `kind` builds. timm: a model name, a folder written by `kd-export` or timm, or a hub id
-    `hf-hub:owner/name`."""
+    """What `kind` builds. timm: a name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model, or for your function."""
     init: Literal["scratch", "pretrained"] = "scratch"

@@ -11,6 +11,7 @@ from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
+    TRAINED,
     Augment,
     Config,
     DataSection,
@@ -236,10 +237,10 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    if teacher.fit.length and "timm" not in [teacher.kind, *(member.kind for member in teacher.also)]:
+    if teacher.fit.length and not {teacher.kind, *(member.kind for member in teacher.also)} & set(TRAINED):
         key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
         wrong = f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind '{teacher.kind}'"
-        yield ConfigError(key, wrong, "Models of timm are fitted", f"Set {key}=0")
+        yield ConfigError(key, wrong, f"Kinds {' and '.join(TRAINED)} are fitted", f"Set {key}=0")
     seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
     for i, member in enumerate(teacher.also):
         where = f"teacher.also[{i}]"

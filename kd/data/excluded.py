@@ -23,22 +23,25 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
             WHERE, f"'{file}' cannot be read ({error.strerror})", "A text file", "Check the path"
         ) from error
     wanted = {line.strip() for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")}
-    kept, missing, known = {}, set(wanted), set()
+    rest, missing = {**splits}, set(wanted)
     for split, source in splits.items():
-        names = [source.name(id) for id in range(len(source))]
-        out = np.array([name in wanted or f"{split}:{name}" in wanted for name in names], bool)
-        missing -= {*names, *(f"{split}:{name}" for name in names)}
-        known.update(names)
+        out = np.zeros(len(source), bool)
+        for id in range(len(source)):
+            written = {name := source.name(id), f"{split}:{name}"} & wanted
+            out[id] = bool(written)
+            missing -= written
         if out.all():
             raise DataError(WHERE, f"'{file}' names all images of the split '{split}'", "Some are left", "Shorten it")
-        note = f"data.exclude: {out.sum()} of {len(names)} images of the split '{split}' are left out"
-        kept[split] = subset(source, np.flatnonzero(~out), note)
+        if out.any():
+            note = f"data.exclude: {out.sum()} of {len(source)} images of the split '{split}' are left out"
+            rest[split] = subset(source, np.flatnonzero(~out), note)
     if missing:
         first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are none" if len(missing) > 1 else ""
-        near = did_you_mean(first, known) if len(known) < 10_000 else ""
+        few = sum(map(len, splits.values())) < 10_000
+        near = did_you_mean(first, {one.name(id) for one in splits.values() for id in range(len(one))}) if few else ""
         wrong, allowed = (
             f"'{file}' names '{first}', which is no image{more}",
             "Names as --check shows them, a line each",
         )
         raise DataError(WHERE, wrong, allowed, near or "Correct the list")
-    return kept
+    return rest

@@ -8,10 +8,13 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -28,6 +31,8 @@ PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
 AVIF_BRANDS = (b"avif", b"avis")
+BLOCK = 128
+"""Names that are compressed together."""
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
@@ -117,30 +122,69 @@ def _check_size(image: Image.Image) -> None:
 
 
 class Names:
-    """Many names in one buffer: about 30 bytes each instead of 100 or more as objects.
+    """Many names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects.
 
     A list of strings would also be copied page by page into every forked worker, since reading an element writes its
-    reference count.
+    reference count. A name alone costs some microseconds, names in a row less than one each.
     """
 
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.buffer = b"\0".join(names)  # no file name holds a zero byte
-        self._ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)) + 1)
+    def __init__(self, names: Iterable[bytes]) -> None:
+        packed, self._starts, self._count, self.size = bytearray(), array("q", [0]), 0, 0
+        names = iter(names)
+        while block := [*islice(names, BLOCK)]:
+            joined = b"\0".join(block)  # no file name holds a zero byte
+            packed += zlib.compress(joined, 1)
+            self._starts.append(len(packed))
+            self._count += len(block)
+            self.size += len(joined) + bool(self.size)
+        self._packed, self._last = bytes(packed), (-1, [b""])
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return self._count
 
     def __getitem__(self, id: int) -> bytes:
-        start = self._ends[id - 1] if id else 0
-        return self.buffer[start : self._ends[id] - 1]
+        block, position = divmod(id, BLOCK)
+        number, names = self._last
+        if block != number:
+            names = self._joined(block).split(b"\0")
+            self._last = block, names
+        return names[position]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block in range(len(self._starts) - 1):
+            yield from self._joined(block).split(b"\0")
+
+    def joined(self) -> Iterator[bytes]:
+        """Yield all names with a zero byte between two, `size` bytes in pieces."""
+        for block in range(len(self._starts) - 1):
+            yield b"\0" * bool(block) + self._joined(block)
+
+    def _joined(self, block: int) -> bytes:
+        return zlib.decompress(memoryview(self._packed)[self._starts[block] : self._starts[block + 1]])
 
 
-def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+class Column(NamedTuple):
+    """A text of each image, such as the name of its class, where many images have the same."""
+
+    texts: list[str]
+    """Those that occur, each once."""
+    of: np.ndarray
+    """The position of each image's, int32 [N]."""
+
+    @classmethod
+    def of_each(cls, texts: Iterable[str]) -> Column:
+        """Take the text of each image, one after the other."""
+        position: dict[str, int] = {}
+        of = np.fromiter((position.setdefault(text, len(position)) for text in texts), np.int32)
+        return cls([*position], of)
+
+
+def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
     """Return the class name of each image, and all classes in order, of labels as written; "" is none.
 
     Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     """
-    distinct = set(raw) - {""}
+    distinct = set(raw.texts) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
     if names:
         name_of = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
@@ -150,24 +194,23 @@ def name_labels(raw: Sequence[str], names: Sequence[str]) -> tuple[list[str], li
         order = [str(value) for value in range(max(integers.values(), default=-1) + 1)]
     else:
         name_of, order = {}, sorted(distinct)
-    return [name_of.get(text, text) for text in raw], order
+    return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order
 
 
 def label_images(
-    names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
+    names: Column, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 
     `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
     Those of training, `classes`, are used instead, but for the training split itself (None).
     """
-    if not names:
+    if not len(names.of):
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
-    label = np.full(len(names), -1, np.int32)
     if labels == "none":
-        return (), label
-    has = np.array([bool(name) or labels == "all" for name in names])
-    if not has.any():
+        return (), np.full(len(names.of), -1, np.int32)
+    labelled = {name for name in names.texts if name or labels == "all"}
+    if not labelled:
         remedy = "Label some, or set data.labels=none"
         raise DataError(where, f"the split '{split}' has no labelled image", "data.labels=some", remedy)
     order = tuple(own if classes is None else classes)
@@ -176,16 +219,14 @@ def label_images(
         remedy = "Point it at the folder or table that holds all classes"
         raise DataError(where, wrong, "A classifier needs at least two classes", remedy)
     position = {name: i for i, name in enumerate(order)}
-    labelled = [name for name, one in zip(names, has, strict=True) if one]
-    unknown = sorted(set(labelled) - set(position))
+    unknown = sorted(labelled - set(position))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         whose = "listed" if classes is None else "of training"
         wrong = f"the split '{split}' has the class '{unknown[0]}'{more}, which is not among the {len(order)} classes "
         remedy = did_you_mean(unknown[0], order) or "Rename or remove it"
         raise DataError(where, wrong + whose, f"Allowed: {first_few(order)}", remedy)
-    label[has] = [position[name] for name in labelled]
-    return order, label
+    return order, np.array([position[name] if name in labelled else -1 for name in names.texts], np.int32)[names.of]
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -200,7 +241,9 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at
     least one on either side. Images that belong together (frames of one film) are not kept together.
     """
-    digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
+    digests = bytearray()
+    for key in keys:
+        digests += hashlib.blake2b(key, digest_size=8).digest()
     order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
     held = np.zeros(len(labels), bool)
     stops = np.cumsum(np.bincount(labels + 1))  # images without a label, -1, are held out like a class
@@ -251,19 +294,24 @@ def stamp(status: os.stat_result) -> int:
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
-def fingerprint(classes: Sequence[str], names: bytes, labels: np.ndarray, sizes: Sequence[int] | np.ndarray) -> str:
+def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray, sizes: np.ndarray) -> str:
     """Hash a listing; equal listings hash alike on every machine.
 
     The sizes of all files are part of it, times are not: a copy of the data is the same data.
     """
     digest = hashlib.sha256()
+    title = "\0".join(classes).encode("utf-8", "surrogatepass")
     parts = (
-        "\0".join(classes).encode("utf-8", "surrogatepass"),
-        names,
-        np.asarray(labels, "<i4").tobytes(),
-        np.asarray(sizes, "<i8").tobytes(),
+        (len(title), [title]),
+        (names.size, names.joined()) if isinstance(names, Names) else (len(names), [names]),
+        *((array.nbytes, [array.data]) for array in (_packed(labels, "<i4"), _packed(sizes, "<i8"))),
     )
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    for length, pieces in parts:
+        digest.update(length.to_bytes(8, "little"))
+        for piece in pieces:
+            digest.update(piece)
     return digest.hexdigest()
+
+
+def _packed(array: np.ndarray, kind: str) -> np.ndarray:
+    return np.ascontiguousarray(array, kind).reshape(-1)

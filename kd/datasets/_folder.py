@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import posixpath
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,19 +33,45 @@ class File(NamedTuple):
     """See `kd.contracts.Stamped`."""
 
 
+class Files(NamedTuple):
+    """Many image files in order, as columns: some 25 bytes each."""
+
+    names: Names
+    """Paths in the root."""
+    sizes: np.ndarray
+    """int64 [N]"""
+    stamps: np.ndarray
+    """uint64 [N]"""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[bytes, File]]) -> Files:
+        """Take files with their names, one after the other."""
+        sizes, stamps = array("q"), array("Q")
+
+        def named() -> Iterator[bytes]:
+            for name, file in pairs:
+                sizes.append(file.size)
+                stamps.append(file.stamp)
+                yield name
+
+        return cls(Names(named()), np.asarray(sizes), np.asarray(stamps))
+
+    def take(self, ids: np.ndarray) -> Files:
+        """Return some of them."""
+        return Files(Names(self.names[id] for id in ids), self.sizes[ids], self.stamps[ids])
+
+
 class ImageFolder(Listed):
-    """A listing of image files. Its memory is four arrays, cheap to pickle and to share with forked workers."""
+    """A listing of image files. Its memory is a few arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
-        self, root: str, files: Mapping[bytes, File], labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
+        self, root: str, files: Files, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
     ) -> None:
-        """Take names below `root` in order with their files, and labels: a class each, or int8 [N, C] of sets."""
+        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets."""
         self.classes, self.notes = tuple(classes), tuple(notes)
         self._root = os.fsencode(root)
-        self._names = Names([*files])
-        self._labels = labels
-        self._stamps = np.array([file.stamp for file in files.values()], np.uint64)
-        self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, [file.size for file in files.values()])
+        self._names, self._labels, self._stamps = files.names, labels, files.stamps
+        self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
 
     def name(self, id: int) -> str:
         """Return the path in the root folder, with "/" on every system."""
@@ -59,8 +86,12 @@ class ImageFolder(Listed):
 class Listing(NamedTuple):
     """What lies below a folder."""
 
-    files: dict[bytes, File]
-    """The images, as paths in the root."""
+    files: Files
+    """The images, by the bytes of their paths: the same order on every machine, whatever its locale."""
+    folders: list[bytes]
+    """Those that directly hold images, as paths in the root."""
+    folder_of: np.ndarray
+    """The position of each image's folder, int32 [N]."""
     notes: tuple[str, ...]
     """What is left out, a line each."""
 
@@ -71,26 +102,74 @@ def scan(root: str, folder: bytes) -> Listing:
     Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
     request to the storage, which NFS answers from the same listing.
     """
-    files: dict[bytes, File] = {}
-    other: Counter[str] = Counter()
-    folders: list[bytes] = []
-    todo: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
-    while todo:
-        relative, above = todo.pop()
-        folders.append(relative)
-        path = os.path.join(os.fsencode(root), relative) if relative else os.fsencode(root)
+    scanned = _Scan(root)
+    files = Files.of(scanned.images(folder))
+    folder_of = np.asarray(scanned.folder_of)
+    return Listing(files, [*scanned.holding], folder_of, (*_unread(scanned.other), *scanned.without_images()))
+
+
+_Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
+"""A folder, the folders that lead to what it holds, and that: names in order, of folders with "/" and no file."""
+
+
+class _Scan:
+    """What one pass over a folder finds beside its files."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.fsencode(root)
+        self.folders: list[bytes] = []
+        self.holding: dict[bytes, int] = {}
+        """Folders that directly hold images, and their position."""
+        self.folder_of = array("i")
+        self.other: Counter[str] = Counter()
+
+    def images(self, folder: bytes) -> Iterator[tuple[bytes, File]]:
+        """Yield the images below a folder by the bytes of their paths; one folder at a time is held as objects."""
+        todo = [self._listed(folder, frozenset())]
+        while todo:
+            relative, above, found = todo[-1]
+            name, file = next(found, (b"", None))
+            if file is not None:
+                self.folder_of.append(self.holding.setdefault(relative, len(self.holding)))
+                yield _join(relative, name), file
+            elif name:
+                todo.append(self._listed(_join(relative, name[:-1]), above))
+            else:
+                todo.pop()
+
+    def _listed(self, relative: bytes, above: frozenset[tuple[int, int]]) -> _Listed:
+        """List a folder; `above`: the folders that lead here."""
+        self.folders.append(relative)
+        path = os.path.join(self._root, relative) if relative else self._root
         entries, here = entries_of(path)
         if here in above:
             raise DataError(WHERE, f"the folder '{text(path)}' is a link to a folder above it", "", "Remove the link")
-        prefix = relative + b"/" if relative else b""
+        found: list[tuple[bytes, File | None]] = []
         for entry in entries:
             if is_folder(entry):
-                todo.append((prefix + entry.name, above | {here}))
+                found.append((entry.name + b"/", None))
             elif is_image(entry):
-                files[prefix + entry.name] = file_of(entry)
+                found.append((entry.name, file_of(entry)))
             else:
-                other[text(posixpath.splitext(entry.name)[1])] += 1
-    return Listing(files, (*_unread(other), *_without_images(files, folders)))
+                self.other[text(posixpath.splitext(entry.name)[1])] += 1
+        return relative, above | {here}, iter(sorted(found))  # with its "/" a folder stands where its images do
+
+    def without_images(self) -> list[str]:
+        """Name the folders without an image in them or below; of such a folder in another one, the upper alone."""
+        holding: set[bytes] = set()
+        for folder in self.holding:
+            while folder not in holding:
+                holding.add(folder)
+                folder = posixpath.dirname(folder)
+        bare = sorted(name for name in self.folders[1:] if name not in holding and posixpath.dirname(name) in holding)
+        if not bare:
+            return []
+        words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"
+        return [f"{words} no image and {'is' if len(bare) == 1 else 'are'} no class: {first_few([*map(text, bare)])}"]
+
+
+def _join(folder: bytes, name: bytes) -> bytes:
+    return folder + b"/" + name if folder else name
 
 
 def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], tuple[int, int]]:
@@ -128,20 +207,6 @@ def _unread(other: Counter[str]) -> list[str]:
     more = f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
     count = other.total()
     return [f"{count} {'file is' if count == 1 else 'files are'} not read: {', '.join(words)}{more}"]
-
-
-def _without_images(files: Iterable[bytes], folders: Sequence[bytes]) -> list[str]:
-    """Name the folders without an image in them or below; of such a folder in another one, the upper alone."""
-    holding: set[bytes] = set()
-    for folder in {posixpath.dirname(name) for name in files}:
-        while folder not in holding:
-            holding.add(folder)
-            folder = posixpath.dirname(folder)
-    bare = sorted(name for name in folders[1:] if name not in holding and posixpath.dirname(name) in holding)
-    if not bare:
-        return []
-    words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"
-    return [f"{words} no image and {'is' if len(bare) == 1 else 'are'} no class: {first_few([*map(text, bare)])}"]
 
 
 def file_of(entry: os.DirEntry[bytes]) -> File:

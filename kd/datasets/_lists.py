@@ -8,6 +8,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -161,9 +162,14 @@ class _Beside:
         entries = entries_of(path)[0] if os.path.isdir(path) else []
         self.entries = {entry.name: entry for entry in entries if not is_folder(entry)}
         self.images = {name for name, entry in self.entries.items() if is_image(entry)}
-        self.stems: dict[bytes, list[bytes]] = {}
+
+    @cached_property
+    def stems(self) -> dict[bytes, list[bytes]]:
+        """Images by their names without the ending; made where a list lacks endings."""
+        stems: dict[bytes, list[bytes]] = {}
         for name in self.images:
-            self.stems.setdefault(posixpath.splitext(name)[0], []).append(name)
+            stems.setdefault(posixpath.splitext(name)[0], []).append(name)
+        return stems
 
 
 def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], where: str) -> dict[bytes, Listed]:

@@ -10,10 +10,11 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from sys import intern
 from typing import TextIO
 
-from kd.datasets._decode import label_images
-from kd.datasets._folder import ImageFolder, find_root, text
+from kd.datasets._decode import Column, label_images
+from kd.datasets._folder import Files, ImageFolder, find_root, text
 from kd.datasets._lists import DELIMITERS, Entry, Lists, content, table
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
@@ -66,9 +67,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     if labels == "all" and "" in label_of:
         wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
         raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
-    order, label = label_images(label_of, _in_order({*label_of} - {""}), classes, where, split, labels)
+    column = Column.of_each(label_of)
+    order, label = label_images(column, _in_order({*column.texts} - {""}), classes, where, split, labels)
     keep = lists.held(names, label, split)
-    return ImageFolder(root, {names[id]: found[names[id]].file for id in keep}, label[keep], order, notes)
+    files = Files.of((names[id], found[names[id]].file) for id in keep)
+    return ImageFolder(root, files, label[keep], order, notes)
 
 
 def _in_order(names: set[str]) -> list[str]:
@@ -85,8 +88,8 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
         header, rows = table(opened)
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
         columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
-        found = [(number, [row[column] for column in columns]) for number, row in rows]
-        return [Entry(image, label[0].strip() if label else "", number) for number, (image, *label) in found]
+        image, *label = columns
+        return [Entry(row[image], intern(row[label[0]].strip()) if label else "", number) for number, row in rows]
 
     return content(path, where, [*DELIMITERS, ".txt"], FORM, read)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kd.datasets._decode import (
+    Column,
     Listed,
     decode,
     fingerprint,
@@ -128,14 +129,14 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         )
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
-    names, own = [""] * len(table), []
+    names, own = Column([""], np.zeros(len(table), np.int32)), []
     if labels != "none":
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
-        raw = [_written(value, row, label_key, labels == "some") for row, value in written]
+        raw = Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
         names, own = name_labels(raw, getattr(table.features[label_key], "names", ()))
     order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
-    rows = np.arange(len(names))
+    rows = np.arange(len(table))
     if shared:
         rows = part((str(row).encode() for row in rows), label, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import posixpath
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kd.datasets._decode import first_few, label_images, part
-from kd.datasets._folder import ENDINGS, WHERE, ImageFolder, find_root, folders, scan, text
+import numpy as np
+
+from kd.datasets._decode import Column, first_few, label_images, part
+from kd.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
 
@@ -61,28 +62,29 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     root = find_root(options.root)
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:
-        files, notes = scan(root, b"")
-        _check_unsplit(options, files)
+        listing = scan(root, b"")
+        _check_unsplit(options, listing.folders)
     else:
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
-        files, notes = scan(root, folder)
-    names = sorted(files)  # by bytes: the same on every machine, whatever its locale
-    class_of = [text(posixpath.dirname(name)[len(folder) + 1 if folder else 0 :]) for name in names]
-    if not names:
+        listing = scan(root, folder)
+    files, notes = listing.files, listing.notes
+    class_of = Column([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
+    if not len(files.names):
         raise _no_images(os.path.join(root, os.fsdecode(folder)), split, notes)
     if labels != "none":
-        _check_inside(names, class_of)
+        _check_inside(files, class_of)
     if labels == "some":
-        class_of = ["" if f"{name}/".startswith(f"{options.unlabelled}/") else name for name in class_of]
+        unlabelled = f"{options.unlabelled}/"
+        class_of = class_of._replace(texts=["" if f"{one}/".startswith(unlabelled) else one for one in class_of.texts])
     try:
-        order, label = label_images(class_of, sorted({*class_of} - {""}), classes, WHERE, split, labels)
+        order, label = label_images(class_of, sorted({*class_of.texts} - {""}), classes, WHERE, split, labels)
     except DataError as error:  # a class may be missing because its files are not read
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
     if shared:
-        ids = part(names, label, options.val_fraction, split)
-        names, label = [names[id] for id in ids], label[ids]
-    return ImageFolder(root, {name: files[name] for name in names}, label, order, notes)
+        ids = part(files.names, label, options.val_fraction, split)
+        files, label = files.take(ids), label[ids]
+    return ImageFolder(root, files, label, order, notes)
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
@@ -101,10 +103,10 @@ def _split_folder(options: Options, split: str, root: str) -> str:
     )
 
 
-def _check_unsplit(options: Options, names: Collection[bytes]) -> None:
+def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
     # Else `train/apple` and `val/apple` would become two classes, and nothing would look wrong.
     for folder in (options.train_split, options.val_split):
-        if any(name.startswith(os.fsencode(folder) + b"/") and name.count(b"/") > 1 for name in names):
+        if any(name.startswith(os.fsencode(folder) + b"/") for name in holding):
             raise DataError(
                 "data.val_fraction",
                 f"data.root is already split: it has a folder '{folder}' with classes in it",
@@ -119,12 +121,13 @@ def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
     return DataError(WHERE, f"no images for the split '{split}' in '{path}'{there}", allowed, "Check the path")
 
 
-def _check_inside(names: Sequence[bytes], class_of: Sequence[str]) -> None:
-    if "" in class_of:
-        outside = text(names[class_of.index("")])
+def _check_inside(files: Files, class_of: Column) -> None:
+    if "" in class_of.texts:
+        found = np.flatnonzero(class_of.of == class_of.texts.index(""))
+        outside = text(files.names[found[0]])
         raise DataError(
             WHERE,
-            f"the image '{outside}' lies outside any class folder, with {class_of.count('') - 1} more",
+            f"the image '{outside}' lies outside any class folder, with {len(found) - 1} more",
             "Images lie in a folder named like their class",
             "Move or delete them",
         )

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from kd.datasets._decode import first_few
-from kd.datasets._folder import ENDINGS, ImageFolder, find_root
+from kd.datasets._folder import ENDINGS, Files, ImageFolder, find_root
 from kd.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
@@ -75,7 +75,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     names = [*found]
     keep = lists.held(names, np.zeros(len(names), np.int64), split)
     chosen = {names[id]: found[names[id]] for id in keep}
-    files = {name: one.file for name, one in chosen.items()}
+    files = Files.of((name, one.file) for name, one in chosen.items())
     if labels == "none":
         return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes)
     return ImageFolder(root, files, _sets([*chosen.values()], order, where, labels), order, notes)

@@ -9,13 +9,25 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
 
-from kd.datasets._decode import Listed, Names, check_bytes, fingerprint, label_images, name_labels, read_image, stamp
+from kd.datasets._decode import (
+    Column,
+    Listed,
+    Names,
+    check_bytes,
+    fingerprint,
+    label_images,
+    name_labels,
+    read_image,
+    stamp,
+)
 from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
 from kd.types import DatasetFacts, Decoded, file_key
@@ -62,7 +74,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """One line of the index; only while it is built."""
+    """One line of the index; only while a shard is read."""
 
     key: str
     offset: int
@@ -70,34 +82,47 @@ class _Image:
     label: str
 
 
+class _Index:
+    """The images of all shards, as columns."""
+
+    def __init__(self, shards: Sequence[Shard], read: Callable[[str], Sequence[_Image]]) -> None:
+        """Index shards; `read` returns the images of the one at a path."""
+        self.shards = tuple(shard.path for shard in shards)
+        self.of, self.offsets, self.sizes = array("i"), array("q"), array("q")
+        origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
+        common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
+        self._titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
+        self._position: dict[str, int] = {}
+        self._label_of = array("i")
+        self.names = Names(self._read(read))
+        self.labels = Column([*self._position], np.asarray(self._label_of))
+
+    def _read(self, read: Callable[[str], Sequence[_Image]]) -> Iterator[bytes]:
+        for number, (path, title) in enumerate(zip(self.shards, self._titles, strict=True)):
+            for image in read(path):
+                self.of.append(number)
+                self.offsets.append(image.offset)
+                self.sizes.append(image.size)
+                self._label_of.append(self._position.setdefault(image.label, len(self._position)))
+                yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
+
+
 class WebDataset(Listed):
     """Images at known offsets in tar files."""
 
     def __init__(
         self,
-        shards: Sequence[Shard],
-        shard_of: np.ndarray,
-        images: Sequence[_Image],
+        index: _Index,
         labels: np.ndarray,
         classes: Sequence[str],
         where: str,
     ) -> None:
         self.classes = tuple(classes)
-        self._shard_of, self._labels, self._where = shard_of, labels, where
-        self._shards = tuple(shard.path for shard in shards)
-        self._stamps = np.array([stamp(os.stat(path)) for path in self._shards], np.uint64)[shard_of]
-        origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
-        common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
-        titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
-        self._names = Names(
-            [
-                f"{titles[shard]}/{image.key}".encode("utf-8", "surrogateescape")
-                for shard, image in zip(shard_of, images, strict=True)
-            ]
-        )
-        self._offsets = np.fromiter((image.offset for image in images), np.int64, len(images))
-        self._sizes = np.fromiter((image.size for image in images), np.int64, len(images))
-        self.fingerprint = fingerprint(self.classes, self._names.buffer, labels, self._sizes)
+        self._labels, self._where, self._shards = labels, where, index.shards
+        self._shard_of, self._offsets, self._sizes = (np.asarray(one) for one in (index.of, index.offsets, index.sizes))
+        self._stamps = np.array([stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
+        self._names = index.names
+        self.fingerprint = fingerprint(self.classes, self._names, labels, self._sizes)
 
     def name(self, id: int) -> str:
         """Return shard and key, `train-000000.tar/0001`."""
@@ -132,13 +157,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     """
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)
-    shard_of: list[int] = []
-    images: list[_Image] = []
-    for number, shard in enumerate(shards):
-        indexed = _index(shard.path, options, where, labels)
-        images.extend(indexed)
-        shard_of.extend([number] * len(indexed))
-    if not images:
+    index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
+    if not len(index.names):
         raise DataError(
             where,
             f"no images in {len(shards)} shards",
@@ -146,9 +166,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
             "Set data.image_keys",
         )
     names = _class_names(options.class_names) if options.class_names else []
-    class_of, own = name_labels([image.label for image in images], names)
+    class_of, own = name_labels(index.labels, names)
     order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
-    return WebDataset(shards, np.asarray(shard_of, np.int32), images, label, order, where)
+    return WebDataset(index, label, order, where)
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:

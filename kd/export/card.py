@@ -107,7 +107,9 @@ def _scores(card: Card) -> list[str]:
     if rows:
         on = "On the validation split:" if scored is None else f"On {scored.images:,} {scored.title} images:"
         lines = [on, "", table(rows), "", *([scores.note, ""] if scores.note else [])]
-        lines += [*differences(scores, row, samples, own), *([scored.note, ""] if scored is not None else [])]
+        lines += differences(scores, row, samples, own)
+        if scored is not None and (card.losses or scored.split == "test"):  # the note is of the student's checkpoints
+            lines += [scored.note, ""]
     else:
         lines = ["Trained and evaluated without labels, against its teacher.", ""]
     comparison = scores.against_teacher(row)
@@ -166,6 +168,8 @@ def _limits(card: Card) -> list[str]:
             "teacher's vectors, made length 1 too, can be searched. The weights for timm are without that map."
             if card.index
             else "They lie in the student's own space: they do not compare with the teacher's (`kd-export --index`)."
+            if card.losses
+            else "Those of its students lie in this space only where they were exported with `kd-export --index`."
         )
     return [
         "## Pixels",

@@ -96,7 +96,7 @@ def choose(
     answered = {name: judge.answers(logits[known].double(), labels[known]) for name, logits in outputs.items()}
     confidence, right = answered.pop("")
     found = judge.threshold(rule, confidence[::2], right[::2])
-    found |= {"asked": {"wrong": rule.wrong} if rule.wrong else {"share": rule.share}, "chosen_on": len(right[::2])}
+    found |= {"rule": {"wrong": rule.wrong} if rule.wrong else {"share": rule.share}, "chosen_on": len(right[::2])}
     found["stated"] = {name: judge.stated(found, *(one[1::2] for one in both)) for name, both in answered.items()}
     return found
 

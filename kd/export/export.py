@@ -150,9 +150,7 @@ def export(
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
     if options.index:
-        if student.num_classes:
-            wrong = "this student answers with classes, not with vectors"
-            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        _check_index(student, options)
         student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     subject = Subject(
         recipe=recipe,
@@ -167,6 +165,15 @@ def export(
         train=partial(repair, recipe, manifest.get("choices", {})),
     )
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
+
+
+def _check_index(student: Classifier, options: Options) -> None:
+    if student.num_classes:
+        wrong = "this student answers with classes, not with vectors"
+        raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+    if not options.onnx and not options.pt2:
+        wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
+        raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def _quantized(subject: Subject, folder: Path, images: Images, options: Options,
             max_drop=options.max_drop,
             both=options.compare and static,
             repair=options.repair,
-            train=subject.train,
+            train=subject.train if subject.recipe.student.task.logits else None,
             temperature=temperature,
         )
         return ladder.climb()

@@ -31,6 +31,7 @@ from kd.evaluation import Task
 from kd.export.calibrate import divide_logits
 from kd.export.parity import Runner, eager_runner
 from kd.export.variants import Variant, files
+from kd.host import signal_stack
 from kd.intervals import around, paired, resampled
 from kd.models import runtimes
 from kd.models.classifier import Classifier, set_attention
@@ -159,6 +160,7 @@ class Ladder:
     repair: int = 0
     """Steps of the last rung; 0: there is none."""
     train: Train | None = None
+    """None: this student cannot be trained on."""
     temperature: float = 1.0
     """By which the student's logits were divided after its training."""
     rungs: list[Rung] = field(default_factory=list)
@@ -179,12 +181,13 @@ class Ladder:
         for rung in [self._post_training, self._controlled, *([self._repaired] if self.repair else [])]:
             if held := rung() or held:
                 return self.rungs
+        remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
         tried = ", ".join(f"{one.name} {100 * one.drop:.2f}" for one in self.rungs)
         raise ModelError(
             "--max-drop",
             f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points",
             f"A drop of at most {100 * self.max_drop:g} points",
-            f"Nothing was written; raise --max-drop, or {'train on for longer' if self.repair else 'add --repair 500'}",
+            f"Nothing was written; raise --max-drop{remedy}",
         )
 
     def _holds(self) -> bool:
@@ -288,8 +291,8 @@ def modules_of(path: Path) -> dict[str, str]:
     """Return the module of each node of an ONNX file that torch wrote, such as `blocks.0.attn.qkv`, by node."""
     onnx, found = runtimes.require("onnx", "--int8"), {}
     for node in onnx.load(path, load_external_data=False).graph.node:
-        kept = {pair.key: pair.value for pair in node.metadata_props}
-        scopes = ast.literal_eval(kept.get("pkg.torch.onnx.name_scopes", "[]"))
+        metadata = {pair.key: pair.value for pair in node.metadata_props}
+        scopes = ast.literal_eval(metadata.get("pkg.torch.onnx.name_scopes", "[]"))
         if len(scopes) > 1:
             found[node.name] = scopes[-2].removeprefix("model.network.") or scopes[-1]
     return found
@@ -363,6 +366,6 @@ def _nncf() -> Iterator[Any]:
     os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off
     os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # it compiles its fake quantization once, in minutes
     level = logging.getLogger("nncf").level
-    with runtimes.quiet(), redirect_stdout(io.StringIO()):
+    with signal_stack(), runtimes.quiet(), redirect_stdout(io.StringIO()):
         yield runtimes.require("nncf", "--int8", "nncf")
     logging.getLogger("nncf").setLevel(level)

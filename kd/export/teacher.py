@@ -36,8 +36,9 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     if task.logits and not model.num_classes:
         wrong = "the run's losses read the teacher's features alone, so that it was loaded without classes"
         raise ModelError(WHERE, wrong, "", "Export it by a run whose losses read its logits")
-    row, own = folder.best_row() or {}, {}
-    own = task.scores.of_teachers(row).get("teacher", {})
+    last = subject.scored[0]
+    own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get("teacher", {})
+    scored = replace(last, row=own, samples=last.of("teacher")) if last is not None else None
     section = replace(recipe.student.section, model=plan.section.model)
     alone = replace(
         recipe,
@@ -48,5 +49,5 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    more = {"origin": origin, "baseline": (), "train": None}
+    more = {"origin": origin, "baseline": (), "scored": (scored, None), "train": None}
     return replace(subject, recipe=alone, student=model, provenance=provenance, **more)

@@ -18,6 +18,7 @@ from kd.audit.lists import (
     FOLDER,
     Seen,
     page,
+    present,
     read_repeats,
     repeats,
     worst_first,
@@ -44,15 +45,22 @@ def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
 
     Of training images the cache is asked first: a mean over their views. Without a cache the teacher runs on all.
     """
-    asked = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
-    if recipe.student.task.logits != "softmax" or not asked or not data.labelled:
+    answering = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
+    if recipe.student.task.logits != "softmax" or not answering or not data.labelled:
         wrong = "the run has no teacher that answers one class of each image, or its images have no labels"
         raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label an image", "")
     if run.backend.world_size > 1:
         raise RunError("--audit", "runs in one process", "", "Start it without a launcher")
-    told = {"train": _training(run, data), "val": _asked(_live(run).validation(), data.val, range(len(data.val)), data)}
+    answers = {
+        "train": _training(run, data),
+        "val": answers_to(_live(run).validation(), data.val, range(len(data.val)), data),
+    }
     target = folder / FOLDER
-    return [*_labels(told, data, target), *_repeats(told, data, target), f"listed    in '{target}', with pictures"]
+    return [
+        *_labels(answers, data, target),
+        *_repeats(answers, data, target),
+        f"listed    in '{target}', with pictures",
+    ]
 
 
 def _live(run: Run) -> Any:
@@ -65,9 +73,9 @@ def _training(run: Run, data: Data) -> Answers:
     usable = isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes  # mixed images have two labels
     known = _stored(run.teacher.store, views, data) if usable and isinstance(run.teacher, CachedTeacher) else None
     if known is None:
-        return _asked(_live(run), data.train, range(len(data.train)), data)
+        return answers_to(_live(run), data.train, range(len(data.train)), data)
     left = np.setdiff1d(np.arange(len(data.train)), known.id)
-    return _joined([known, _asked(_live(run), data.train, left.tolist(), data)])
+    return _joined([known, answers_to(_live(run), data.train, left.tolist(), data)])
 
 
 def _stored(store: Store, views: int, data: Data) -> Answers:
@@ -77,18 +85,21 @@ def _stored(store: Store, views: int, data: Data) -> Answers:
         ids = range(start, min(start + READ, store.num_images))
         total, count = None, np.zeros(len(ids))
         for view in range(views):
-            parts, whole, _ = store.parts(view, ids)
-            shares = store.codec.unpack(parts).logits.float().softmax(-1).numpy() * whole[:, None]
-            total, count = shares if total is None else total + shares, count + whole
+            parts, readable, _ = store.parts(view, ids)
+            shares = store.codec.unpack(parts).logits.float().softmax(-1).numpy() * readable[:, None]
+            total, count = shares if total is None else total + shares, count + readable
         rows = np.flatnonzero(count)
         if total is not None and len(rows):
-            found.append(_told(np.arange(start, start + len(ids))[rows], total[rows] / count[rows, None], data.train))
+            found.append(
+                _labelled(np.arange(start, start + len(ids))[rows], total[rows] / count[rows, None], data.train)
+            )
     return _joined(found)
 
 
-def _asked(teacher: Any, source: Source, ids: Sequence[int], data: Data) -> Answers:
-    """Return a teacher's answers to images as evaluation shows them; what cannot be decoded is left out."""
+def answers_to(teacher: Any, source: Source, ids: Sequence[int], data: Data) -> Answers:
+    """Return a teacher's answers to images with a label, as evaluation shows them, without damaged ones."""
     section, found = data.section, []
+    ids = [id for id in ids if source.label(id) >= 0]
     shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt="skip")
     for start in range(0, len(ids), BATCH):
         samples = [(id, shown.load(id, 0)) for id in ids[start : start + BATCH]]
@@ -97,7 +108,7 @@ def _asked(teacher: Any, source: Source, ids: Sequence[int], data: Data) -> Answ
             numbers = torch.tensor([id for id, _ in samples])
             pixels = torch.stack([sample.pixels for _, sample in samples])
             outputs = _forward(teacher, Batch.of(pixels, torch.zeros(len(samples), dtype=torch.int64), numbers))
-            found.append(_told(numbers.numpy(), outputs.float().softmax(-1).cpu().numpy(), source))
+            found.append(_labelled(numbers.numpy(), outputs.float().softmax(-1).cpu().numpy(), source))
     return _joined(found)
 
 
@@ -108,7 +119,7 @@ def _forward(teacher: Any, batch: Batch) -> Tensor:
     return outputs.logits
 
 
-def _told(ids: np.ndarray, shares: np.ndarray, source: Source) -> Answers:
+def _labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> Answers:
     label = np.array([source.label(int(id)) for id in ids])
     rows = np.flatnonzero(label >= 0)
     ids, shares, label = ids[rows], shares[rows], label[rows]
@@ -124,11 +135,11 @@ def _joined(parts: Sequence[Answers]) -> Answers:
     return Answers(*(np.concatenate(one) for one in zip(*parts, strict=True)))
 
 
-def _labels(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
+def _labels(answers: dict[str, Answers], data: Data, target: Path) -> list[str]:
     """Write labels.csv and labels.html, and say how many labels are doubted."""
     head = ("split", "name", "label", "answer", "share of answer", "share of label")
     listed, counts, classes = [], [], data.classes
-    for split, one in told.items():
+    for split, one in answers.items():
         found = doubted(one.label, one.answer, one.share, one.own)
         counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
         for rank, row in enumerate(found):
@@ -144,9 +155,9 @@ def _labels(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
     return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
 
 
-def _repeats(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
+def _repeats(answers: dict[str, Answers], data: Data, target: Path) -> list[str]:
     """Add to duplicates.csv the pairs of two splits that have near answers and show one photograph."""
-    train, val = told["train"], told["val"]
+    train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
         return []
     rows, near = neighbours(train.vector, val.vector)
@@ -154,19 +165,19 @@ def _repeats(told: dict[str, Answers], data: Data, target: Path) -> list[str]:
     wanted = dict.fromkeys(
         [("val", int(id)) for id in val.id] + [("train", int(id)) for id in train.id[np.unique(near)]]
     )
-    album, place = Album(len(wanted)), {}
+    album, row_of = Album(len(wanted)), {}
     for split, id, decoded in _decoded(wanted, data):
-        place[split, id] = len(album)
+        row_of[split, id] = len(album)
         album.add(numbers.index(split), id, decoded)
     pairs = [
-        (place.get(("train", int(train.id[b]))), place.get(("val", int(val.id[a]))))
+        (row_of.get(("train", int(train.id[b]))), row_of.get(("val", int(val.id[a]))))
         for a, b in zip(rows, near, strict=True)
     ]
     known = np.array([pair for pair in pairs if None not in pair], np.int64).reshape(-1, 2)
     count = len(known)
     candidates = Pairs(known[:, 0], known[:, 1], np.full(count, -1), np.zeros(count))
     found = repeats(album, closely(album, candidates), data.splits)
-    before = _with_ids(read_repeats(target), data)
+    before = present(read_repeats(target), data.splits)
     both = worst_first([*before, *found])
     if both:
         write_repeats(target, both, data.splits)
@@ -180,15 +191,3 @@ def _decoded(wanted: Any, data: Data) -> Iterator[Any]:
             yield split, id, data.splits[split].decode(id)
         except CorruptImage:  # data.on_corrupt decides where a run reads it
             continue
-
-
-def _with_ids(found: Sequence[Any], data: Data) -> list[Any]:
-    """Return pairs that were read from a list with the ids of their images; without those that are no more."""
-    if not found:
-        return []
-    ids = {(split, one.name(id)): id for split, one in data.splits.items() for id in range(len(one))}
-    return [
-        pair._replace(one=pair.one._replace(id=ids[pair.one[:2]]), other=pair.other._replace(id=ids[pair.other[:2]]))
-        for pair in found
-        if pair.one[:2] in ids and pair.other[:2] in ids
-    ]

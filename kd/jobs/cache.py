@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kd.config import Config
-from kd.contracts import Backend
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.contracts import Backend, Source
+from kd.data.loader import LocalLoader
 from kd.errors import ConfigError, ModelError, RunError
 from kd.jobs.teach import obtain_teachers
 from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.build import distributed
+from kd.setup.build import distributed, shown_split
 from kd.setup.cache import open_cache
 from kd.setup.data import open_data
 from kd.setup.loaders import loaders, split_batch
@@ -51,7 +51,7 @@ class _Opened:
     live: LiveTeacher | NoTeacher
     cache: CachedTeacher
     loader: LocalLoader
-    val_loader: LocalLoader
+    timeout_seconds: float
 
 
 def cache(settings: Config, export: str = "") -> Cached:
@@ -93,8 +93,8 @@ def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_secon
     assert report.chosen is not None
     if report.chosen.summary and backend.rank == 0:
         log.info("teacher: %s", report.chosen.summary)
-    loader, val_loader = loaders(data.views(), section, session.split, backend, timeout_seconds)
-    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, val_loader)
+    loader, _ = loaders(data.views(), section, session.split, backend, timeout_seconds)
+    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
 
 
 def _fill(opened: _Opened, views: int) -> None:
@@ -144,7 +144,7 @@ def _require_path(path: str) -> Path:
 
 
 def _export(path: Path, opened: _Opened, plan: TeacherPlan, missing: int) -> None:
-    """Write the records of all views, and the teacher's answers for the validation images.
+    """Write the records of all views, and the teacher's answers for validation and test images.
 
     The table is held in memory: views x images x classes, as the cache keeps them.
     """
@@ -159,15 +159,16 @@ def _export(path: Path, opened: _Opened, plan: TeacherPlan, missing: int) -> Non
         wrong = f"the cache keeps {' and '.join(arrays)}"
         raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
     values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.section.cache.views)])
-    train, val = ([source.name(id) for id in range(len(source))] for source in (data.train, data.val))
+    held = [source for source in (data.val, data.test) if source is not None]
+    answers = [_answers(opened, source, opened.live.validation(source is data.test)) for source in held]
     classes = list(data.classes) if plan.logits else []
     table = Answers(
         meaning="logits" if arrays == ["logits"] else "embeddings",
-        names=train,
+        names=_names(data.train),
         values=values,
         classes=classes,
-        val_names=val,
-        val_values=_validation(opened, len(val)).to(values.dtype),
+        val_names=[name for source in held for name in _names(source)],
+        val_values=torch.cat(answers).to(values.dtype),
         made_for=data.images().shown(),
         problem_type=plan.task.problem_type if classes else "",
     )
@@ -183,11 +184,15 @@ def _stored(store: Store, view: int) -> Iterator[Tensor]:
         yield _only(store.codec.unpack(parts))
 
 
-def _validation(opened: _Opened, count: int) -> Tensor:
-    live, loader = opened.live.validation(), opened.val_loader
-    plan = evaluation_plan(count, loader.batch_size)
-    found = [_only(live(batch)).cpu() for batch in opened.session.backend.put(loader.epoch(plan, 0))]
-    return torch.cat(found)[:count]
+def _names(source: Source) -> list[str]:
+    return [source.name(id) for id in range(len(source))]
+
+
+def _answers(opened: _Opened, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
+    """Return the teacher's answers for the images of a source as evaluation shows them."""
+    split = shown_split(opened.session, source, torch.arange(len(source)), opened.timeout_seconds)
+    batches = opened.session.backend.put(split.loader.epoch(split.plan, 0))
+    return torch.cat([_only(live(batch)).cpu() for batch in batches])[: len(source)]
 
 
 def _only(outputs: Outputs) -> Tensor:

@@ -79,11 +79,11 @@ class Result:
         return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
 
 
-def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: bool = True) -> Result:
+def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Result:
     """Train one student in an opened run folder, from where it stands.
 
-    Its teachers, their data and the backend are the `setting`; a person sees the `title`. `final`: the best checkpoint
-    is scored at the end.
+    Its teachers, their data and the backend are the `setting`; a person sees the `title`. `final`: on which images the
+    best checkpoint is scored at the end: "test" (validation images where there are none), "val", or "": not scored.
     """
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     backend.barrier()  # rank 0 has opened the folder
@@ -128,7 +128,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             folder.record(unreadable=broken)
             count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
             console.info(f"{title}: {count} could not be decoded and had weight 0: {', '.join(broken[:5])}")
-        scored = conclude(built, data, folder) if final else None
+        scored = conclude(built, data, folder, final == "test") if final else None
         if scored is not None:
             console.info(f"{title}: {scores.conclusion(scored)}")
     return Result(

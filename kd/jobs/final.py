@@ -13,27 +13,28 @@ from kd.setup.student import load_distillation
 
 
 @torch.no_grad()
-def conclude(built: Built, data: Data, folder: RunDir) -> Scored | None:
+def conclude(built: Built, data: Data, folder: RunDir, test: bool = True) -> Scored | None:
     """Score the best checkpoint of a run that has ended and write scored.json; what was scored before is read.
 
-    The student has the weights of that checkpoint afterwards. All ranks must call it. Rank 0 reads the folder; where it
-    knows the score, the others return None.
+    `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. All
+    ranks must call it. Rank 0 reads the folder; where it knows the score, the others return None.
     """
-    backend, module, source = built.run.backend, built.run.distillation, data.val if data.test is None else data.test
+    backend, module = built.run.backend, built.run.distillation
+    source = data.test if test and data.test is not None else data.val
     known, step, rows = None, 0, 0
     if backend.rank == 0:
         known = folder.scored()
         known = known if known is not None and known.data == source.fingerprint else None
-    told = torch.tensor([float(known is not None)], device=backend.device)
-    backend.broadcast_([told])
-    if told.item():
+    is_known = torch.tensor([float(known is not None)], device=backend.device)
+    backend.broadcast_([is_known])
+    if is_known.item():
         return known
     if backend.rank == 0:
         state, tensors, _ = folder.best()
         load_distillation(module, tensors)
         step, rows = state.step, len(folder.metrics("val"))
     backend.broadcast_([*module.parameters(), *module.buffers()])
-    known = score(built, data, step, rows, data.test is not None)
+    known = score(built, data, step, rows, source is data.test)
     if backend.rank == 0:
         folder.write_scored(known)
     return known

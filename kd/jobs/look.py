@@ -10,7 +10,17 @@ from pathlib import Path
 
 from kd.audit.album import Album
 from kd.audit.copies import copies
-from kd.audit.lists import COPY, EXCLUDE, FOLDER, Repeat, repeats, write_repeats
+from kd.audit.lists import (
+    COPY,
+    EXCLUDE,
+    FOLDER,
+    Repeat,
+    present,
+    read_repeats,
+    repeats,
+    worst_first,
+    write_repeats,
+)
 from kd.contracts import Source
 from kd.errors import CorruptImage, DataError
 
@@ -45,7 +55,8 @@ def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything
     if looked < total:
         lines.append("          --check=all compares all of them")
     if found:
-        write_repeats(folder / FOLDER, found, splits)
+        earlier = present(read_repeats(folder / FOLDER), splits) if looked < total else []
+        write_repeats(folder / FOLDER, worst_first([*earlier, *found]), splits)
         lines.append(
             f"          listed in '{folder / FOLDER}', with pictures; data.exclude={folder / FOLDER / EXCLUDE}"
         )
@@ -60,7 +71,7 @@ def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[list[Corru
     total, start = starts[-1], time.monotonic()
     count = total if everything else min(total, MOST_LOOKED)
     damaged: list[CorruptImage] = []
-    album, said = Album(count), start
+    album, logged = Album(count), start
     for position in range(total) if everything else random.Random(0).sample(range(total), count):
         split = next(i for i in range(len(sources)) if position < starts[i + 1])
         id = position - starts[split]
@@ -73,8 +84,8 @@ def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[list[Corru
                 raise
             return [], Album(0)
         now = time.monotonic()
-        if everything and now > said + PROGRESS_SECONDS:
-            said = now
+        if everything and now > logged + PROGRESS_SECONDS:
+            logged = now
             log.info("images    decoded %d of %d, %.0f s", len(album) + len(damaged), total, now - start)
         if not everything and now > start + LOOK_SECONDS:
             break

@@ -70,7 +70,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 log.info("teacher: reusing '%s'", target)
             return target
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
-        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final=False)
+        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
             from kd.export.folder import write_folder  # these two only where a teacher was fitted
             from kd.setup.finished import best_student

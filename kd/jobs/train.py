@@ -23,10 +23,10 @@ from kd.setup.recipe import BASELINE, resolve
 from kd.setup.teacher import Teachers
 
 
-def train(settings: Config, before: float = 0.0) -> Result:
+def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
     """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
-    The time of the run begins `before` seconds ago, when its command began.
+    The time of the run begins `before` seconds ago, when its command began. `final`: "val" leaves test images alone.
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)
@@ -37,12 +37,12 @@ def train(settings: Config, before: float = 0.0) -> Result:
         with open_run(record, backend.rank) as folder, billed(folder, started):
             teachers = obtain_teachers(recipe.teacher, data, backend)
             setting = Setting(teachers, backend, recipe.backend)
-            result = distill(recipe, setting, folder, record.name)
+            result = distill(recipe, setting, folder, record.name, final)
             if recipe.baseline is not None:
                 alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
                 with open_run(alone.record, backend.rank) as inner:
                     setting = replace(setting, teachers=Teachers(None, teachers.data))
-                    baseline = distill(alone, setting, inner, title)
+                    baseline = distill(alone, setting, inner, title, final)
                 result = replace(result, baseline=baseline)
             if backend.rank == 0:
                 text = summary(record.name, recipe.loop.seed, result, scores)

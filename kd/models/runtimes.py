@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.errors import MissingExtra, ModelError
+from kd.host import signal_stack
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import is_timm
 from kd.types import Outputs
@@ -217,12 +218,14 @@ def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) 
     `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
     """
     openvino = require("openvino", "--openvino", "openvino")
-    core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
+    options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
     if bf16 and not has_bf16():
         wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
         raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
-    compiled = core.compile_model(core.read_model(source), "CPU", options)
+    with signal_stack():
+        core = openvino.Core()
+        compiled = core.compile_model(core.read_model(source), "CPU", options)
     return lambda image: next(iter(compiled(image).values()))
 
 
@@ -237,8 +240,8 @@ def has_bf16() -> bool:
     """Return whether OpenVINO is installed and finds bfloat16 units in this processor."""
     if not installed("openvino"):
         return False
-    core = importlib.import_module("openvino").Core()
-    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    with signal_stack():
+        return "BF16" in importlib.import_module("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:

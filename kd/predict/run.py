@@ -84,16 +84,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = listing.find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
-    identity = {
-        "model": described.name,
-        "version": described.version,
-        "top": top,
-        "images": len(images.names),
-        "names": images.fingerprint,
-        "max_pixels": settings.max_pixels,
-        **({"unsure": _bands(described)} if described.output.unsure else {}),
-        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
-    }
+    identity = _identity(settings, described, second, images, top)
     rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
     reference = None if second else described.reference  # a row would hold the answer of the second
     tally = reference.empty() if reference else None
@@ -128,6 +119,22 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
     notes = reference.notes(tally) if reference and tally else ()
     counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
     return Summary(len(images.names), resumed, unreadable, *counted, notes)
+
+
+def _identity(
+    settings: Settings, described: Description, second: Description | None, images: listing.Images, top: int
+) -> Row:
+    """Return all that rows depend on: a journal of another identity is not gone on with."""
+    return {
+        "model": described.name,
+        "version": described.version,
+        "top": top,
+        "images": len(images.names),
+        "names": images.fingerprint,
+        "max_pixels": settings.max_pixels,
+        **({"unsure": _bands(described)} if described.output.unsure else {}),
+        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
+    }
 
 
 def _bands(described: Description) -> list[list[float]]:

@@ -104,8 +104,8 @@ def differences(
         for name, other in samples.items()
         if name != student and column.key in own and column.key in other
     ]
-    said = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
-    return [*lines, "", said, ""] if lines else []
+    note = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
+    return [*lines, "", note, ""] if lines else []
 
 
 def skipped_text(skipped: int, steps: int) -> str:

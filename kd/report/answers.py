@@ -74,13 +74,14 @@ def _dumbbells(one: Answers) -> str:
 
 def _doubts(one: Answers, absent: Sequence[str]) -> list[str]:
     """Say which classes have so few images, or none, that their accuracy says little or nothing."""
-    few, asked = sum(0 < count < FEWEST for count in one.images()), f"the {len(one.label):,} images asked"
+    few, total = sum(0 < count < FEWEST for count in one.images()), len(one.label)
     lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few answers more or less."]
     shown = ", ".join(absent[:6]) + (", ..." if len(absent) > 6 else "")
-    said = (
-        f"{len(absent)} of {len(one.classes)} classes have no image among {asked}, which says nothing of them: {shown}."
+    text = (
+        f"{len(absent)} of {len(one.classes)} classes have no image among the {total:,} images asked, "
+        f"which says nothing of them: {shown}."
     )
-    return [*(lines if few else []), *([said] if absent else [])]
+    return [*(lines if few else []), *([text] if absent else [])]
 
 
 def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
-from kd.audit.lists import FOLDER, read_repeats
+from kd.audit.lists import FOLDER, present, read_repeats
 from kd.contracts import TeacherModel
 from kd.errors import CorruptImage, DataError, KdError, RunError
 from kd.files.storage import write_json
@@ -100,7 +100,7 @@ def _predict(
 
 def _leaked(stored: Mapping[str, Any], data: Data, path: Path) -> list[int]:
     """Return which of the images are in another split too, as the list of `--check` or `--audit` says."""
-    pairs = [pair for pair in read_repeats(path / FOLDER) if pair.leaks]
+    pairs = [pair for pair in present(read_repeats(path / FOLDER), data.splits) if pair.leaks]
     names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
     return [i for i, id in enumerate(stored["ids"]) if data.val.name(id) in names] if names else []
 

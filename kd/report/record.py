@@ -247,11 +247,11 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return groups of two runs or more that differ in the seed alone."""
+    """Return groups of two runs or more that differ in the seed alone and are scored on the same split."""
     groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
     for run in runs:
         keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
-        groups.setdefault(tuple((key, str(run.keys[key])) for key in sorted(keys)), []).append(run)
+        groups.setdefault((("", run.split), *((key, str(run.keys[key])) for key in sorted(keys))), []).append(run)
     return [group for group in groups.values() if len({run.keys.get("run.seed") for run in group}) > 1]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,10 @@ HEAVY = ("model.safetensors", "model.pt2")
 
 
 def sagemaker_archives(export: Path) -> list[Path]:
-    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths."""
+    """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
+
+    The second one runs the weights alone: it is left out where the graphs map vectors into the teacher's space.
+    """
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
     files = {name: (export / name).read_bytes() for name in TIMM_FILES if (export / name).is_file()}
@@ -35,6 +39,8 @@ def sagemaker_archives(export: Path) -> list[Path]:
     archives = {"container": container_archive(export), "pytorch": _archive(files)}
     folder = export.parent / f"{export.name}-sagemaker"
     refuse_unlisted(folder, [f"{name}/model.tar.gz" for name in archives], "--sagemaker")
+    if "space" in json.loads(files[manifest.MANIFEST]).get("output", {}):
+        archives.pop("pytorch")
     with atomic_folder(folder, where="--sagemaker") as draft:
         for name, content in archives.items():
             (draft / name).mkdir()

@@ -1,4 +1,4 @@
-"""Extract image files from the body of a request: raw, JSON or multipart."""
+"""Read the body of a request within limits, and extract its image files: raw, JSON or multipart."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 
 from kd.serve.problems import CLIENT_GONE, Problem, busy
-from kd.serve.service import Service
+
+if TYPE_CHECKING:  # the service reads bodies
+    from kd.serve.service import Service
 
 RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 JSON, MULTIPART = "application/json", "multipart/form-data"

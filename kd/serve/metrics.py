@@ -82,8 +82,8 @@ def _answers(watch: Watch) -> list[str]:
     found, reference = watch.found, watch.reference
     lines = []
     if CONFIDENCE in reference.bounds:
-        given = [f'{{label="{_escape(label)}"}} {count}' for label, count in sorted(watch.given.items())]
-        lines += _metric("kd_labels_total", "counter", "Labels answered.", *given)
+        answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in sorted(watch.answered.items())]
+        lines += _metric("kd_labels_total", "counter", "Labels answered.", *answered)
         lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
         counts = watch.all.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]

@@ -16,6 +16,7 @@ import numpy as np
 from kd.errors import MissingExtra, ModelError
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 from kd.files.sure import Bands, bands
+from kd.host import signal_stack
 from kd.shift import Reference
 
 Engine = Callable[[np.ndarray], np.ndarray]
@@ -149,13 +150,14 @@ def _onnx(content: bytes, threads: int) -> Engine:
 
 def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: str) -> Engine:
     openvino = _import("openvino", "pip install 'kd[openvino]', or choose --file model.onnx")
-    core = openvino.Core()
     settings = {
         "INFERENCE_PRECISION_HINT": hint,  # what kd-export compared with PyTorch, whatever OpenVINO would choose here
         "NUM_STREAMS": str(slots),
         "INFERENCE_NUM_THREADS": str(threads * slots),
     }
-    compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
+    with signal_stack():
+        core = openvino.Core()
+        compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
     local = threading.local()
 
     def run(pixels: np.ndarray) -> np.ndarray:

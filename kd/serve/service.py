@@ -1,7 +1,7 @@
 """Admission control and worker threads, between the event loop and the model.
 
 The event loop only reads and writes bytes. All CPU work of a request (parsing, decoding, cropping, inference) is one
-job on one of `slots` threads. So there are never more jobs than cores, and an image stays on one thread. docs/design.md
+job on one of `slots` threads. So there are never more jobs than cores, and an image stays on one thread. docs/deploy.md
 has the measurement behind `slots`.
 """
 

@@ -200,8 +200,7 @@ def build_run(
     if model is None or not (teacher.logits or not student.task.logits):
         evaluation = replace(evaluation, teacher=None)
     made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
-    asked = report.live.validation(test=True) if evaluation.teacher is not None and data.test is not None else None
-    test = partial(test_evaluator, setting, session, student.task, replace(evaluation, teacher=asked))
+    test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
     steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
     run = compare_threads(run, setting.facts, steps, chosen.threads)
@@ -264,12 +263,15 @@ def bank_split(session: Session, timeout_seconds: float) -> Split:
     return shown_split(session, source, torch.tensor(evenly_spaced(len(source), BANK)), timeout_seconds)
 
 
-def test_evaluator(setting: Setting, session: Session, task: Task, evaluation: Evaluation) -> Evaluator:
-    """Return what scores the test split, from an evaluation whose teacher answers for it; made at the end of a run."""
+def test_evaluator(
+    setting: Setting, session: Session, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher
+) -> Evaluator:
+    """Return what scores the test split as an evaluation does the validation split; made at the end of a run."""
     source = session.data.test
     assert source is not None
     split = shown_split(session, source, torch.arange(len(source)), setting.section.timeout_seconds)
-    return task.evaluator(replace(evaluation, val=split))
+    teacher = live.validation(test=True) if evaluation.teacher is not None else None
+    return task.evaluator(replace(evaluation, val=split, teacher=teacher))
 
 
 def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:

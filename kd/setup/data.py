@@ -109,7 +109,11 @@ class Data:
     def labels(self, val: bool = False) -> torch.Tensor:
         """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: it has none."""
         source = self.val if val else self.train
-        return torch.from_numpy(np.array([source.label(id) for id in range(len(source))]))
+        first = np.asarray(source.label(0))
+        labels = np.empty((len(source), *first.shape), first.dtype)
+        for id in range(len(source)):
+            labels[id] = source.label(id)
+        return torch.from_numpy(labels)
 
     def evaluate(self) -> Evaluate:
         """Return what evaluation does to an image."""

@@ -217,11 +217,12 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
         task=_task_of_labels(config.task),
         student=StudentSection(
+            kind=section.kind,
             model=section.model,
             args=section.args,
             init="pretrained" if section.pretrained else "scratch",
             attention=section.attention,
-            options=default_options("teachers", "timm"),
+            options=section.options,
         ),
         teacher=TeacherSection(options=default_options("teachers", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
@@ -365,7 +366,7 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
     found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
-        free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # the kind is always timm
+        free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # `module:function` names the kind
         counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -93,7 +93,9 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         task=plan.task,
     )
     if isinstance(weights, Path):
-        spec = replace(spec, model=str(weights), args={}, checkpoint="", pretrained=True)
+        own = section.kind != "timm"  # of such a network the folder has the weights alone
+        found = {"checkpoint": str(weights)} if own else {"model": str(weights), "args": {}, "checkpoint": ""}
+        spec = replace(spec, **found, pretrained=True)
     elif weights != REAL:
         free = where in plan.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)

@@ -59,7 +59,9 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
     if views > 1 and remainder:
         order = torch.randperm(count, generator=generator(context, "cut", 0))
         dropped = torch.arange(remainder) + epoch % views * remainder
-        ids = ids[torch.isin(ids, order[dropped % count], invert=True)]
+        stays = torch.ones(count, dtype=torch.bool)
+        stays[order[dropped % count]] = False
+        ids = ids[stays[ids]]
     return Plan(ids=ids[: count - remainder], weights=torch.ones(count - remainder))
 
 

@@ -53,8 +53,8 @@ class History(Planned):
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)
         self.mean_N = torch.full((count,), torch.nan)
-        self.seen_N = torch.full((count,), NEVER)
-        self.visits_N = torch.zeros(count, dtype=torch.int64)
+        self.seen_N = torch.full((count,), NEVER, dtype=torch.int32)
+        self.visits_N = torch.zeros(count, dtype=torch.int32)
         self.fresh_N = torch.full((count,), torch.nan)
         self._pending: list[tuple[Tensor, Tensor]] = []
 

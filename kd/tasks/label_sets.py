@@ -25,7 +25,13 @@ SCORES = Scores(
     own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
     pair=(
         Column("agreement", "agreement", meaning="labels in common, of those that one of the two gives"),
-        Column("kl", "KL", "nats", "divergence of the student's probabilities from the teacher's, summed over classes"),
+        Column(
+            "kl",
+            "KL",
+            "nats",
+            "divergence of the student's probabilities from the teacher's, summed over classes",
+            smaller=True,
+        ),
     ),
 )
 

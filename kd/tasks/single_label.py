@@ -23,11 +23,11 @@ NUM_BINS = 15
 LOWEST, HIGHEST = 0.01, 100.0
 """Of a temperature."""
 SCORES = Scores(
-    own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error")),
+    own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error", smaller=True)),
     pair=(
         Column("agreement", "agreement", meaning="same answer as the teacher"),
-        Column("kl", "KL", "nats", "divergence of the student's probabilities from the teacher's"),
-        Column("agreement_ece", "calibration error against the teacher"),
+        Column("kl", "KL", "nats", "divergence of the student's probabilities from the teacher's", smaller=True),
+        Column("agreement_ece", "calibration error against the teacher", smaller=True),
     ),
 )
 

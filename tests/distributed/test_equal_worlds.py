@@ -54,10 +54,11 @@ def test_vectors_of_all_ranks_are_searched(plain):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_zero_is_adamw_to_the_last_bit(plain, ranks):
-    average = "optimizer.ema=0.9"
-    whole, sharded = plain(ranks, average), plain(ranks, average, "optimizer.zero=true")
+# with one patch most weights are of a convolution: the network then keeps channels last in memory
+@pytest.mark.parametrize(("ranks", "patch", "share"), [(2, 8, 1 / 2), (3, 8, 1 / 3), (2, 16, 0.71)])
+def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
+    keys = (f"student.args.patch_size={patch}", "optimizer.ema=0.9")
+    whole, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
     one, other = whole.checkpoint(), sharded.checkpoint()
     assert one.keys() == other.keys()
     assert {name.split(".")[0] for name in one} == {"model", "average", "optimizer"}
@@ -68,4 +69,4 @@ def test_zero_is_adamw_to_the_last_bit(plain, ranks):
         == infos[1].partition('"info"')[2].partition('"state"')[0]
     )
     mib = [run.rows("train")[-1]["optimizer_mib"] for run in (whole, sharded)]
-    assert mib[1] / mib[0] == pytest.approx(1 / ranks, rel=0.35)  # whole tensors are dealt out, and these are few
+    assert mib[1] / mib[0] == pytest.approx(share, rel=0.35)  # whole tensors are dealt out, and these are few

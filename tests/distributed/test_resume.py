@@ -16,6 +16,8 @@ ZERO = ("optimizer.zero=true", "optimizer.ema=0.9")
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.05", "data.micro_batch=4")
 # batch norm, whose statistics are each rank's own until an evaluation or a checkpoint
 NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "optimizer.ema=0.9")
+# most weights are of a convolution: the network then keeps channels last in memory
+CONVOLVED = ("student.args.patch_size=16", "optimizer.ema=0.9")
 LONE = ("optimizer.ema=0.9",)
 SIFTED = ("sifter.history=true", "optimizer.zero=true")
 
@@ -35,6 +37,8 @@ def same_bits(one, other) -> bool:
         pytest.param(1, SGD, "0:24", 5, id="one rank, SGD, between micro-batches"),
         pytest.param(2, ZERO, "1:13", 10, id="two ranks, ZeRO, average"),
         pytest.param(2, SIFTED, "1:13", 10, id="two ranks, sifted, in the middle of an epoch"),
+        pytest.param(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
+        pytest.param(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
         pytest.param(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
     ],
 )
@@ -42,7 +46,7 @@ def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, d
     name = f"killed-{ranks}-{'-'.join(overrides[0].split('.')[1:])}"
     killed = train(name, ranks, *overrides, env={"KD_DIE": die})
     victim = int(die[0])
-    assert killed.world.codes[victim] == -9
+    assert killed.world.codes[victim] == -9, killed.world.logs
     assert sorted(folder.name for folder in (killed.folder / "checkpoints").glob("step_*"))[-1] == f"step_{step:08d}"
     assert not (killed.folder / "checkpoints" / f"step_{STEPS:08d}").exists()
     if ranks > 1:

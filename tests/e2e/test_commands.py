@@ -309,7 +309,7 @@ def test_help_is_a_screen(command, name):
     assert f"usage: kd-{name}" in answer.out
     assert "example: kd-" in answer.out
     assert len(answer.out.splitlines()) <= 60
-    with_config = name in ("train", "teach", "cache", "plan", "launch")
+    with_config = name in ("train", "teach", "cache", "sweep", "plan", "launch")
     assert ("kd help KEY" in answer.out) == ("--help-keys" in answer.out) == with_config
 
 

@@ -31,7 +31,20 @@ from kd.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = ("train", "teach", "cache", "evaluate", "export", "serve", "predict", "launch", "parts", "report", "plan")
+COMMANDS = (
+    "train",
+    "teach",
+    "cache",
+    "evaluate",
+    "export",
+    "serve",
+    "predict",
+    "launch",
+    "parts",
+    "report",
+    "plan",
+    "sweep",
+)
 WITH_CONFIG = ("train", "teach", "cache")
 NOT_RUN = {
     "git": "needs a network",

@@ -81,6 +81,25 @@ def test_the_card_tells_the_runs_numbers(exported):
     assert "| model.onnx | " in text
 
 
+def test_the_card_of_a_teacher_has_its_own_scores(distilled, embedded, command, tmp_path):
+    cards = []
+    for run, more in ((distilled, ()), (distilled, ("--teacher",)), (embedded, ("--teacher",))):
+        answer = command("export", run, "--to", tmp_path / "model", "--no-onnx", *more)
+        assert answer.code == 0, answer
+        cards.append((tmp_path / "model" / "README.md").read_text())
+    student, teacher, vectors = cards
+    rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in student.splitlines() if line.startswith("| ")}
+    assert rows["teacher"] != rows["this student"]
+    found = [line.split("|")[1:] for line in teacher.splitlines() if line.startswith("| ")][2:]
+    assert [[cell.strip() for cell in row] for row in found] == [
+        ["this teacher", *(cell.strip() for cell in rows["teacher"])]
+    ]
+    for text in ("Student against its teacher", "evaluations"):  # of the student
+        assert text in student
+        assert text not in teacher
+    assert "the student's own space" not in vectors
+
+
 def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, tmp_path):
     target = tmp_path / "student"
     answer = command("export", distilled, "--to", target, "--license", "apache-2.0", "--sagemaker")

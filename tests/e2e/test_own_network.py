@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import yaml
 from pieces import CLASSES, merged
 from safetensors.torch import load_file, save_file
 
@@ -64,6 +65,26 @@ def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, com
     assert "load_state_dict" in card
     assert "timm.create_model" not in card
     assert "accuracy" in run._repr_html_()
+
+
+def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
+    fit = {"epochs": 1, "lr": 1e-2, "folder": str(tmp_path / "teachers")}
+    teacher = {**own["student"], "args": {"width": 16}, "fit": fit, "min_accuracy": 0}
+    content = {**own, "teacher": teacher, "run": {**own["run"], "folder": str(tmp_path / "runs")}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
+    assert "fitted for 1 epochs if not found" in command("train", tmp_path / "own.yaml", "--check").out
+    assert command("teach", tmp_path / "own.yaml").code == 0
+    answer = command("train", tmp_path / "own.yaml")
+    assert answer.code == 0, answer
+    (folder,) = (tmp_path / "teachers").glob("mine_small-*")
+    assert f"reusing '{folder / 'export'}'" in answer.out + answer.err
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    fitted = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = max(row["accuracy"] for row in fitted if row["kind"] == "val")
+    assert next(row["teacher_accuracy"] for row in rows if row["kind"] == "val") == best
+    before = command("teach", tmp_path / "own.yaml", "teacher.std=[0.5,0.5,0.5]")  # other pixels: another teacher
+    assert before.code == 0, before
+    assert len(list((tmp_path / "teachers").glob("mine_small-*"))) == 2
 
 
 def test_it_starts_from_weights(own, tmp_path):

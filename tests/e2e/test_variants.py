@@ -126,6 +126,17 @@ def test_vectors_for_the_teachers_index(embedded, command, refused, distilled, t
     assert "so that an index of the teacher's vectors" in " ".join((target / "README.md").read_text().split())
     told = refused("export", distilled, "--to", tmp_path / "other", "--index")
     assert told.startswith("--index: this student answers with classes, not with vectors.")
+    told = refused("export", embedded, "--to", tmp_path / "other", "--index", "--no-onnx")
+    assert told.startswith("--index: maps the vectors in the graphs")
+
+
+def test_an_index_is_no_archive_of_weights_alone(embedded, command, tmp_path):
+    """SageMaker's PyTorch container would answer with vectors of the student's own space."""
+    for more, names in (((), {"container", "pytorch"}), (("--index",), {"container"})):
+        answer = command("export", embedded, "--to", tmp_path / "student", "--sagemaker", *more)
+        assert answer.code == 0, answer
+        assert {path.name for path in (tmp_path / "student-sagemaker").iterdir()} == names
+        assert ("left out: pytorch/model.tar.gz" in answer.out) == ("pytorch" not in names)
 
 
 def test_recall_is_a_score_of_the_report(embedded):

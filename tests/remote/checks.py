@@ -61,7 +61,7 @@ def pools(datasets) -> list[Pool]:
     return made
 
 
-def wait(condition, seconds: float = 60.0) -> bool:
+def wait(condition, seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.2)

@@ -520,6 +520,19 @@ def test_an_export_that_would_answer_otherwise_is_refused(own, tmp_path: Path, c
     assert not (tmp_path / "export").exists()
 
 
+def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
+    """The ladder to int8 finds ranges on them: an erased patch has the mean, and a crop may be smaller than `val`'s."""
+    from kd.api.result import Pixels
+
+    train, val = photographs(48, 1, size=6), photographs(24, 2)
+    train = [(torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label) for image, label in train]
+    result = distill(convolutional(8, 1), convolutional(4, 2), train, val=val, epochs=1)
+    pixels = Pixels(result.origin.arguments, MEAN, STD)
+    (images, labels), *_ = pixels.batches(4, training=True)
+    assert (images.shape, str(images.dtype), len(labels)) == ((4, 3, 8, 8), "uint8", 4)
+    assert images[:, :, -1, -1].tolist() == [[round(255 * mean) for mean in MEAN]] * 4
+
+
 def test_images_that_no_endpoint_has_are_not_exported(tmp_path: Path):
     wide = [(torch.zeros(3, 2, 4), 0) for _ in range(16)]
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))

@@ -54,7 +54,7 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
     assert stated["passed_on"] == pytest.approx(1 - sure.mean())
     assert stated["wrong"] == pytest.approx((~right[1::2][sure]).mean())
     assert stated["wrong_interval"][1] == pytest.approx(upper((~right[1::2][sure]).sum(), sure.sum()))
-    assert json.loads(json.dumps(found))["asked"] == {"wrong": 0.06}
+    assert json.loads(json.dumps(found))["rule"] == {"wrong": 0.06}
     (line,) = lines_of(found)
     assert f"{100 * stated['passed_on']:.1f} %" in line
     assert f"{100 * stated['wrong']:.1f} %" in line

@@ -331,8 +331,13 @@ for kind, options in TEACHERS.items():
     first = ("teacher.mean=[0, 0, 0]", "teacher.std=[1, 1, 1]") if normal else ()
     given = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
     for name, value in options.items():
-        KEYS[f"teacher.{name} [{kind}]"] = ("CR", value, f"teacher.kind={kind}", *first)
-        KEYS[f"teacher.also[].{name} [{kind}]"] = ("CR", value, f"teacher.also=[{{kind: {kind}, model: a, {given}}}]")
+        changes = "FCR" if kind == "torch" else "CR"  # kd fits it
+        KEYS[f"teacher.{name} [{kind}]"] = (changes, value, f"teacher.kind={kind}", *first)
+        KEYS[f"teacher.also[].{name} [{kind}]"] = (
+            changes,
+            value,
+            f"teacher.also=[{{kind: {kind}, model: a, {given}}}]",
+        )
 for name, value in TEACHERS["torch"].items():
     KEYS[f"student.{name} [torch]"] = ("R", value, "student.kind=torch", "student.mean=[0,0,0]", "student.std=[1,1,1]")
 

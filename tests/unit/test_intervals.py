@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kd.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
+from kd.scores import Column
 
 
 @pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
@@ -97,6 +98,13 @@ def test_samples_survive_their_record():
     other = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
     again = Samples.read(json.loads(json.dumps(other.record())))
     assert again.interval() == pytest.approx(other.interval(), abs=1e-6)
+
+
+def test_the_interval_of_a_share_that_is_shown_ends_at_100_percent():
+    near = Samples(0.99, replicates=np.random.default_rng(6).normal(0.99, 0.01, RESAMPLES))
+    assert near.interval()[1] > 1
+    assert Column("map", "mAP").text(0.99, near).endswith(" to 100.0)")
+    assert Column("nll", "loss", "nats").text(0.99, near).partition(" to ")[2] > "1."
 
 
 def test_a_difference_of_samples():

@@ -125,7 +125,7 @@ def test_a_watch_says_when_it_begins_and_ends():
     assert (end > 6 * WINDOW, last) == (True, "the photographs are like those of validation again")
     assert 2 <= watch.alarms["appearance"] <= 10
     assert watch.alarms["labels"] == 0
-    assert sum(watch.given.values()) == watch.all.images == 26 * WINDOW
+    assert sum(watch.answered.values()) == watch.all.images == 26 * WINDOW
 
 
 def test_the_record_is_json_and_says_the_same():
@@ -160,7 +160,7 @@ def test_several_labels_count_each_but_compare_the_most_probable():
     best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
     watch.add({"labels": best, "top": best}, (1.0, 2.0))
     watch.add({"labels": [], "top": best}, (1.0, 2.0))
-    assert watch.given == {"a": 1, "b": 1}
+    assert watch.answered == {"a": 1, "b": 1}
     assert watch.all.labels.sum(0).tolist() == [0, 2]
 
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
+from torch import nn
 
+from kd import config
 from kd.audit.doubts import doubted, narrow, neighbours
 from kd.audit.lists import read_repeats
+from kd.jobs.audit import answers_to
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+from kd.types import Batch, Outputs
 
 
 def test_a_label_is_doubted_where_the_teacher_is_as_sure_as_it_is_of_that_class_elsewhere():
@@ -83,6 +90,25 @@ def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, in
     assert "2 of 14 validation images are also in another split (audit/duplicates.csv)" in report.out
     stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())
     assert stored["teacher"]["cache"]["views"] == views
+
+
+def test_the_teacher_is_not_asked_about_images_without_a_label(settings, photos: Path, tmp_path: Path):
+    shutil.copytree(photos, tmp_path / "some")
+    (tmp_path / "some/train/fig").rename(tmp_path / "some/train/unlabelled")
+    shutil.rmtree(tmp_path / "some/val/fig")
+    settings["data"] |= {"root": str(tmp_path / "some"), "labels": "some"}
+    data, seen = open_sources(resolve(config.load(settings)).data), []
+
+    class Teacher:
+        model = nn.Identity()
+
+        def __call__(self, batch: Batch) -> Outputs:
+            seen.extend(batch.ids.tolist())
+            return Outputs(torch.zeros(len(batch.ids), 2))
+
+    answers = answers_to(Teacher(), data.train, range(len(data.train)), data)
+    assert len(data.train) == 36
+    assert seen == answers.id.tolist() == [id for id in range(36) if data.train.label(id) >= 0]
 
 
 def test_a_run_without_a_teacher_has_nothing_to_ask(written, command, refused, inside: Path):

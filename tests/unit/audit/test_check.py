@@ -134,4 +134,40 @@ def test_check_stands_before_or_behind_the_configuration(written, command, leaki
     answer = command("train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1")
     assert answer.code == 0, answer
     assert "1 of 38 images of the split 'train' are left out" in answer.out
+    assert "split 'val'" not in answer.out
+    assert "also in another split" not in command("report", "runs/tiny").out
     assert command("train", path, "--check=none").code == 2
+
+
+def test_a_list_that_is_in_use_stays_when_it_is_written_anew(written, command, leaking: Path, inside: Path):
+    path, exclude = (
+        written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1}),
+        "runs/tiny/audit/exclude.txt",
+    )
+    assert command("train", path, "--check=all").code == 0
+    assert command("train", path, f"data.exclude={exclude}").code == 0
+    answer = command("train", path, f"data.exclude={exclude}", "--check=all")
+    assert "repeats   0 pairs in two splits (0 with the same bytes), 1 with two labels" in answer.out
+    lines = Path(exclude).read_text().splitlines()
+    assert {"train:train/fig/03.jpg", "# train:train/apple/cut.jpg"} <= {*lines}
+    assert command("train", path, f"data.exclude={exclude}").code == 0  # the same images as before
+
+
+def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp_path: Path, monkeypatch):
+    splits, folder = sources(settings, leaking).splits, tmp_path / "run"
+    look(splits, "error", folder, everything=True)
+    with (folder / "audit/duplicates.csv").open("a") as file:
+        file.write("a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n")
+        file.write("a part,0.9,train,train/fig/gone.jpg,fig,val,val/fig/00.jpg,fig\n")
+    monkeypatch.setattr("kd.jobs.look.MOST_LOOKED", 51)
+    assert "decoded 51 of 52" in look(splits, "error", folder)[0]
+    names = [pair.one.name for pair in read_repeats(folder / "audit")]
+    assert "train/fig/00.jpg" in names
+    assert "train/fig/gone.jpg" not in names
+
+
+def test_a_split_of_which_nothing_is_left_out_is_the_same_split(settings: dict, leaking: Path, tmp_path: Path):
+    (tmp_path / "list.txt").write_text("train:train/apple/00.jpg\n")
+    full, data = sources(settings, leaking), sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
+    assert data.val.fingerprint == full.val.fingerprint  # so that two runs are compared on the same images
+    assert data.train.fingerprint != full.train.fingerprint

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import kd
 from kd import config, parts
-from kd.datasets._decode import hold_out, label_images
+from kd.datasets._decode import Column, hold_out, label_images
 from kd.engine.criterion import Criterion
 from kd.errors import ConfigError, DataError, KdError, ModelError
 from kd.losses import ce, kl
@@ -73,7 +73,7 @@ def test_some_labels(photos, tmp_path):
 
 def test_some_must_be_there():
     with pytest.raises(DataError, match=r"^data\.x: the split 'train' has no labelled image"):
-        label_images(["", ""], [], None, "data.x", "train", "some")
+        label_images(Column.of_each(["", ""]), [], None, "data.x", "train", "some")
 
 
 def test_images_without_a_label_are_held_out_like_a_class():

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import pickle
 import struct
 import warnings
 import zlib
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from kd.datasets._decode import FORMATS, Names, decode, hold_out, name_labels
+from kd.datasets._decode import BLOCK, FORMATS, Column, Names, decode, hold_out, name_labels
 from kd.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -266,11 +267,18 @@ def test_filters_of_the_caller_are_left_as_they_were():
     assert warnings.filters == before
 
 
-def test_names_come_back_in_order():
-    names = [b"a", b"", "é/x".encode(), b"z" * 300]
-    packed = Names(names)
-    assert [packed[id] for id in range(len(packed))] == names
-    assert len(Names([])) == 0
+@pytest.mark.parametrize("count", [0, 1, 4, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_names_come_back_in_order(count):
+    names = [b"a", b"", "é/x".encode(), b"z" * 300, *(b"%d.jpg" % i for i in range(3 * BLOCK))][:count]
+    packed = Names(iter(names))
+    assert len(packed) == count
+    assert [packed[id] for id in range(count)] == [*packed] == names
+    assert [packed[id] for id in reversed(range(count))] == names[::-1]
+    assert b"".join(packed.joined()) == b"\0".join(names)
+    assert packed.size == len(b"\0".join(names))
+    assert [*pickle.loads(pickle.dumps(packed))] == names
+    with pytest.raises(IndexError):
+        packed[count]
 
 
 def test_hold_out_is_stratified_and_independent_of_order():
@@ -291,10 +299,14 @@ def test_hold_out_keeps_one_image_on_either_side():
 
 
 def test_labels_as_written():
-    assert name_labels(["1", "003"], []) == (["1", "3"], ["0", "1", "2", "3"])
-    assert name_labels(["pear", "7up"], []) == (["pear", "7up"], ["7up", "pear"])
-    assert name_labels(["1", "apple"], ["pear", "apple"]) == (["apple", "apple"], ["pear", "apple"])
-    assert name_labels(["9", "-1"], ["pear", "apple"]) == (["9", "-1"], ["pear", "apple"])
+    def named(*raw: str, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        column, order = name_labels(Column.of_each(raw), names)
+        return [column.texts[position] for position in column.of], order
+
+    assert named("1", "003", "1") == (["1", "3", "1"], ["0", "1", "2", "3"])
+    assert named("pear", "7up") == (["pear", "7up"], ["7up", "pear"])
+    assert named("1", "apple", names=("pear", "apple")) == (["apple", "apple"], ["pear", "apple"])
+    assert named("9", "-1", names=("pear", "apple")) == (["9", "-1"], ["pear", "apple"])
 
 
 def test_avif_is_read_where_pillow_reads_it():

@@ -118,11 +118,13 @@ def test_the_second_rung_holds_and_is_served(distilled, outliers, command, tmp_p
 
 @NNCF
 @pytest.mark.slow
-def test_a_drop_that_nothing_holds_is_one_line(distilled, refused, tmp_path):
+def test_a_drop_that_nothing_holds_is_one_line(distilled, embedded, refused, tmp_path):
     said = refused("export", distilled, "--to", tmp_path / "student", "--int8", "--max-drop", "-100")
     assert said.startswith("--max-drop: no int8 graph holds it: on 13 validation images they lose dynamic 0.00, post-")
     assert "accuracy control " in said
     assert said.endswith("Nothing was written; raise --max-drop, or add --repair 500.")
+    said = refused("export", embedded, "--to", tmp_path / "student", "--int8", "--max-drop", "-100")
+    assert said.endswith("Nothing was written; raise --max-drop.")  # --repair trains classifiers
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,6 +28,11 @@ def test_a_network_of_convolutions_keeps_channels_last_and_answers_the_same(mode
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_a_network_with_weights_of_five_dimensions_is_built_as_before():
+    made = built("lambda_resnet26t", free_size=True)
+    assert any(p.dim() == 5 for p in made.network.parameters())
+
+
 def test_a_free_network_with_random_weights_sees_the_images_as_they_are():
     assert built("resnet18", SMALL, free_size=True).input_size == 64
     assert built("vit_tiny_patch16_224", {"depth": 1}, free_size=True).input_size == 64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 import tempfile
 from functools import partial
 
@@ -132,6 +134,29 @@ def test_compiling_is_in_place_and_a_copy_is_plain():
     assert list(given.state_dict()) == names
     assert given._compiled_call_impl is not None
     assert copy.deepcopy(given)._compiled_call_impl is None
+
+
+SIGNALLED = """
+import os, signal, sys
+from pathlib import Path
+from kd.models.runtimes import has_bf16, openvino_runner
+
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+first = openvino_runner(Path(sys.argv[1]))
+second = openvino_runner(Path(sys.argv[1]))
+has_bf16()
+del first  # the stack of this one is what the second one would put back
+del second
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_process_that_has_used_openvino_lives_through_signals(tmp_path):
+    has("openvino")
+    (tmp_path / "model.onnx").write_bytes(exported(model().eval(), 16))
+    argv = [sys.executable, "-c", SIGNALLED, str(tmp_path / "model.onnx")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(_observe, "LIVE_SECONDS", 0.0)
-    path = written(data={"kind": "sabotage.source", "sleep_ms": 4}, profile={"steps": [8, 9]}, run={"steps": 40})
+    path = written(data={"kind": "sabotage.source", "sleep_ms": 8}, profile={"steps": [8, 9]}, run={"steps": 40})
     done = command("train", path)
     assert done.code == 0, done
     lines = done.out.splitlines()

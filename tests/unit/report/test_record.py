@@ -136,6 +136,8 @@ def test_runs_that_differ_in_the_seed_alone():
     other = seeded(3, 0.9, **{"optimizer.lr": 1.0})
     assert [[run.name for run in one] for one in repeats([*group, other])] == [["s0", "s1", "s2"]]
     assert repeats([group[0], group[0]]) == []  # the same run twice is no second seed
+    tested = replace(group[0], scored=Scored("test", 1, "a", 9, 1, group[0].val[0], {}))
+    assert [[run.name for run in one] for one in repeats([tested, *group[1:]])] == [["s1", "s2"]]
     # t = 4.303, standard deviation 2 points: 4.303 * 2 / sqrt(3)
     assert mean_cells(group)["accuracy"] == "72.0 ± 5.0 %"
     assert "accuracy 72.0 ± 5.0 %" in summary([*group, other])

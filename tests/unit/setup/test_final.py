@@ -109,6 +109,16 @@ def test_the_teacher_of_a_table_answers_for_test_images(settings, photos, tmp_pa
     assert result.scored.row["teacher_accuracy"] == 1
 
 
+def test_a_run_to_which_a_test_split_was_added_can_still_be_read(settings, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "later")
+    shutil.copytree(photos / "val", tmp_path / "later/exam")
+    settings["data"]["root"] = str(tmp_path / "later")
+    folder = train(config.load(settings, ["run.epochs=1"])).folder
+    assert train(config.load(settings, ["run.epochs=1", "data.test_split=exam"])).scored.split == "test"
+    assert evaluate(folder).split == "val"
+    assert evaluate(folder, ["data.test_split=exam"], split="test").split == "test"
+
+
 def test_two_test_splits_are_one_too_many(settings):
     settings["data"] |= {"test_split": "exam", "test_fraction": 0.2}
     with pytest.raises(ConfigErrors, match=r"data\.test_fraction: is 0\.2, but data\.test_split names a test split"):
@@ -117,3 +127,19 @@ def test_two_test_splits_are_one_too_many(settings):
 
 def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):
     assert refused("evaluate", distilled, "--split", "test").startswith("--split: is test, but the data of the run")
+
+
+def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
+    """As `kd-train --no-test` does, for runs of which one is chosen."""
+    from pieces import base
+
+    settings = base(photos, tmp_path)
+    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
+    first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
+    assert data.test is not None
+    assert (scored(first.folder)["split"], scored(first.folder)["data"]) == ("val", data.val.fingerprint)
+    assert first.scored is not None
+    assert first.scored.row["accuracy"] == pytest.approx(first.metrics["accuracy"])
+    second = train(loaded)
+    assert (scored(second.folder)["split"], scored(second.folder)["data"]) == ("test", data.test.fingerprint)

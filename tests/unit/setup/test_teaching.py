@@ -359,6 +359,7 @@ def test_libraries_that_cannot_be_loaded_are_compiled_anew(written, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     plain, _, _ = built()

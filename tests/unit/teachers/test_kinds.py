@@ -461,6 +461,20 @@ def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_
         read(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
+def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
+    """A finished run is scored on images that its table has answers for, and is the same run."""
+    root, file = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "more.safetensors"
+    shutil.copytree(photos / "val", root / "test")
+    table = read(made["answers"]["model"], "teacher.model")
+    rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]
+    names = [*table.names, *(table.names[i].replace("val/", "test/") for i in rows)]
+    write(file, replace(table, names=names, values=torch.cat([table.values, table.values[:, rows]], 1)))
+    section, where = {**made["answers"], "model": str(file)}, f"data.root={root}"
+    first = train(bare, section, "one", where)
+    again = train(bare, section, "one", where, "data.test_split=test")
+    assert all(torch.equal(tensor, student(first)[name]) for name, tensor in student(again).items())
+
+
 def test_a_table_does_not_go_with_mixed_images(made, bare):
     settings = merged(bare, {"data": {"augment": {"mixup": 0.5}}})
     with pytest.raises(ModelError, match=r"^data\.augment: mixes images, but the table"):
@@ -485,6 +499,25 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tm
         ModelError, match=r"^teacher\.model: has answers for views of another seed \(0\); this run has 1"
     ):
         train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
+
+
+def test_an_exported_cache_answers_for_test_images(made, bare, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tested = merged(bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}})
+    Path("one.yaml").write_text(config.dump(config.load(tested)))
+    answer = command("cache", "one.yaml", "teacher.cache.views=1", "--export", "answers.safetensors")
+    assert answer.code == 0, answer
+    rows = [
+        json.loads(
+            (train(bare, section, name, "data.views=1", "data.test_fraction=0.4").folder / "scored.json").read_text()
+        )
+        for name, section in (
+            ("live", made["transformers"]),
+            ("table", {"kind": "answers", "model": "answers.safetensors"}),
+        )
+    ]
+    assert rows[0]["split"] == rows[1]["split"] == "test"
+    assert rows[0]["row"]["teacher_accuracy"] == rows[1]["row"]["teacher_accuracy"]
 
 
 def test_what_a_module_returns():

@@ -1,0 +1,71 @@
+"""What does a sweep save? Nine runs of vit_food, three temperatures by three rates, as commands and by kd-sweep.
+
+Three ways, and the CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and run it in every
+step; nine that share the fitted teacher and run it in every step; one `kd-sweep`, with its two runs of other
+seeds. No run has a baseline, each process has one thread, and the pictures are rendered before.
+
+Run: python benchmarks/sweep.py [--epochs 5] [--folder FOLDER] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kd
+from _record import write
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+
+AXES = {"losses.0.temperature": ("1", "2", "4"), "optimizer.lr": ("1e-3", "3e-3", "1e-2")}
+
+
+def cpu_seconds(words: list[str]) -> float:
+    """Run a command of kd and return the CPU seconds of it and all that it started."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "kd", *words], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Measure the three ways and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_benchmark"))
+    parser.add_argument("overrides", nargs="*", help="key=value for all")
+    given = parser.parse_args()
+    shutil.rmtree(given.folder, ignore_errors=True)
+    common = ["vit_food", f"run.epochs={given.epochs}", "run.baseline=false", "backend.threads=1", *given.overrides]
+    data = open_sources(resolve(kd.load_config(common[0], common[1:])).data)
+    for source in (data.train, data.val):
+        source.prepare()
+    rows: list[dict[str, Any]] = []
+    for way, each in (("own teacher, live", True), ("shared teacher, live", False)):
+        for i, values in enumerate(itertools.product(*AXES.values())):
+            at = given.folder / way.partition(",")[0].replace(" ", "_")
+            own = [f"run.folder={at}", f"run.name={i}", f"teacher.fit.folder={at / (str(i) if each else 'teachers')}"]
+            keys = [f"{key}={text}" for key, text in zip(AXES, values, strict=True)]
+            rows.append(
+                {"way": way, "run": " ".join(keys), "cpu_s": round(cpu_seconds(["train", *common, *own, *keys]), 1)}
+            )
+            print(rows[-1], flush=True)
+    own = [f"run.folder={given.folder / 'sweep'}", f"teacher.fit.folder={given.folder / 'sweep' / 'teachers'}"]
+    lists = [f"{key}={','.join(texts)}" for key, texts in AXES.items()]
+    rows.append({"way": "kd-sweep", "run": "all", "cpu_s": round(cpu_seconds(["sweep", *common, *own, *lists]), 1)})
+    totals = {
+        way: sum(row["cpu_s"] for row in rows if row["way"] == way) for way in dict.fromkeys(r["way"] for r in rows)
+    }
+    for way, total in totals.items():
+        print(f"{way:22s} {total:8.1f} s of CPU, kd-sweep takes {100 * totals['kd-sweep'] / total:.1f} % of it")
+    write("sweep", " ".join(["python benchmarks/sweep.py", *sys.argv[1:]]), rows)
+
+
+if __name__ == "__main__":
+    main()

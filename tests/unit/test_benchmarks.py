@@ -1,0 +1,70 @@
+"""Benchmarks that take hours: their configurations are checked before, not in the middle of a night."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kd import config
+from kd.models.load import Spec, load
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import proof
+import variants
+
+
+@pytest.mark.parametrize("arm", proof.ARMS)
+def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
+    losses, overrides, _ = proof.ARMS[arm]
+    options = proof.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
+    assert options.overrides == ["run.steps=9"]
+    assert options.arms == [arm]
+    options.teacher = tmp_path / "teacher" / "export"
+    options.teacher.mkdir(parents=True)
+    (options.teacher.parent / "manifest.json").write_text('{"choices": {"student": "bf16+unfused"}}')
+    content = {**proof.settings(options), "losses": losses}
+    loaded = config.load(content, [*overrides, *options.overrides])
+    assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
+    assert loaded.teacher.checkpoint  # else each run fits a teacher of its own: its threads are not those of `teach`
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
+    def call(options, command, content, name, overrides):
+        (options.work / f"{name}.log").write_text("some line\n/teachers/one/export\n")
+        return {"wall_minutes": 0.0, "cpu_minutes": 0.0}
+
+    def filled(options, seed):
+        (options.work / f"cache-{seed}.json").touch()
+
+    def one(options, arm, seed):
+        assert options.teacher == Path("/teachers/one/export")
+        made.append(arm)
+        if arm == "kl":
+            raise SystemExit("kl failed")
+        numbers = ("images", "accuracy", "low", "high", "agreement", "ece", "teacher_share", "cpu_minutes", "resumed")
+        return {"arm": arm, "seed": seed, "split": "test", **dict.fromkeys(numbers, 0.0)}
+
+    made: list[str] = []
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(proof, "call", call)
+    monkeypatch.setattr(proof, "filled", filled)
+    monkeypatch.setattr(proof, "one", one)
+    words = ["--data", str(tmp_path), "--work", str(tmp_path), "--jobs", "1", "--seeds", "0"]
+    with pytest.raises(SystemExit, match="kl failed"):
+        proof.main([*words, "--arms", "kl", "wttm"])
+    assert made == ["kl", "wttm"]
+    assert len(proof.earlier(tmp_path / "proof.jsonl")) == 1
+    assert (tmp_path / "cache-0.json").is_file()
+
+
+@pytest.mark.parametrize("name", variants.STUDENTS)
+def test_each_student_of_variants_can_be_built(name):
+    file, keys = variants.STUDENTS[name]
+    content = variants.CONFIGS / file if file else yaml.safe_load(variants.ON_LABELS)
+    loaded = config.load(content, keys)
+    student = loaded.student
+    load(Spec("student", student.model, dict(student.args), variants.LABELS), loaded.data.image_size)
