@@ -210,7 +210,7 @@ def scale(count: int) -> dict[str, Any]:
     row |= {
         "hash_s": round(middle - start, 2),
         "compare_s": round(seconds, 2),
-        "names_mib": round(len(names.buffer) / 2**20),
+        "names_mib": round(names.size / 2**20),
     }
     row |= {"before_mib": round(before), "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
     return row
