@@ -57,11 +57,25 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     return module
 
 
+def named_module(path: str) -> ModuleType:
+    """Import a module that a configuration names; one in the working folder is found last, as with `python -m kd`.
+
+    Only while it is imported: a folder there that is called like a package that is not installed must not stand for it.
+    """
+    here = [""] if "" not in sys.path else []
+    sys.path += here
+    try:
+        return importlib.import_module(path)
+    finally:
+        for folder in here:
+            sys.path.remove(folder)
+
+
 def _imported(path: str, where: str, known: list[str]) -> ModuleType:
     try:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)
-        module = importlib.import_module(path)
+        module = named_module(path)
     except Exception as error:  # what somebody else's module raises
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and (path == absent or path.startswith(absent + ".")):

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "parts": {"errors", "types"},
     "config": {"contracts", "errors", "evaluation", "instances", "parts", "references", "types"},
     **dict.fromkeys(PART_FOLDERS, VALUES),
-    "teachers": VALUES | {"models"},
+    "teachers": VALUES | {"models", "parts"},
     **dict.fromkeys(FLOOR, VALUES),
     "setup": BELOW_SETUP,
     "export": SETUP | {"serve.bench"},

@@ -159,7 +159,8 @@ class DDPBackend:
         if zero and self.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
 
-            strides = [(parameter, parameter.stride()) for group in groups for parameter in group["params"]]
+            every = [parameter for group in groups for parameter in group["params"]]
+            strides = [(parameter, torch.empty_like(parameter, device="meta").stride()) for parameter in every]
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
             for parameter, stride in strides:  # a bucket's view is row by row; the gradient has the old strides
                 values = parameter.data.clone()

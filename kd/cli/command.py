@@ -41,8 +41,6 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
-    here = os.getcwd()
-    sys.path.append(here)  # modules that a configuration names, as `python -m kd` finds them
     try:
         with signals.handled() if resumable else nullcontext():
             command()
@@ -65,7 +63,6 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         return EXIT_BUG
     finally:
         log.removeHandler(lines)
-        sys.path.remove(here)
     return EXIT_OK
 
 

@@ -5,7 +5,6 @@ Not a part (the name begins with an underscore).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from kd.errors import ModelError
 from kd.evaluation import Task
 from kd.models.classifier import Pick
 from kd.models.load import Spec, check_classes
+from kd.parts import named_module
 
 
 def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
@@ -164,7 +164,7 @@ def found_function(spec: Spec) -> Any:
     if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
         raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")
     try:
-        function = getattr(importlib.import_module(module), name, None)
+        function = getattr(named_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name and not (module == error.name or module.startswith(error.name + ".")):
             raise

@@ -87,6 +87,21 @@ def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
     assert len(list((tmp_path / "teachers").glob("mine_small-*"))) == 2
 
 
+def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(own, tmp_path, command, monkeypatch):
+    from kd.models.runtimes import installed
+
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    (tmp_path / "no_such_package").mkdir()
+    before = list(sys.path)
+    away = command("train", tmp_path / "own.yaml", "--check")
+    assert (away.code, "module 'mine' cannot be imported" in away.err) == (2, True), away
+    monkeypatch.chdir(tmp_path)
+    assert command("train", "own.yaml", "--check").code == 0
+    assert not installed("no_such_package")  # a folder that is called like one
+    assert sys.path == before
+
+
 def test_it_starts_from_weights(own, tmp_path):
     import mine
 
