@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines, stacked bars, bars. Colours are CSS variables, so that a page sets them.
+"""Charts as SVG text: lines, stacked bars, points, bars. Colours are CSS variables, so that a page sets them.
 
 Each chart carries its numbers in `data-chart`; the page's script shows them where the pointer is.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
@@ -29,6 +29,20 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One point of a chart, with a short text beside it."""
+
+    text: str
+    color: str
+    """A CSS variable, such as `--c1`."""
+    x: float
+    y: float
+    ends: Sequence[float] = ()
+    """An interval of `y`."""
+    filled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,57 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
                 f'style="fill:var({one.color})"/>'
             )
     return _svg(frame, parts, _numbers(series, frame, unit, x_name))
+
+
+def scatter(
+    spots: Sequence[Spot],
+    stairs: Sequence[Spot],
+    levels: Mapping[str, float],
+    size: tuple[int, int],
+    x_name: str,
+    unit: str,
+) -> str:
+    """Draw points over a logarithmic x axis; at least one, each x above 0.
+
+    Args:
+        spots: the points.
+        stairs: those that a line joins, by their x: it rises below each.
+        levels: values of y with a dashed line across, by colour.
+        size: width and height, pixels.
+        x_name: of the x axis.
+        unit: of y; "%" takes shares.
+    """
+    xs = [math.log10(spot.x) for spot in spots]
+    ys = [*levels.values(), *(y for spot in spots for y in (spot.y, *spot.ends))]
+    margin = 0.06 * (max(ys) - min(ys)) or 0.05
+    frame = Frame(*size, min(xs) - 0.1, max(xs) + 0.1, min(ys) - margin, max(ys) + margin)
+    parts = [*_grid(frame, unit), *_log_axis(frame, x_name)]
+    for color, y in levels.items():
+        ends = f'x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"'
+        parts.append(f'<line class="line dashed" style="stroke:var({color})" {ends}/>')
+    before = [stairs[0], *stairs][: len(stairs)] if stairs else []
+    corners = [(one.x, y) for last, one in zip(before, stairs, strict=True) for y in dict.fromkeys((last.y, one.y))]
+    points = " ".join(f"{frame.x(math.log10(x)):.1f},{frame.y(y):.1f}" for x, y in corners)
+    parts += [f'<polyline class="line" style="stroke:var({stairs[0].color})" points="{points}"/>'] if stairs else []
+    return _svg(frame, [*parts, *(part for spot in spots for part in _spot(frame, spot))], "")
+
+
+def _log_axis(frame: Frame, name: str) -> list[str]:
+    powers = range(math.floor(frame.low_x), math.ceil(frame.high_x) + 1)
+    marks = [(math.log10(factor) + power, f"{factor * 10.0**power:g}") for power in powers for factor in (1, 2, 5)]
+    at = frame.height - BOTTOM + 16
+    parts = [_text(frame.x(x), at, text, "middle") for x, text in marks if frame.low_x <= x <= frame.high_x]
+    return [*parts, _text(frame.width - RIGHT, frame.height - 2, name, "end", "axis")]
+
+
+def _spot(frame: Frame, spot: Spot) -> list[str]:
+    x, y = frame.x(math.log10(spot.x)), frame.y(spot.y)
+    fill = f"var({spot.color})" if spot.filled else "none"
+    parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill:{fill};stroke:var({spot.color})"/>']
+    if spot.ends:
+        ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y(spot.ends[0]):.1f}" y2="{frame.y(spot.ends[1]):.1f}"'
+        parts.append(f'<line style="stroke:var({spot.color});opacity:0.4" {ends}/>')
+    return [*parts, _text(x + 7, y - 5, spot.text, "start")]
 
 
 def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: str) -> str:
