@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines, stacked bars, points, bars. Colours are CSS variables, so that a page sets them.
+"""Charts as SVG text: lines, stacked bars, bars. Colours are CSS variables, so that a page sets them.
 
 Each chart carries its numbers in `data-chart`; the page's script shows them where the pointer is.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
 """Room around the plot, pixels."""
@@ -29,20 +29,8 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """One point of a chart, with a short text beside it."""
-
-    text: str
-    color: str
-    """A CSS variable, such as `--c1`."""
-    x: float
-    y: float
-    ends: Sequence[float] = ()
-    """An interval of `y`."""
-    filled: bool = True
+    label: str = ""
+    """Beside the first point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +79,21 @@ def number(value: float, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
-def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: str = "", zero: bool = False) -> str:
+def lines(
+    series: Sequence[Series],
+    width: int,
+    height: int,
+    x_name: str,
+    unit: str = "",
+    zero: bool = False,
+    log: bool = False,
+) -> str:
     """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
 
-    `zero`: the vertical axis begins at 0.
+    `zero`: the vertical axis begins at 0. `log`: the other one is logarithmic, and each x above 0; no `data-chart`.
     """
     series = [thinned(one) for one in series if len(one.x)]
+    series = [replace(one, x=[math.log10(x) for x in one.x]) for one in series] if log else series
     values = [value for one in series for value in one.y]
     low, high = (0.0 if zero else min(values)), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -104,8 +101,9 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     low_y, high_y = 0.0 if zero else low - margin, high + margin
     if unit == "%":  # a share is between 0 and 1, and so is its axis
         low_y, high_y = max(low_y, min(low, 0.0)), min(high_y, max(high, 1.0))
-    frame = Frame(width, height, min(xs), max(xs), low_y, high_y)
-    parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
+    beside = 0.05 * (max(xs) - min(xs)) + 0.1 if log else 0.0  # room for labels
+    frame = Frame(width, height, min(xs) - beside, max(xs) + beside, low_y, high_y)
+    parts = [*_grid(frame, unit), *_x_axis(frame, x_name, log)]
     for one in series:
         points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
         style = f'class="line{" dashed" if one.dashed else ""}" style="stroke:var({one.color})"'
@@ -115,58 +113,9 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
                 f'<circle cx="{frame.x(one.x[0]):.1f}" cy="{frame.y(one.y[0]):.1f}" r="3.5" '
                 f'style="fill:var({one.color})"/>'
             )
-    return _svg(frame, parts, _numbers(series, frame, unit, x_name))
-
-
-def scatter(
-    spots: Sequence[Spot],
-    stairs: Sequence[Spot],
-    levels: Mapping[str, float],
-    size: tuple[int, int],
-    x_name: str,
-    unit: str,
-) -> str:
-    """Draw points over a logarithmic x axis; at least one, each x above 0.
-
-    Args:
-        spots: the points.
-        stairs: those that a line joins, by their x: it rises below each.
-        levels: values of y with a dashed line across, by colour.
-        size: width and height, pixels.
-        x_name: of the x axis.
-        unit: of y; "%" takes shares.
-    """
-    xs = [math.log10(spot.x) for spot in spots]
-    ys = [*levels.values(), *(y for spot in spots for y in (spot.y, *spot.ends))]
-    margin = 0.06 * (max(ys) - min(ys)) or 0.05
-    frame = Frame(*size, min(xs) - 0.1, max(xs) + 0.1, min(ys) - margin, max(ys) + margin)
-    parts = [*_grid(frame, unit), *_log_axis(frame, x_name)]
-    for color, y in levels.items():
-        ends = f'x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"'
-        parts.append(f'<line class="line dashed" style="stroke:var({color})" {ends}/>')
-    before = [stairs[0], *stairs][: len(stairs)] if stairs else []
-    corners = [(one.x, y) for last, one in zip(before, stairs, strict=True) for y in dict.fromkeys((last.y, one.y))]
-    points = " ".join(f"{frame.x(math.log10(x)):.1f},{frame.y(y):.1f}" for x, y in corners)
-    parts += [f'<polyline class="line" style="stroke:var({stairs[0].color})" points="{points}"/>'] if stairs else []
-    return _svg(frame, [*parts, *(part for spot in spots for part in _spot(frame, spot))], "")
-
-
-def _log_axis(frame: Frame, name: str) -> list[str]:
-    powers = range(math.floor(frame.low_x), math.ceil(frame.high_x) + 1)
-    marks = [(math.log10(factor) + power, f"{factor * 10.0**power:g}") for power in powers for factor in (1, 2, 5)]
-    at = frame.height - BOTTOM + 16
-    parts = [_text(frame.x(x), at, text, "middle") for x, text in marks if frame.low_x <= x <= frame.high_x]
-    return [*parts, _text(frame.width - RIGHT, frame.height - 2, name, "end", "axis")]
-
-
-def _spot(frame: Frame, spot: Spot) -> list[str]:
-    x, y = frame.x(math.log10(spot.x)), frame.y(spot.y)
-    fill = f"var({spot.color})" if spot.filled else "none"
-    parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill:{fill};stroke:var({spot.color})"/>']
-    if spot.ends:
-        ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y(spot.ends[0]):.1f}" y2="{frame.y(spot.ends[1]):.1f}"'
-        parts.append(f'<line style="stroke:var({spot.color});opacity:0.4" {ends}/>')
-    return [*parts, _text(x + 7, y - 5, spot.text, "start")]
+        if one.label:
+            parts.append(_text(frame.x(one.x[0]) + 7, frame.y(one.y[0]) - 5, one.label, "start"))
+    return _svg(frame, parts, "" if log else _numbers(series, frame, unit, x_name))
 
 
 def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: str) -> str:
@@ -229,7 +178,7 @@ def evenly(count: int, most: int) -> Sequence[int]:
 def thinned(one: Series) -> Series:
     """Keep at most `POINTS` points of a line."""
     picks = evenly(len(one.x), POINTS)
-    return Series(one.name, one.color, [one.x[i] for i in picks], [one.y[i] for i in picks], one.dashed)
+    return replace(one, x=[one.x[i] for i in picks], y=[one.y[i] for i in picks])
 
 
 def _grid(frame: Frame, unit: str) -> list[str]:
@@ -241,9 +190,13 @@ def _grid(frame: Frame, unit: str) -> list[str]:
     return parts
 
 
-def _x_axis(frame: Frame, name: str) -> list[str]:
-    marks = ticks(frame.low_x, frame.high_x, 5)
-    parts = [_text(frame.x(value), frame.height - BOTTOM + 16, number(value), "middle") for value in marks]
+def _x_axis(frame: Frame, name: str, log: bool = False) -> list[str]:
+    marks = [(value, number(value)) for value in ticks(frame.low_x, frame.high_x, 5)]
+    if log:
+        powers = range(math.floor(frame.low_x), math.ceil(frame.high_x))
+        every = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+        marks = [(math.log10(x), f"{x:g}") for x in every if frame.low_x <= math.log10(x) <= frame.high_x]
+    parts = [_text(frame.x(at), frame.height - BOTTOM + 16, text, "middle") for at, text in marks]
     return [*parts, _text(frame.width - RIGHT, frame.height - 2, name, "end", "axis")]
 
 

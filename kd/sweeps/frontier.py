@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kd.host import processor
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.teacher import count_parameters
-from kd.report.svg import Spot, esc, scatter
+from kd.report.svg import Series, esc, lines
 from kd.scores import Column
 from kd.setup.data import open_sources
 from kd.setup.finished import best_student
@@ -36,11 +37,11 @@ from kd.sweeps.trials import Trials
 TEACHER = "teacher"
 SECONDS = 2.0
 """For which the clock runs at most, times the number of models."""
-SIZE, LINE = (720, 360), 18
-"""Of the picture, and of a line below it, pixels."""
+WIDTH, HEIGHT, LINE = 720, 360, 18
+"""Of the picture, and the height of a line below it, pixels."""
 STYLE = (
-    "<style>svg{--c1:#2f6fde;--c2:#d9822b;--teacher:#8e5bd0;background:#fff;font:13px system-ui,sans-serif}"
-    "text{fill:#475467}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}.dashed{stroke-dasharray:2 5}</style>"
+    "<style>svg{--c1:#2f6fde;--rest:#98a2b3;--c2:#d9822b;--teacher:#8e5bd0;background:#fff}.grid{stroke:#e4e7ec}"
+    "text{fill:#475467;font:13px sans-serif}.line{fill:none;stroke-width:2}.dashed{stroke-dasharray:2 5}</style>"
 )
 NOTE = (
     "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
@@ -58,9 +59,9 @@ def differ(trials: Sequence[Trial]) -> bool:
 def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     """Return the rows of trials, the best first, with what their students cost, and the row of the teacher or {}.
 
-    Rows gain `ms`, `mb` (10^6 bytes), `parameters`, `frontier`, `number` (by `ms`) and, where it was trained, `labels_only`: the score of the
-    student without its teacher. A row that ended early gains nothing; of a model that is no graph `untimed` says why.
-    What the clock has shown lies in frontier.json until other trials end, or another machine asks.
+    A student that came to its end has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number`
+    (by `ms`), and `labels_only` where it was trained so too; one that is no graph has `untimed`: why. What the clock
+    shows is kept in frontier.json, until other trials end or another machine asks.
     """
     trials = {trial.name: trial for trial in tried.trials}
     ended = {row["trial"]: trials[row["trial"]] for row in rows if not row["why"]}
@@ -69,13 +70,16 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     if known.get("of") != of:
         known = {"of": of, "costs": _costs(tried, ended)}
         write_json(file, known)
-    costs, column = known["costs"], tried.column()
-    found = [{**row, **costs.get(row["trial"], {}), **_labels_only(tried, row, column)} for row in rows]
+    costs, key, found = known["costs"], tried.column().key, []
+    for row in rows:
+        alone = {} if row["why"] else tried.last_row(f"{row['trial']}/{BASELINE}")
+        found.append({**row, **costs.get(row["trial"], {}), **({"labels_only": alone[key]} if key in alone else {})})
     order = sorted((row for row in found if "ms" in row), key=lambda row: row["ms"])
-    holds = members([(row["ms"], row["score"]) for row in order], column.smaller)
+    holds = members([(row["ms"], row["score"]) for row in order], tried.column().smaller)
     for i, row in enumerate(order):
         row |= {"number": i + 1, "frontier": holds[i]}
-    return found, _teacher_row(tried, rows[0], column, costs.get(TEACHER))
+    score = tried.scores.of_teachers(tried.last_row(rows[0]["trial"])).get(TEACHER, {}).get(key)
+    return found, {} if TEACHER not in costs or score is None else {"score": score, **costs[TEACHER]}
 
 
 def members(points: Sequence[tuple[float, float]], smaller: bool = False) -> list[bool]:
@@ -107,28 +111,31 @@ def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> st
 
 def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     """Return score against milliseconds as an SVG file; one row at least was timed."""
-    spots, names = [], []
-    for row in sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]):
-        at = row["ms"]
-        spots.append(Spot(f"{row['number']}", "--c1", at, row["score"], row.get("interval", ()), row["frontier"]))
-        spots += [Spot("", "--c2", at, row["labels_only"], filled=False)] if "labels_only" in row else []
-        names.append(f"{row['number']}  {_name(row)}: {at:.3g} ms, {column.text(row['score'])}")
-    stairs = [spot for spot in spots if spot.color == "--c1" and spot.filled]
-    names.append("filled: the frontier, with 95 % intervals" + "; dashed: the teacher" * bool(teacher))
-    names[-1] += "; orange: labels only" * any(spot.color == "--c2" for spot in spots)
-    spots += [Spot(TEACHER, "--teacher", teacher["ms"], teacher["score"])] if "ms" in teacher else []
-    levels = {"--teacher": teacher["score"]} if teacher else {}
-    made = scatter(spots, stairs, levels, SIZE, "ms of CPU time an image", column.unit)
-    lines = [f'<text x="12" y="{SIZE[1] + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
-    box = 'viewBox="0 0 {} {}"'
-    made = made.replace(box.format(*SIZE), box.format(SIZE[0], SIZE[1] + LINE * (len(names) + 1)), 1)
-    made = made.replace("</svg>", "".join(lines) + "</svg>")
-    return made.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(">", f">{STYLE}", 1)
+    order, series = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]), []
+    front = [(row["ms"], row["score"]) for row in order if row["frontier"]]
+    stairs = [front[0], *(corner for last, now in pairwise(front) for corner in ((now[0], last[1]), now))]
+    ends = [*([teacher["ms"]] if "ms" in teacher else []), *(row["ms"] for row in order)]
+    for row in order:
+        at, color = row["ms"], "--c1" if row["frontier"] else "--rest"
+        series.append(Series("", color, [at], [row["score"]], label=str(row["number"])))
+        series += [Series("", color, [at, at], row["interval"])] if "interval" in row else []
+        series += [Series("", "--c2", [at], [row["labels_only"]])] if "labels_only" in row else []
+    series += [Series("", "--c1", [x for x, _ in stairs], [y for _, y in stairs])] if len(stairs) > 1 else []
+    if teacher:
+        series.append(Series("", "--teacher", [min(ends), max(ends)], [teacher["score"]] * 2, dashed=True))
+        series += [Series("", "--teacher", ends[:1], [teacher["score"]], label=TEACHER)] if "ms" in teacher else []
+    names = [f"{row['number']}  {_name(row)}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row in order]
+    names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
+    texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
+    made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)
+    made = made.replace(f' {HEIGHT}"', f' {HEIGHT + LINE * (len(names) + 1)}"', 1)  # of the viewBox
+    made = made.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(">", f">{STYLE}", 1)
+    return made.replace("</svg>", "".join(texts) + "</svg>")
 
 
 def _name(row: Row) -> str:
     pairs = [f"{key.rpartition('.')[2]}={text}" for key, text in row["values"].items()]
-    return re.sub(r'[{}"]', "", ", ".join(pairs).replace("student=", "").replace("model=", ""))
+    return re.sub(r"\b(student=|model=|model: |args: )", "", re.sub(r'[{}"]', "", ", ".join(pairs)))
 
 
 def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
@@ -136,29 +143,30 @@ def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
     alike: dict[str, list[str]] = {}
     for name, trial in ended.items():
         alike.setdefault(student_alike(trial), []).append(name)
-    loads: dict[str, tuple[Callable[[], Classifier], int]] = {}
-    for first in (names[0] for names in alike.values()):
-        loads[first] = partial(_student, tried, ended[first]), ended[first].config.data.image_size
+    first = {names[0]: ended[names[0]] for names in alike.values()}
+    loads = {name: partial(_student, tried, trial) for name, trial in first.items()}
+    sides = {name: trial.config.data.image_size for name, trial in first.items()}
     one = next(iter(ended.values()))
     if one.config.teacher.model and len({repr(trial.config.teacher) for trial in ended.values()}) == 1:
-        loads[TEACHER] = partial(_teacher, one), one.config.data.image_size
+        loads[TEACHER], sides[TEACHER] = partial(_teacher, one), one.config.data.image_size
     log.info("sweep: %d models are timed in turns", len(loads))
-    costs = timed(loads)
+    costs = timed(loads, sides)
     return {**costs, **{name: costs[names[0]] for names in alike.values() for name in names}}
 
 
-def timed(loads: Mapping[str, tuple[Callable[[], Classifier], int]]) -> dict[str, Row]:
-    """Return what the models cost that functions return, each with the side of its images, pixels."""
+def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]) -> dict[str, Row]:
+    """Return what models cost that functions load; `sides`: of their images, pixels."""
     costs, calls, draw = dict[str, Row](), {}, np.random.default_rng(0)
-    for name, (load, side) in loads.items():
+    for name, load in loads.items():
         try:
             model = load().eval()
-            graph = runtimes.exported(runtimes.reparameterized(model), side)
+            graph = runtimes.exported(runtimes.reparameterized(model), sides[name])
         except KdError as error:
             costs[name] = {"untimed": str(error)}
             continue
         costs[name] = {"mb": len(graph) / 1e6, "parameters": count_parameters(model)}
-        calls[name] = partial(runtimes.onnx_runner(graph), draw.integers(0, 256, (1, 3, side, side), np.uint8))
+        image = draw.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
+        calls[name] = partial(runtimes.onnx_runner(graph), image)
     for name, took in cpu_ms(calls, SECONDS * len(calls)).items():
         costs[name]["ms"] = took
     return costs
@@ -177,14 +185,3 @@ def _teacher(trial: Trial) -> Classifier:
     if not isinstance(model, Classifier):
         raise ModelError("teacher", "is no one network of torch in one process, so that it has no graph")
     return model
-
-
-def _teacher_row(tried: Trials, best: Row, column: Column, cost: Row | None) -> Row:
-    """Return score and costs of the teacher that all trials share; {} where there is none, or it has no such score."""
-    score = tried.scores.of_teachers(tried.last_row(best["trial"])).get(TEACHER, {}).get(column.key)
-    return {} if cost is None or score is None else {"trial": TEACHER, "score": score, **cost}
-
-
-def _labels_only(tried: Trials, row: Row, column: Column) -> Row:
-    alone = {} if row["why"] else tried.last_row(f"{row['trial']}/{BASELINE}")
-    return {"labels_only": alone[column.key]} if column.key in alone else {}
