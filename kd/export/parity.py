@@ -167,10 +167,7 @@ def eager_runner(student: Classifier) -> Runner:
 
 
 def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return the CPU milliseconds of each call with one thread, measured in turns, as medians.
-
-    `seconds` end it before `TIMED_ROUNDS` turns, but not before four.
-    """
+    """Return the CPU milliseconds of each call with one thread, measured in turns for `seconds` at most, as medians."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kd.artifacts.run_dir import RunDir
+from kd.config.load import parse_value
 from kd.errors import KdError, ModelError
 from kd.export.parity import cpu_ms
 from kd.files.storage import write_json, write_text
@@ -51,11 +51,6 @@ Row = dict[str, Any]
 log = logging.getLogger("kd")
 
 
-def differ(trials: Sequence[Trial]) -> bool:
-    """Return whether trials train different students."""
-    return len({student_alike(trial) for trial in trials}) > 1
-
-
 def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     """Return the rows of trials, the best first, with what their students cost, and the row of the teacher or {}.
 
@@ -83,10 +78,7 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
 
 
 def members(points: Sequence[tuple[float, float]], smaller: bool = False) -> list[bool]:
-    """Return whether each (ms, score) is on the frontier: none is as good in both, and better in one.
-
-    `smaller`: a smaller score is better.
-    """
+    """Return whether each (ms, score) is on the frontier: none is as good in both, and better in one."""
     signed = [(ms, score if smaller else -score) for ms, score in points]
     return [not any(a <= ms and b <= score and (a, b) != (ms, score) for a, b in signed) for ms, score in signed]
 
@@ -95,7 +87,7 @@ def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
     """Return the cells of `measured` rows in the table of the sweep; none where nothing was measured."""
     if not any("ms" in row or "untimed" in row for row in rows):
         return [{} for _ in rows]
-    shown = {"number": ("#", str), "ms": ("ms", "{:.3g}".format), "mb": ("MB", "{:.2f}".format)}
+    shown = {"number": ("point", str), "ms": ("ms", "{:.3g}".format), "mb": ("MB", "{:.2f}".format)}
     shown |= {"parameters": ("parameters", "{:,}".format)}
     shown |= {"labels_only": ("labels only", column.text)} if any("labels_only" in row for row in rows) else {}
     return [{title: form(row[key]) if key in row else "-" for key, (title, form) in shown.items()} for row in rows]
@@ -106,7 +98,7 @@ def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> st
     if not any("ms" in row for row in rows):
         return "No student could be timed."
     write_text(folder / "frontier.svg", picture(rows, teacher, column))
-    return f"{NOTE.format(processor())} `{folder / 'frontier.svg'}` shows them by their #."
+    return f"{NOTE.format(processor())} `{folder / 'frontier.svg'}` shows the points."
 
 
 def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
@@ -114,7 +106,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     order, series = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]), []
     front = [(row["ms"], row["score"]) for row in order if row["frontier"]]
     stairs = [front[0], *(corner for last, now in pairwise(front) for corner in ((now[0], last[1]), now))]
-    ends = [*([teacher["ms"]] if "ms" in teacher else []), *(row["ms"] for row in order)]
+    ends = [teacher.get("ms", order[0]["ms"]), *(row["ms"] for row in order)]
     for row in order:
         at, color = row["ms"], "--c1" if row["frontier"] else "--rest"
         series.append(Series("", color, [at], [row["score"]], label=str(row["number"])))
@@ -124,7 +116,10 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     if teacher:
         series.append(Series("", "--teacher", [min(ends), max(ends)], [teacher["score"]] * 2, dashed=True))
         series += [Series("", "--teacher", ends[:1], [teacher["score"]], label=TEACHER)] if "ms" in teacher else []
-    names = [f"{row['number']}  {_name(row)}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row in order]
+    what = [", ".join(named(row["values"]).values()) for row in order]
+    names = [
+        f"{r['number']}  {w}: {r['ms']:.3g} ms, {column.text(r['score'])}" for r, w in zip(order, what, strict=True)
+    ]
     names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
     texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
     made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)
@@ -133,9 +128,14 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     return made.replace("</svg>", "".join(texts) + "</svg>")
 
 
-def _name(row: Row) -> str:
-    pairs = [f"{key.rpartition('.')[2]}={text}" for key, text in row["values"].items()]
-    return re.sub(r"\b(student=|model=|model: |args: )", "", re.sub(r'[{}"]', "", ", ".join(pairs)))
+def named(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a trial for a person: of a student that is a mapping its model, arguments and weights."""
+    shown = dict(values)
+    if "student" in shown:
+        one = parse_value(f"student={shown['student']}")
+        own = {**one.get("args", {}), **{key: one[key] for key in ("init", "checkpoint") if key in one}}
+        shown["student"] = " ".join([str(one.get("model", "")), *(f"{key}={value}" for key, value in own.items())])
+    return shown
 
 
 def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:

@@ -19,7 +19,7 @@ from kd.host import cores
 from kd.scores import Column
 from kd.sweeps import frontier
 from kd.sweeps.processes import failure
-from kd.sweeps.space import Space, Trial, sharing
+from kd.sweeps.space import Space, Trial, sharing, student_alike
 from kd.sweeps.trials import Trials
 from kd.text import table
 
@@ -70,7 +70,7 @@ def sweep(
     def made(values: Mapping[str, str], threads: int, baseline: bool = False) -> Trial:
         return space.trial(values, folder.name, sharing(space.load(values), threads), baseline)
 
-    sized = frontier.differ([made(values, 1) for values in combinations])
+    sized = len({student_alike(made(values, 1)) for values in combinations}) > 1
     every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before anything is written
     Trials(folder, list(every.values()), by)
     with _held(folder):
@@ -149,13 +149,14 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
     more = frontier.cells([*rows, reference] if reference else rows, column)
     for row, own in zip(rows, more, strict=False):
         marks = [row["why"], "best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
-        found.append({**row["values"], title: _shown(row, column), **own, "": ", ".join(filter(None, marks))})
+        shown = {**frontier.named(row["values"]), title: _shown(row, column), **own}
+        found.append({**shown, "": ", ".join(filter(None, marks))})
     blank = dict.fromkeys(found[0], "-")
     if reference:
         found.append({**blank, title: column.text(reference["score"]), **more[-1], "": "the teacher"})
     for one in tried.trials:
         if one.name in tried.failed:
-            found.append({**blank, **one.values, "": f"failed: {tried.failed[one.name]}"})
+            found.append({**blank, **frontier.named(one.values), "": f"failed: {tried.failed[one.name]}"})
     return table(found)
 
 

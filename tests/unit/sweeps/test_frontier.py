@@ -17,7 +17,7 @@ from kd.errors import ModelError
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.scores import Column
-from kd.sweeps.frontier import cells, members, picture, timed, write
+from kd.sweeps.frontier import cells, members, named, picture, timed, write
 from kd.sweeps.space import Space, student_alike
 from kd.sweeps.trials import Trials
 
@@ -104,7 +104,7 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
         assert one[2] in style
     texts = [one.text for one in root.iter(f"{SVG}text")]
     for row in rows:
-        line = next(text for text in texts if text.startswith(f"{row['number']}  a<b, width: "))
+        line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
         assert f"{row['ms']:.3g} ms, {100 * row['score']:.1f} %" in line
 
 
@@ -127,7 +127,7 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     ended = {"trial": "slow", "why": "ended at step 7"}
     first, second, third = cells([*rows, ended], ACCURACY)
     assert first == {
-        "#": "1",
+        "point": "1",
         "ms": f"{rows[0]['ms']:.3g}",
         "MB": "1.50",
         "parameters": "1,000",
@@ -139,6 +139,16 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     assert "could be timed" in write([ended], {}, ACCURACY, tmp_path)
     assert not list(tmp_path.iterdir())
     assert str(tmp_path / "frontier.svg") in write(rows, {}, ACCURACY, tmp_path)
+
+
+def test_a_student_is_named_by_its_model_and_arguments():
+    text = (
+        '{"kind": "torch", "model": "mine:net", "args": {"width": 8, "depths": [1, 2]}, "mean": [0, 0, 0], "init": "a"}'
+    )
+    values = {"student": text, "optimizer.lr": "1e-3"}
+    assert named(values) == {"student": "mine:net width=8 depths=[1, 2] init=a", "optimizer.lr": "1e-3"}
+    assert named({"student.model": "vit"}) == {"student.model": "vit"}
+    assert values["student"] == text
 
 
 def linear(features: int) -> Classifier:
