@@ -109,7 +109,7 @@ class Space:
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
 
     def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str], baseline: bool = False) -> Trial:
-        """Return a trial; `name` of the sweep's folder, `shared` overrides; `baseline`: with one, if the settings have."""
+        """Return a trial; `name` of the sweep's folder, `shared` overrides; `baseline`: with one, if settings have."""
         loaded = self.load(values, *shared, *([] if baseline else ["run.baseline=false"]))
         keys = flatten(config.to_dict(loaded, values=True))
         free = (*FREE, "backend.threads")
