@@ -79,9 +79,13 @@ def rows_of(found: Any, students: list[str]) -> list[dict[str, Any]]:
 
 def shown(argv: list[str]) -> str:
     """Return a command without the paths of this machine."""
-    paths = {"data.root": "PATH/cifar10", "teacher.checkpoint": "FILE", "run.folder": "FOLDER"}
-    pairs = [(text.partition("=")[0], text) for text in argv]
-    return " ".join(f"{key}={paths[key]}" if key in paths else text for key, text in pairs)
+    pairs = [text.partition("=") for text in argv]
+    hidden = {"data.root": "PATH/cifar10", "teacher.checkpoint": "FILE"}
+    absolute = [value.startswith(("/", "~")) for _, _, value in pairs]
+    return " ".join(
+        f"{key}={hidden.get(key, 'FOLDER')}" if one else text
+        for text, (key, _, _), one in zip(argv, pairs, absolute, strict=True)
+    )
 
 
 def main() -> None:
