@@ -167,7 +167,7 @@ def eager_runner(student: Classifier) -> Runner:
 
 
 def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return the CPU milliseconds of each call with one thread, measured in turns for `seconds` at most, as medians."""
+    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
