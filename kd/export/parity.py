@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,8 @@ def compare(
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
+    took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
@@ -164,20 +166,20 @@ def eager_runner(student: Classifier) -> Runner:
     return run
 
 
-def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
-    """Return the CPU milliseconds of one image with one thread, measured in turns, as medians."""
+def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        took: dict[str, list[float]] = {name: [] for name in runners}
+        took: dict[str, list[float]] = {name: [] for name in calls}
         begin = time.perf_counter()
         for turn in range(TIMED_ROUNDS + 2):
-            for name, run in runners.items():
+            for name, call in calls.items():
                 start = time.process_time()
-                run(image)
+                call()
                 if turn >= 2:
                     took[name].append(1000 * (time.process_time() - start))
-            if turn > 4 and time.perf_counter() - begin > TIMED_SECONDS:
+            if turn > 4 and time.perf_counter() - begin > seconds:
                 break
     finally:
         torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 import yaml
 
 from kd import config
+from kd.config.flat import plain
 from kd.models.load import Spec, load
+from kd.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import cut
+import frontier
 import proof
 import variants
 
@@ -81,3 +85,27 @@ def test_cut_weights_are_evenly_spaced_entries_of_the_teacher():
     made = cut.network(16)
     made.load_state_dict(weights)
     assert torch.isfinite(made(torch.zeros(2, 3, 32, 32))).all()
+
+
+@pytest.mark.parametrize("name", list(frontier.STUDENTS))
+def test_each_student_of_the_frontier_is_a_configuration(name):
+    student, every = frontier.STUDENTS[name], ",".join(map(json.dumps, frontier.STUDENTS.values()))
+    space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
+    (one,) = (space.load(values) for values in space.combinations(0) if json.loads(values["student"]) == student)
+    assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
+    assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
+
+
+def test_the_command_of_the_frontier_names_no_path_of_this_machine():
+    argv = [
+        "x.py",
+        "data.root=/data/c",
+        "teacher.checkpoint=~/t.pth",
+        "run.folder=/tmp/x",
+        "run.epochs=1",
+        "--jobs",
+        "2",
+    ]
+    assert frontier.shown(argv) == (
+        "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER run.epochs=1 --jobs 2"
+    )
