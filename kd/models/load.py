@@ -105,7 +105,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     own = _own_classes(spec, source, weights) if spec.classes is None else None
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
-    network = _create(spec, source, pretrained, image_size, count)
+    network, sized = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
     if spec.exact_head:
         folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
@@ -118,7 +118,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     made = Classifier(
         _laid_out(network),
         num_classes=len(classes),
-        input_size=_input_size(spec, network, config, image_size),
+        input_size=_input_size(spec, network, config, image_size, sized),
         mean=config["mean"],
         std=config["std"],
         features=features,
@@ -129,11 +129,14 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     return made
 
 
-def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int) -> int:
-    """Return the size of the images that a network sees: that of its weights, or the data's where it is free."""
+def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int, sized: bool) -> int:
+    """Return the size of the images that a network sees: that of its weights, or the data's where it is free.
+
+    `sized`: it was built for `image_size`, which a network of one size then needs.
+    """
     described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
-    fixed = getattr(network, "pretrained_cfg", {}).get("fixed_input_size")
-    return image_size if spec.free_size and not fixed and not described else config["input_size"][-1]
+    free = sized if getattr(network, "pretrained_cfg", {}).get("fixed_input_size") else spec.free_size
+    return image_size if free and not described else config["input_size"][-1]
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
@@ -243,7 +246,8 @@ def _numbered(network: nn.Module) -> list[str]:
     return list(config.get("label_names") or [f"class_{label}" for label in range(count)])
 
 
-def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> nn.Module:
+def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
+    """Return the network, and whether it was built for `image_size`."""
     import timm
 
     args = dict(spec.args)
@@ -255,7 +259,7 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     for sized in ({"img_size": image_size}, {}) if "img_size" not in args and not _is_stored(source) else ({},):
         try:
-            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
+            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except TypeError as error:
             errors.append(error)
         # KeyError, AttributeError: of a config.json without what timm expects in it
