@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Z = 1.959964
-"""97.5 % of a normal distribution lie below."""
+Z = 1.959964  # 97.5 % of a normal distribution lie below
 RESAMPLES = 200
 """Enough for a standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
 
@@ -83,10 +82,8 @@ class Samples:
     """What one score of a model was computed from: enough for its interval, and for that of a difference."""
 
     value: float
-    right: np.ndarray | None = None
-    """Bool [N], where the score is the share of N images that are right."""
-    replicates: np.ndarray | None = None
-    """Of any other score: its values on bootstrap samples, see `resampled`."""
+    right: np.ndarray | None = None  # bool [N], where the score is the share of N images that are right
+    replicates: np.ndarray | None = None  # of any other score: its values on bootstrap samples, see `resampled`
 
     def interval(self) -> tuple[float, float]:
         """Return the lower and the upper end."""

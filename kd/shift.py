@@ -36,12 +36,10 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 }
 """Upper ends of the bins of each number; the last bin has none."""
 CONFIDENCE = "confidence"
-WINDOW = 250
-"""Images between two tests of a stream."""
+WINDOW = 250  # images between two tests of a stream
 SPANS = (1, 2, 4, 8)
 """Windows that are tested together: the last, the last two, ... A small change takes more images to be seen."""
-ALARM = 6.0
-"""From which -log10 of the p-value on images are called different: by chance in one of a million windows."""
+ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
 
 
 def measure(pixels: np.ndarray) -> tuple[float, float]:
@@ -91,15 +89,11 @@ class Finding:
     """What a test found."""
 
     images: int
-    appearance: float
-    """-log10 of the p-value, 0 or more."""
+    appearance: float  # -log10 of the p-value, 0 or more
     labels: float
-    difference: str
-    """What is different in appearance, as text."""
-    mix: str
-    """The label whose frequency differs most, as text."""
-    confidence: float
-    """Mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model."""
+    difference: str  # what is different in appearance, as text
+    mix: str  # the label whose frequency differs most, as text
+    confidence: float  # mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model.
 
     @property
     def alarms(self) -> dict[str, bool]:
@@ -122,13 +116,10 @@ class Finding:
 class Reference:
     """What a graph answered on validation images."""
 
-    names: Sequence[str]
-    """C labels; of an embedding model one, "". """
-    bounds: Mapping[str, Sequence[float]]
-    """Q numbers, each with T bounds."""
+    names: Sequence[str]  # C labels; of an embedding model one, ""
+    bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
     tally: Tally
-    calibrated: bool = False
-    """Whether the mean confidence is an estimate of the accuracy."""
+    calibrated: bool = False  # whether the mean confidence is an estimate of the accuracy
     index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:

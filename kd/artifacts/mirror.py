@@ -32,8 +32,7 @@ WHERE = "run.mirror"
 CONFIG, OWNER = "config.yaml", ".kd-owner"
 CHECKPOINT = re.compile(r"checkpoints/(step_\d{8})/(state\.json|tensors\.safetensors)")
 """Only such files are ever removed from the copy."""
-Mark = tuple[int, int]
-"""Size in bytes and time of change of a file."""
+Mark = tuple[int, int]  # size in bytes and time of change of a file
 
 
 class Mirror:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kd.errors import BackendError
 
-PORT = "29500"
-"""MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free."""
+PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free.
 
 
 @dataclass(frozen=True, slots=True)

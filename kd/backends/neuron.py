@@ -28,8 +28,7 @@ class Neuron(DDPBackend):
 
     kind = "neuron"
     init = "neuron"
-    fixed_mode = "bf16+unfused"
-    """Fixed, because compiling each candidate would take minutes."""
+    fixed_mode = "bf16+unfused"  # fixed, because compiling each candidate would take minutes
 
     def optimizer(
         self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any

@@ -40,8 +40,7 @@ except ImportError as error:
 else:
     _import_error = None
 
-NEVER = 2**31
-"""Batches between the device loader's own graph cuts; practically none."""
+NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

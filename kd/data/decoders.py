@@ -23,10 +23,8 @@ from kd.errors import KdError
 from kd.types import TENSORS, Batch
 
 WHERE = "data.loader"
-PACKAGES = ("torch", "timm")
-"""What transforms an image, beside what decodes it."""
-AHEAD = 2
-"""Calls for each decoder that are on their way, of all ranks together."""
+PACKAGES = ("torch", "timm")  # what transforms an image, beside what decodes it
+AHEAD = 2  # calls for each decoder that are on their way, of all ranks together
 
 log = logging.getLogger("kd")
 
@@ -77,13 +75,10 @@ class Slot:
 
     name: str
     actor: Any
-    probe: Any = None
-    """A ping that it has not answered; None: it is trusted."""
+    probe: Any = None  # a ping that it has not answered; None: it is trusted
     probed: float = 0.0
-    calls: int = 0
-    """Calls of this rank that it has not answered."""
-    host: str = ""
-    """Ray's id of its host; "": it has never answered."""
+    calls: int = 0  # calls of this rank that it has not answered
+    host: str = ""  # Ray's id of its host; "": it has never answered
     address: str = ""
 
     def ping(self) -> None:

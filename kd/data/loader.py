@@ -26,8 +26,7 @@ from kd.errors import DataError, KdError
 from kd.host import BusyClock
 from kd.types import Batch, Loading, Plan
 
-AHEAD = 4
-"""Micro-batches that each worker makes before the loop asks for them."""
+AHEAD = 4  # micro-batches that each worker makes before the loop asks for them
 
 
 class Request(NamedTuple):
@@ -42,8 +41,7 @@ class Request(NamedTuple):
 class Share:
     """This rank's part of each step of a plan."""
 
-    batch_size: int
-    """Images of a step, all ranks."""
+    batch_size: int  # images of a step, all ranks
     accumulate: int
     rank: int
     world_size: int

@@ -17,8 +17,7 @@ from kd.errors import ConfigError, DataError
 from kd.seeds import evenly_spaced, seed_from
 from kd.types import Batch, DatasetFacts, Plan, Sample
 
-PROBES = 16
-"""Items of a dataset that are loaded to recognize it."""
+PROBES = 16  # items of a dataset that are loaded to recognize it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +45,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 class Labels:
     """What stands beside an image, and how it is checked."""
 
-    where: str
-    """The data's name for messages, such as "train"."""
-    kind: str
-    """"all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)."""
-    num_classes: int
-    """Labels must be below; 0: the number is not known yet."""
+    where: str  # the data's name for messages, such as "train"
+    kind: str  # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
+    num_classes: int  # labels must be below; 0: the number is not known yet
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
         """Return image and label of an item, or of a batch; -1 where labels are not read."""

@@ -24,8 +24,7 @@ from kd.data.loader import Fetch, LocalLoader, Request
 from kd.errors import KdError, RunError
 from kd.types import TENSORS, Batch
 
-CHUNK = 32
-"""Images of one call at most."""
+CHUNK = 32  # images of one call at most
 
 log = logging.getLogger("kd")
 T = TypeVar("T")

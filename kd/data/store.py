@@ -29,13 +29,10 @@ from kd.files.storage import Records, Stop, disk_error, log, open_folder, record
 from kd.types import Decoded, Label
 
 FORMAT = 4
-HEAD = struct.Struct("<IIIQ")
-"""Width, height, the CRC-32 of the encoded bytes, and the stamp of their file."""
+HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
 WHERE = "data.store"
-PIXELS = "pixels"
-"""Name of the file in a store's folder."""
-LONGEST = 4.0
-"""Longer side by shorter side up to which every image finds room in its slot."""
+PIXELS = "pixels"  # name of the file in a store's folder
+LONGEST = 4.0  # longer side by shorter side up to which every image finds room in its slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,7 @@ class Shrunk:
     which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape. A smaller image is stored as it is.
     """
 
-    size: int
-    """Side of the smallest crop, pixels."""
+    size: int  # side of the smallest crop, pixels
     crop: float
     """Smallest share of the area that a random crop keeps; 1.0: no random crop, the shorter side becomes `size`."""
 
@@ -95,10 +91,8 @@ class Slot(NamedTuple):
     """A stored image."""
 
     image: Image.Image
-    crc: int
-    """CRC-32 of the encoded bytes that it was decoded from."""
-    stamp: int
-    """Of their file; see `kd.contracts.Stamped`."""
+    crc: int  # CRC-32 of the encoded bytes that it was decoded from
+    stamp: int  # of their file; see `kd.contracts.Stamped`
 
 
 class Slots:

@@ -31,8 +31,7 @@ PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
 AVIF_BRANDS = (b"avif", b"avis")
-BLOCK = 128
-"""Names that are compressed together."""
+BLOCK = 128  # names that are compressed together
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
@@ -166,10 +165,8 @@ class Names:
 class Column(NamedTuple):
     """A text of each image, such as the name of its class, where many images have the same."""
 
-    texts: list[str]
-    """Those that occur, each once."""
-    of: np.ndarray
-    """The position of each image's, int32 [N]."""
+    texts: list[str]  # those that occur, each once
+    of: np.ndarray  # the position of each image's, int32 [N]
 
     @classmethod
     def of_each(cls, texts: Iterable[str]) -> Column:
@@ -267,8 +264,7 @@ class Listed:
     """A listing of images that are there: what all sources of files have in common."""
 
     classes: tuple[str, ...]
-    _labels: np.ndarray
-    """A class each, or int8 [N, C] of sets."""
+    _labels: np.ndarray  # a class each, or int8 [N, C] of sets
     _stamps: np.ndarray
 
     def __len__(self) -> int:

@@ -20,28 +20,22 @@ from kd.types import Decoded
 WHERE = "data.root"
 MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
 ENDINGS = tuple(f".{ending}".encode() for ending in [*pixels.ENDINGS, *MORE])
-MOST_KINDS = 6
-"""Endings that a line names."""
+MOST_KINDS = 6  # endings that a line names
 
 
 class File(NamedTuple):
     """What a listing says about an image file."""
 
-    size: int
-    """Bytes."""
-    stamp: int
-    """See `kd.contracts.Stamped`."""
+    size: int  # bytes
+    stamp: int  # see `kd.contracts.Stamped`
 
 
 class Files(NamedTuple):
     """Many image files in order, as columns: some 25 bytes each."""
 
-    names: Names
-    """Paths in the root."""
-    sizes: np.ndarray
-    """int64 [N]"""
-    stamps: np.ndarray
-    """uint64 [N]"""
+    names: Names  # paths in the root
+    sizes: np.ndarray  # int64 [N]
+    stamps: np.ndarray  # uint64 [N]
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[bytes, File]]) -> Files:
@@ -86,14 +80,10 @@ class ImageFolder(Listed):
 class Listing(NamedTuple):
     """What lies below a folder."""
 
-    files: Files
-    """The images, by the bytes of their paths: the same order on every machine, whatever its locale."""
-    folders: list[bytes]
-    """Those that directly hold images, as paths in the root."""
-    folder_of: np.ndarray
-    """The position of each image's folder, int32 [N]."""
-    notes: tuple[str, ...]
-    """What is left out, a line each."""
+    files: Files  # the images, by the bytes of their paths: the same order on every machine, whatever its locale
+    folders: list[bytes]  # those that directly hold images, as paths in the root
+    folder_of: np.ndarray  # the position of each image's folder, int32 [N]
+    notes: tuple[str, ...]  # what is left out, a line each
 
 
 def scan(root: str, folder: bytes) -> Listing:

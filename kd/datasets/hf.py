@@ -29,8 +29,7 @@ from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import DatasetFacts, Decoded, file_key
 
 WHERE = "data.path"
-ROWS = 10_000
-"""Rows whose sizes are looked up at a time."""
+ROWS = 10_000  # rows whose sizes are looked up at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

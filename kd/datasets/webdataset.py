@@ -32,8 +32,7 @@ from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
 from kd.types import DatasetFacts, Decoded, file_key
 
-MAX_LABEL = 2**20
-"""Bytes of a label member."""
+MAX_LABEL = 2**20  # bytes of a label member
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,8 +34,7 @@ class Rule:
 
     wrong: float = 0.0
     """At most this share of wrong answers among the sure ones; of several labels among the sure ones of each label."""
-    share: float = 0.0
-    """This share of images is unsure. Both 0: no threshold."""
+    share: float = 0.0  # this share of images is unsure. Both 0: no threshold.
 
     @property
     def where(self) -> str:

@@ -77,12 +77,9 @@ class Exported:
     """What was written."""
 
     folder: Path
-    lines: Sequence[str]
-    """One for each graph, for a person."""
-    load: str
-    """Python that loads the student."""
-    manifest: Mapping[str, Any]
-    """What manifest.json says, without files and checksum."""
+    lines: Sequence[str]  # one for each graph, for a person
+    load: str  # Python that loads the student
+    manifest: Mapping[str, Any]  # what manifest.json says, without files and checksum
 
 
 Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
@@ -95,19 +92,14 @@ class Subject:
     """A student, and all that its export says of it."""
 
     recipe: Recipe
-    student: Classifier
-    """On the CPU."""
+    student: Classifier  # on the CPU
     classes: Sequence[str]
-    data: str
-    """A hash of the data."""
-    provenance: Mapping[str, Any]
-    """For kd.json: step, metrics, run, `digest` of the weights."""
-    origin: str
-    """Of its initial weights, as text."""
+    data: str  # a hash of the data
+    provenance: Mapping[str, Any]  # for kd.json: step, metrics, run, `digest` of the weights
+    origin: str  # of its initial weights, as text
     images: Callable[[], AbstractContextManager[Images]]
     """Opens the validation images with which the graphs are compared."""
-    baseline: Sequence[Mapping[str, Any]] = ()
-    """Validation rows of the same student trained on labels alone."""
+    baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
     scored: tuple[Scored | None, Scored | None] = (None, None)
     """The last scores of the student and of the one trained on labels alone."""
     train: Train | None = None

@@ -39,8 +39,7 @@ from kd.scores import GraphScores
 from kd.text import percent
 
 ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
-VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default."""
+VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
 """Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
 Train = Callable[[Classifier, Classifier, int], None]
@@ -55,18 +54,13 @@ class Rung:
 
     name: str
     file: str
-    title: str
-    """Of the score that decides."""
+    title: str  # of the score that decides
     score: float
-    drop: float
-    """Against the student in PyTorch."""
-    interval: tuple[float, float]
-    """95 % of the drop: of the difference on the same images."""
-    agreement: float
-    """Share of the images with the same answer as in PyTorch; of an embedding model the mean cosine."""
+    drop: float  # against the student in PyTorch
+    interval: tuple[float, float]  # 95 % of the drop: of the difference on the same images
+    agreement: float  # share of the images with the same answer as in PyTorch; of an embedding model the mean cosine
     bytes: int
-    left_out: tuple[str, ...] = ()
-    """Layers that stayed in float32 by accuracy control."""
+    left_out: tuple[str, ...] = ()  # layers that stayed in float32 by accuracy control
 
     def line(self) -> str:
         """Return it for a person."""
@@ -83,10 +77,8 @@ class Exam:
     """Says what a graph loses against the student in PyTorch, on the same images."""
 
     task: Task
-    images: Shown
-    """Yields uint8 [B, 3, S, S] and labels [B], always the same N."""
-    reference: torch.Tensor
-    """What the student returns for them in PyTorch: logits [N, C] or vectors [N, D]."""
+    images: Shown  # yields uint8 [B, 3, S, S] and labels [B], always the same N
+    reference: torch.Tensor  # what the student returns for them in PyTorch: logits [N, C] or vectors [N, D]
     labels: torch.Tensor
 
     @classmethod
@@ -146,23 +138,16 @@ class Exam:
 class Ladder:
     """What a climb needs."""
 
-    folder: Path
-    """With model.onnx; the quantized files are written beside it."""
+    folder: Path  # with model.onnx; the quantized files are written beside it
     student: Classifier
     size: int
     exam: Exam
-    views: Views
-    """Yields so many training views, uint8 [B, 3, S, S], with labels."""
-    max_drop: float
-    """A share: 0.005 is half a point."""
-    both: bool = False
-    """Go on to the second rung where the first one holds: whoever compares speeds wants both files."""
-    repair: int = 0
-    """Steps of the last rung; 0: there is none."""
-    train: Train | None = None
-    """None: this student cannot be trained on."""
-    temperature: float = 1.0
-    """By which the student's logits were divided after its training."""
+    views: Views  # yields so many training views, uint8 [B, 3, S, S], with labels
+    max_drop: float  # a share: 0.005 is half a point
+    both: bool = False  # go on to the second rung where the first one holds: whoever compares speeds wants both files
+    repair: int = 0  # steps of the last rung; 0: there is none
+    train: Train | None = None  # none: this student cannot be trained on
+    temperature: float = 1.0  # by which the student's logits were divided after its training
     rungs: list[Rung] = field(default_factory=list)
 
     def climb(self) -> list[Rung]:

@@ -26,27 +26,20 @@ from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16
-FEWEST_LABELLED = 100
-"""Images with a label below which no temperature is fitted."""
+FEWEST_LABELLED = 100  # images with a label below which no temperature is fitted
 TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
-EAGER = ""
-"""The name of PyTorch among the graphs."""
+EAGER = ""  # the name of PyTorch among the graphs
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
 
-    outputs: Mapping[str, torch.Tensor]
-    """Logits [N, C] or vectors [N, D] by graph."""
-    labels: torch.Tensor
-    """int [N], or label sets [N, C]; -1 where nobody knows."""
-    measures: Sequence[tuple[float, float]]
-    """See `kd.shift.measure`."""
-    cpu_ms: Mapping[str, float]
-    """CPU time of an image with one thread."""
-    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """The first image, uint8 [3, S, S]."""
+    outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
+    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where nobody knows
+    measures: Sequence[tuple[float, float]]  # see `kd.shift.measure`
+    cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
 
     def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
         """Return what a graph answered, for whoever compares later images with these."""

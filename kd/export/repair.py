@@ -29,8 +29,7 @@ from kd.setup.student import build_criterion
 from kd.setup.teacher import Teachers, load_fitted
 from kd.types import Batch, Dims, Needs, Outputs
 
-RATE = 0.1
-"""Peak learning rate, as a share of the run's."""
+RATE = 0.1  # peak learning rate, as a share of the run's
 SELF = {"softmax": "kl", "sigmoid": "binary_kl"}
 """The loss against the float32 self, by the function that reads a logit."""
 

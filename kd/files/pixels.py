@@ -11,8 +11,7 @@ from PIL import Image
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them."""
-MAX_BYTES = 2**30
-"""Of an image file. Within the limit on pixels none needs more, and one that has more is not read."""
+MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
 EXIF_ORIENTATION = 0x0112
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -18,12 +18,9 @@ from kd.errors import DataError, did_you_mean
 from kd.files import object_store
 from kd.files.storage import disk_error, lock, log, recover
 
-BLOCK = 512
-"""Bytes of a tar block; headers and contents begin on its multiples."""
-MAX_HEADER = 2**20
-"""Bytes of an extended header. tarfile reads one whole, whatever size it claims."""
-AT_ONCE = 8
-"""Shards that are copied at the same time."""
+BLOCK = 512  # bytes of a tar block; headers and contents begin on its multiples
+MAX_HEADER = 2**20  # bytes of an extended header. tarfile reads one whole, whatever size it claims.
+AT_ONCE = 8  # shards that are copied at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,7 @@ class Shard:
     """A tar file on this machine."""
 
     path: str
-    origin: str
-    """The path, or the URL that it was copied from."""
+    origin: str  # the path, or the URL that it was copied from
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:

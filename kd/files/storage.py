@@ -29,14 +29,10 @@ except ImportError:  # Windows, where the endpoint runs without locks
 MANIFEST = "manifest.json"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 """The hidden names of drafts and of folders that are being replaced."""
-ABANDONED = 3600.0
-"""Age in seconds from which a draft is taken for that of a killed process, where no lock tells."""
-MANIFEST_WAIT = 10.0
-"""Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
-LAST = 2**26
-"""Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
-LINE = 2**20
-"""Bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time."""
+ABANDONED = 3600.0  # age in seconds from which a draft is taken for that of a killed process, where no lock tells
+MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder whose writer has just made the folder
+LAST = 2**26  # bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine
+LINE = 2**20  # bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time.
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
@@ -322,8 +318,7 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
 # ------------------------------------------------------------------------------------------------ reading again
 
 
-PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between the tries: a network storage that fails over is back within a second or two."""
+PAUSES = (0.1, 0.4, 1.5)  # seconds between the tries: a network storage that fails over is back within a second or two
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 

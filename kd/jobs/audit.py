@@ -35,8 +35,7 @@ from kd.setup.data import Data
 from kd.setup.recipe import Recipe
 from kd.types import Batch, Outputs
 
-BATCH, READ = 64, 1024
-"""Images of a forward; records that are read at once."""
+BATCH, READ = 64, 1024  # images of a forward; records that are read at once
 NAMED = 3
 
 

@@ -27,8 +27,7 @@ from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Outputs, Plan
 
-ROWS = 1024
-"""Records that are read at once."""
+ROWS = 1024  # records that are read at once
 
 log = logging.getLogger("kd")
 
@@ -40,8 +39,7 @@ class Cached:
     folder: str
     records: int
     missing: int
-    computed: int
-    """Images that the teacher's forward ran on."""
+    computed: int  # images that the teacher's forward ran on
     seconds: float
 
 

@@ -44,21 +44,15 @@ class Result:
     """What a finished run leaves."""
 
     folder: Path
-    metrics: dict[str, float]
-    """The validation row of the best checkpoint."""
+    metrics: dict[str, float]  # the validation row of the best checkpoint
     parameters: int
-    images_per_second: float
-    """Over all of the training so far, evaluation left out."""
+    images_per_second: float  # over all of the training so far, evaluation left out
     teacher_parameters: int = 0
-    scored: Scored | None = None
-    """The best checkpoint, scored once at the end; None: a teacher that was fitted."""
-    sifting: str = ""
-    """What the sifter did, as Markdown."""
-    at_home: tuple[str, ...] = ()
-    """How each teacher's answers differ from those with its own preprocessing."""
+    scored: Scored | None = None  # the best checkpoint, scored once at the end; None: a teacher that was fitted
+    sifting: str = ""  # what the sifter did, as Markdown
+    at_home: tuple[str, ...] = ()  # how each teacher's answers differ from those with its own preprocessing
     steps: int = 0
-    skipped: int = 0
-    """Steps whose gradient was not finite."""
+    skipped: int = 0  # steps whose gradient was not finite
     baseline: Result | None = None
     report: str = ""
 

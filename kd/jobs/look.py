@@ -24,10 +24,8 @@ from kd.audit.lists import (
 from kd.contracts import Source
 from kd.errors import CorruptImage, DataError
 
-LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000
-"""How long, and how many images at most, are decoded where not all are."""
-PROGRESS_SECONDS, NAMED = 10.0, 3
-"""Between two lines of progress; pairs that are named."""
+LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
+PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named
 
 log = logging.getLogger("kd")
 

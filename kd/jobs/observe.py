@@ -35,8 +35,7 @@ ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communic
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
-_reached: list[float] = []
-"""Until when the tables of this command account for its time (`time.perf_counter`)."""
+_reached: list[float] = []  # until when the tables of this command account for its time (`time.perf_counter`)
 
 
 @contextmanager

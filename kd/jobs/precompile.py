@@ -24,8 +24,7 @@ from kd.setup.recipe import resolve
 from kd.setup.teacher import RANDOM, Teachers, load_teachers
 from kd.types import Batch, Plan, State
 
-FEWEST = 3
-"""Steps: the first two may be graphs of their own."""
+FEWEST = 3  # steps: the first two may be graphs of their own
 
 
 def compile_only(settings: Config) -> str:

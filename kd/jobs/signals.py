@@ -16,8 +16,7 @@ from types import FrameType
 from kd.errors import Interrupted
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 1.0
-"""Seconds in which two signals count as one: a launcher passes on what its whole group has received too."""
+TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too
 
 
 class Signals:
@@ -72,5 +71,4 @@ class Signals:
         return f"stopped by {self._name}; the same command resumes"
 
 
-signals = Signals()
-"""Of this process: it has only one set of handlers."""
+signals = Signals()  # of this process: it has only one set of handlers

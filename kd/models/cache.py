@@ -28,14 +28,11 @@ from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3
 WHERE = "teacher.cache.path"
-DENSE_CLASSES = 1024
-"""Up to here every logit is kept."""
+DENSE_CLASSES = 1024  # up to here every logit is kept
 TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-WAITING, WAITING_BYTES = 32, 256 << 20
-"""Batches, and bytes, whose outputs may wait on the device for the next flush."""
-READ_BYTES = 64 << 20
-"""Of records that are read at once where only their being whole counts."""
+WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
+READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
 log = logging.getLogger("kd")
 
 

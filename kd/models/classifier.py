@@ -25,10 +25,8 @@ class Home:
     """The preprocessing that came with a model: what its own library makes of a whole image."""
 
     library: str
-    prepare: Callable[[Image.Image], Tensor]
-    """RGB image -> normalized pixels [3, H, W]."""
-    keys: str
-    """Its keys of size and crop with their values, for messages."""
+    prepare: Callable[[Image.Image], Tensor]  # RGB image -> normalized pixels [3, H, W]
+    keys: str  # its keys of size and crop with their values, for messages
 
 
 class Classifier(nn.Module):
@@ -40,8 +38,7 @@ class Classifier(nn.Module):
     """
 
     runtime, reads_ids = "torch", False
-    home: Home | None = None
-    """None: it came without preprocessing."""
+    home: Home | None = None  # none: it came without preprocessing
 
     def __init__(
         self,

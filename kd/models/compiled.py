@@ -14,8 +14,7 @@ from torch import nn
 from kd.files.storage import lock, log
 
 WHERE = "TORCHINDUCTOR_CACHE_DIR"
-OWN = re.compile(r"kd-\d+")
-"""Name of such a folder, in torch's own: a process takes the first that no other one holds."""
+OWN = re.compile(r"kd-\d+")  # name of such a folder, in torch's own: a process takes the first that no other one holds
 GRAPHS = 64
 """Limit of compiled graphs in a process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
 training, evaluation and the copies of trials each need their own."""

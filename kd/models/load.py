@@ -37,12 +37,9 @@ class Images:
 
     train: Source
     val: Source
-    seed: int
-    """Of the run; the views depend on it."""
-    views: int
-    """How many views a training image has; 0: a fresh one every epoch."""
-    transform: dict[str, Any]
-    """What a training image goes through, as JSON values."""
+    seed: int  # of the run; the views depend on it
+    views: int  # how many views a training image has; 0: a fresh one every epoch
+    transform: dict[str, Any]  # what a training image goes through, as JSON values
     test: Source | None = None
 
     def shown(self) -> dict[str, Any]:
@@ -54,23 +51,18 @@ class Images:
 class Spec:
     """Which model, with which weights, for which classes."""
 
-    where: str
-    """Config path of the section, `student` or `teacher`, for messages."""
+    where: str  # config path of the section, `student` or `teacher`, for messages
     model: str
     args: dict[str, Any]
     classes: Sequence[str] | None
     """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
     needed, and no classifier."""
-    checkpoint: str = ""
-    """A .safetensors file or a folder."""
-    pretrained: bool = False
-    """Load the weights that come with the name, the folder or the hub id."""
+    checkpoint: str = ""  # a .safetensors file or a folder
+    pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
-    exact_head: bool = False
-    """The pretrained head must have these very classes in this order; otherwise it is replaced."""
-    images: Images | None = None
-    """For a teacher that answers by an image's name."""
+    exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
+    images: Images | None = None  # for a teacher that answers by an image's name
     task: Task | None = None
     """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
 

@@ -31,8 +31,7 @@ from kd.models.timm_folder import is_timm
 from kd.types import Outputs
 
 OPSET = 20
-OLDEST_EXPORTER = "2.9"
-"""Oldest torch whose exporter was tried."""
+OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 

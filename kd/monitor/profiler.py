@@ -14,8 +14,7 @@ from kd.files.storage import write_text
 
 log = logging.getLogger("kd")
 
-TOP = 30
-"""Operators that operators.txt lists."""
+TOP = 30  # operators that operators.txt lists
 
 
 class Profiler:

@@ -18,10 +18,8 @@ from kd.host import cores
 
 log = logging.getLogger("kd")
 
-INTERVAL = 1.0
-"""Seconds between two samples; one takes about a millisecond, which is a thousandth of one core."""
-CHILDREN_EVERY = 10
-"""Samples between two looks for child processes: the system lists all of its processes for it."""
+INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
+CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it
 MIB = 2**20
 
 

@@ -26,10 +26,8 @@ from kd.types import UNKNOWN, Loading, State
 
 log = logging.getLogger("kd")
 
-APART = ("evaluation", "checkpoint", "setup", "profile")
-"""Spans that are no part of a step."""
-WARM_UP = 5
-"""Steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill."""
+APART = ("evaluation", "checkpoint", "setup", "profile")  # spans that are no part of a step
+WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
 
 
 @dataclass(slots=True)
@@ -317,8 +315,7 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
 
 
-active: list[Any] = []
-"""The timelines of this process; the last one gets the regions."""
+active: list[Any] = []  # the timelines of this process; the last one gets the regions
 
 
 class _Mark:

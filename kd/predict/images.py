@@ -36,10 +36,8 @@ class Images:
     """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
     stamps: Sequence[str]
     """Size and time of each image when it was listed; "": it was not there, or it is a URL in a list."""
-    path: Callable[[int], str]
-    """Returns the file of an image on this machine; "": there is none."""
-    remote: bool = False
-    """Reading waits for a network."""
+    path: Callable[[int], str]  # returns the file of an image on this machine; "": there is none
+    remote: bool = False  # reading waits for a network
 
     @property
     def fingerprint(self) -> str:

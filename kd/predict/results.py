@@ -22,12 +22,9 @@ from kd.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
-SHOWN = 10
-"""Unreadable images that a message names."""
-ROWS = 65_536
-"""Rows of a group of a Parquet file."""
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that spreadsheets run as a formula."""
+SHOWN = 10  # unreadable images that a message names
+ROWS = 65_536  # rows of a group of a Parquet file
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets run as a formula
 
 
 class Journal:

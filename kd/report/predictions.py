@@ -28,8 +28,7 @@ from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
-MOST_PICTURES, SIDE = 24, 160
-"""Pictures on which the models differ; their side, pixels."""
+MOST_PICTURES, SIDE = 24, 160  # pictures on which the models differ; their side, pixels
 
 
 def answers(

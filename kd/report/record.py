@@ -41,12 +41,10 @@ class Picture:
     name: str
     truth: str
     teacher: str
-    teacher_share: float
-    """The teacher's probability for its answer."""
+    teacher_share: float  # the teacher's probability for its answer
     student: str
     student_share: float
-    data: str
-    """A small JPEG as data URI."""
+    data: str  # a small JPEG as data URI
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +54,10 @@ class Answers:
     classes: Sequence[str]
     label: Sequence[int]
     student: Sequence[int]
-    teacher: Sequence[int]
-    """Empty without a teacher."""
-    of: int
-    """Images of the validation split; more than answered where only a part was asked for."""
+    teacher: Sequence[int]  # empty without a teacher
+    of: int  # images of the validation split; more than answered where only a part was asked for
     pictures: Sequence[Picture] = ()
-    student_sure: Sequence[float] = ()
-    """The student's probability for its answer, calibrated on every second image."""
+    student_sure: Sequence[float] = ()  # the student's probability for its answer, calibrated on every second image
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds of an image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
@@ -107,30 +102,23 @@ class RunRecord:
     """One run folder."""
 
     name: str
-    keys: Mapping[str, Any]
-    """The configuration as {"section.key": value}; texts from the environment are references."""
+    keys: Mapping[str, Any]  # the configuration as {"section.key": value}; texts from the environment are references
     manifest: Mapping[str, Any]
     train: Sequence[Mapping[str, Any]]
     val: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
-    scores: Scores
-    """The columns of `val`."""
-    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Log windows by rank."""
-    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Samples by host and rank."""
+    scores: Scores  # the columns of `val`
+    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
+    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
     answers: Answers | None = None
     scored: Scored | None = None
     """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
     exported: Mapping[str, Any] = field(default_factory=dict)
     """manifest.json of `export/`, where `kd-export` wrote it there."""
-    sheet: bytes = b""
-    """The contact sheet of a sifted run, JPEG."""
-    baseline: RunRecord | None = None
-    """The same student trained on labels alone."""
-    notes: Sequence[str] = ()
-    """Why something is missing."""
+    sheet: bytes = b""  # the contact sheet of a sifted run, JPEG
+    baseline: RunRecord | None = None  # the same student trained on labels alone
+    notes: Sequence[str] = ()  # why something is missing
 
     @property
     def decides(self) -> Column:

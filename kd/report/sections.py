@@ -13,10 +13,8 @@ from kd.scores import Column
 from kd.text import VARIANTS_NOTE, clock, percent, variant_rows
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
-APART = ("evaluation", "checkpoint", "profile", "setup")
-"""Parts of the time that are no part of a step."""
-SAMPLES, WINDOWS = 240, 80
-"""Samples of a machine that are drawn at most; bars of the chart of log windows."""
+APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
+SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars of the chart of log windows
 
 
 def color(number: int) -> str:

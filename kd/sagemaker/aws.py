@@ -18,8 +18,7 @@ from kd.sagemaker.archives import container_archive
 
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0
-LATE_MS = 60_000
-"""An event may appear so long after younger events of another host."""
+LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 Request = Mapping[str, Any]
 

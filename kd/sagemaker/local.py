@@ -17,10 +17,8 @@ from kd.errors import BackendError
 from kd.host import cores
 from kd.sagemaker.hosts import end_marked, free_ports, marks
 
-RUN_MARK = "KD_RUN"
-"""The environment variable of all processes of a local job."""
-LEAVE_SECONDS = 30.0
-"""How long a host may take to end after the training has ended."""
+RUN_MARK = "KD_RUN"  # the environment variable of all processes of a local job
+LEAVE_SECONDS = 30.0  # how long a host may take to end after the training has ended
 
 
 class LocalJob:

@@ -24,10 +24,8 @@ from kd.errors import KdError
 TURN, FEWEST, COLD = 0.3, 8, 3
 """Seconds that a server is asked before it is the next one's turn, and answers at least; answers at the start of a turn
 that do not count, because the caches still hold another model."""
-ENOUGH = 400
-"""Answers of each server, after which the time does not count."""
-_PDEATHSIG = 1
-"""Of prctl: a server gets a signal when this process ends, also when it is killed."""
+ENOUGH = 400  # answers of each server, after which the time does not count
+_PDEATHSIG = 1  # of prctl: a server gets a signal when this process ends, also when it is killed
 START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0
 
@@ -38,10 +36,8 @@ class Seen:
 
     p50_ms: float
     p99_ms: float
-    per_second: float
-    """Answers."""
-    memory_mb: float
-    """Resident, at the end."""
+    per_second: float  # answers
+    memory_mb: float  # resident, at the end
 
 
 def ask(

@@ -29,8 +29,7 @@ HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
-FREE_CHUNKS = 64
-"""Chunks of a body that may be smaller than `Limits.min_chunk`."""
+FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`
 
 
 class Parser(h11.Connection):
@@ -80,10 +79,8 @@ class Shared:
     """The state that all connections of a server share."""
 
     limits: Limits
-    health_only: ASGI
-    """The application for connections beyond `Limits.max_connections`."""
-    spare: dict[Connection, None] = field(default_factory=dict)
-    """The open spare connections, oldest first."""
+    health_only: ASGI  # the application for connections beyond `Limits.max_connections`
+    spare: dict[Connection, None] = field(default_factory=dict)  # the open spare connections, oldest first
     _jobs: deque[Callable[[], None]] = field(default_factory=deque)
 
     def parse_later(self, job: Callable[[], None]) -> None:

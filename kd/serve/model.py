@@ -28,13 +28,11 @@ WHERE = "export"
 class Output:
     """What the graph returns for an image."""
 
-    name: str
-    """"logits" of the labels, or "embedding": a vector of length 1."""
+    name: str  # "logits" of the labels, or "embedding": a vector of length 1
     width: int
     thresholds: tuple[float, ...] = ()
     """Where an image may have several labels: from which probability it has each. Empty: it has one."""
-    unsure: Bands = ()
-    """See `kd.files.sure`; empty: it does not say which answers are sure."""
+    unsure: Bands = ()  # see `kd.files.sure`; empty: it does not say which answers are sure
 
     @property
     def embeds(self) -> bool:
@@ -49,16 +47,12 @@ class Description:
     folder: Path
     file: str
     name: str
-    version: str
-    """First digits of the weights' hash, then the kind of graph unless it is model.onnx."""
+    version: str  # first digits of the weights' hash, then the kind of graph unless it is model.onnx
     labels: tuple[str, ...]
     output: Output
-    size: int
-    """Side of the crop, pixels."""
-    crop: float
-    """Share of the shorter side that the crop keeps."""
-    files: dict[str, str]
-    """The sha256 of each file, as manifest.json has it."""
+    size: int  # side of the crop, pixels
+    crop: float  # share of the shorter side that the crop keeps
+    files: dict[str, str]  # the sha256 of each file, as manifest.json has it
     reference: Reference | None
     """What the graph answered on validation images; None: an older export, or one without them."""
 

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 1
-CLIENT_GONE = 499
-"""The client disconnected. This status is counted in the metrics and never sent; no RFC defines it."""
+CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
 
 class Problem(Exception):

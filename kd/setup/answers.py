@@ -14,10 +14,8 @@ from kd.setup.data import Data
 from kd.tasks.single_label import temperature
 from kd.types import Batch
 
-BATCH = 50
-"""Images of a forward."""
-LOOKED, SHOWN = 500, 12
-"""Images among which the surest mistakes are looked for; mistakes."""
+BATCH = 50  # images of a forward
+LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
 def ask(models: Mapping[str, Any], data: Data, images: int, device: torch.device) -> dict[str, Any]:

@@ -25,10 +25,8 @@ from kd.setup.recipe import Session, TeacherPlan
 from kd.setup.teacher import TeacherReport
 from kd.types import Batch
 
-CHECKED = 16
-"""Records that are computed again whenever a cache is opened."""
-SEARCHED = 4096
-"""Ids among which these are looked for first: a large cache is not read as a whole."""
+CHECKED = 16  # records that are computed again whenever a cache is opened
+SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole
 TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
 """Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
 BF16_TOLERANCE = 0.05

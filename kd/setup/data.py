@@ -26,12 +26,9 @@ class DataPlan:
     """Which images a run sees, and how."""
 
     section: DataSection
-    seed: int
-    """Of the run; views and order depend on it."""
-    views: int
-    """How many views an image has; 0: a fresh one every epoch."""
-    folder: str
-    """`run.folder`, below which stores and caches lie."""
+    seed: int  # of the run; views and order depend on it
+    views: int  # how many views an image has; 0: a fresh one every epoch
+    folder: str  # `run.folder`, below which stores and caches lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,10 @@ class Data:
     plan: DataPlan
     train: Source
     val: Source
-    test: Source | None = None
-    """Images that only the end of a run looks at, where some are named or set aside."""
+    test: Source | None = None  # images that only the end of a run looks at, where some are named or set aside
     stored: tuple[Source, Source] | None = None
     """Training and validation images behind a store of decoded pixels, where there is one."""
-    teacher_classes: tuple[str, ...] = ()
-    """The teacher's classes, where the images have no labels."""
+    teacher_classes: tuple[str, ...] = ()  # the teacher's classes, where the images have no labels
 
     @property
     def section(self) -> DataSection:

@@ -34,8 +34,7 @@ from kd.types import Dims
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
-MAP_DATASET = "kd.data.map_dataset"
-"""`data.kind` of a run of `kd.distill`."""
+MAP_DATASET = "kd.data.map_dataset"  # `data.kind` of a run of `kd.distill`
 
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
@@ -117,10 +116,8 @@ def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int)
 class Trust:
     """What a person vouches for who reads a run folder."""
 
-    code: bool
-    """`--trust`: what its configuration names may run."""
-    images: bool
-    """`--trust`, or the command line says where the images lie: they may be others than those of the run."""
+    code: bool  # `--trust`: what its configuration names may run
+    images: bool  # `--trust`, or the command line says where the images lie: they may be others than those of the run
 
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:

@@ -16,8 +16,7 @@ from kd.data.workers import require_shared_memory
 from kd.errors import ConfigError
 from kd.host import cores, shared_memory_mib
 
-MOST_WORKERS = 16
-"""Worker processes beside an accelerator at most."""
+MOST_WORKERS = 16  # worker processes beside an accelerator at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,8 @@ from kd.files.storage import hashed_folder
 from kd.host import free_mib
 from kd.seeds import evenly_spaced
 
-SAMPLE = 16
-"""Training images that are decoded to estimate the size of a store."""
-Splits = tuple[Source, Source]
-"""Training and validation images."""
+SAMPLE = 16  # training images that are decoded to estimate the size of a store
+Splits = tuple[Source, Source]  # training and validation images
 
 log = logging.getLogger("kd")
 

@@ -21,16 +21,13 @@ from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.types import Batch, Outputs
 
-NEIGHBOURS, TEMPERATURE = 20, 0.07
-"""Of the search, as in DINO (arXiv:2104.14294)."""
-RECALLED = 10
-"""Images that a search in the teacher's index returns."""
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
+RECALLED = 10  # images that a search in the teacher's index returns
 PROJECTED, TEACHER = "projected", "teacher"
 """Names of vectors: the student's in the first teacher's space, and that teacher's own."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
-MOST_BYTES = 1 << 30
-"""Of the teacher's outputs for validation images that are kept for the next evaluations."""
+MOST_BYTES = 1 << 30  # of the teacher's outputs for validation images that are kept for the next evaluations
 LABELS = "labels"
 SCORES = Scores(
     own=(

@@ -18,10 +18,8 @@ from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
 
-NUM_BINS = 15
-"""Of the calibration error, as in arXiv:1706.04599."""
-LOWEST, HIGHEST = 0.01, 100.0
-"""Of a temperature."""
+NUM_BINS = 15  # of the calibration error, as in arXiv:1706.04599
+LOWEST, HIGHEST = 0.01, 100.0  # of a temperature
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error", smaller=True)),
     pair=(

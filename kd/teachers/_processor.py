@@ -25,21 +25,17 @@ from kd.models.load import Spec
 SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long_axis")
 """Switches of size and crop: kd shows every model the same square, resized bicubically."""
 KEYS = ("size", "crop_size", "crop_pct", "resample", "do_center_crop", "do_resize")
-SIDE = 32
-"""Of the noise, pixels."""
+SIDE = 32  # of the noise, pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What a processor does to pixels."""
 
-    size: int
-    """Side of the square that it makes, pixels; 0: any."""
-    mean: tuple[float, ...]
-    """Of each channel of an image in 0..1."""
+    size: int  # side of the square that it makes, pixels; 0: any
+    mean: tuple[float, ...]  # of each channel of an image in 0..1
     std: tuple[float, ...]
-    order: tuple[int, ...]
-    """The channel of the image that stands at each position of the model's input."""
+    order: tuple[int, ...]  # the channel of the image that stands at each position of the model's input
     home: Home
 
 

@@ -22,10 +22,8 @@ from kd.models.load import Spec
 from kd.teachers._processor import Preparation, measure, read_processor
 from kd.types import Outputs
 
-CLASSIFIER = "ForImageClassification"
-"""In the name of a class with a classifier."""
-HEADS = ("classifier", "head", "fc")
-"""How the names of their last layers end."""
+CLASSIFIER = "ForImageClassification"  # in the name of a class with a classifier
+HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
 
 
 def library(where: str) -> Any:

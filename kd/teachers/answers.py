@@ -24,8 +24,7 @@ from kd.models.load import Images, Spec
 from kd.teachers._shared import columns, named, require_logits, to_logits
 from kd.types import Outputs, file_key
 
-CHECKED = 64
-"""Answers that are checked at a time."""
+CHECKED = 64  # answers that are checked at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
