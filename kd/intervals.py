@@ -35,14 +35,9 @@ def wilson(share: float, images: int) -> tuple[float, float]:
 def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     """Return the interval of the difference of two shares of the same images; -1 to 1 without any.
 
-    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland,
-    Lydersen and Laake recommend (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant
-    images alone.
-
-    Args:
-        gained: images that only the first model has right.
-        lost: images that only the second has right.
-        images: of both models.
+    `gained` and `lost` images are right by the first and by the second model alone. The adjusted Wald interval of
+    Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland, Lydersen and Laake recommend
+    (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant images alone.
     """
     if not images:
         return -1.0, 1.0

@@ -167,8 +167,7 @@ class Reference:
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
         """Read what `record` returned, for an export with these labels.
 
-        Raises:
-            KeyError, ValueError, TypeError, IndexError: it is something else.
+        KeyError, ValueError, TypeError, IndexError: it is something else.
         """
         numbers = {name: record["numbers"][name] for name in BOUNDS if name in record["numbers"]}  # JSON may be sorted
         bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in numbers.items()}
@@ -288,14 +287,8 @@ class Watch:
 def _evidence(x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return -log of the p-value [T] of x of n images beside y of m, in each of C strata, with both shares.
 
-    Args:
-        x: integers [C, T].
-        n: integers [C, 1].
-        y: as x, of validation.
-        m: as n.
-
-    Returns:
-        The bound, the share of x in all strata, and the one that is expected by the shares of y, each [T].
+    `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` of validation. The shares are that of x in all
+    strata, and the one that is expected by the shares of y, each [T].
     """
     there = ((n > 0) & (m > 0))[:, 0]
     x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))

@@ -196,11 +196,7 @@ class Pool:
             return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
 
     def get(self, call: Call) -> Any:
-        """Return what a decoder answers.
-
-        Raises:
-            Unanswered: it does not, or not in time.
-        """
+        """Return what a decoder answers; `Unanswered` where it does not, or not in time."""
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:

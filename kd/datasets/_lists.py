@@ -123,8 +123,7 @@ def content(path: str, where: str, endings: Sequence[str], form: str, read: Call
 def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return the names of the columns, and the lines of a table by number.
 
-    Raises:
-        ValueError: no two columns, one without a name or named twice, or a line of another length.
+    ValueError: no two columns, one without a name or named twice, or a line of another length.
     """
     reader = csv.reader(opened, delimiter=DELIMITERS[os.path.splitext(opened.name)[1].lower()])
     header = [name.strip() for name in next((row for row in reader if row), [])]

@@ -83,12 +83,6 @@ class HuggingFace(Listed):
         return f"{self._split}[{self._rows[id]}]"
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the row holds no whole image.
-            DataError: the file that it names is gone or cannot be read.
-        """
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
         if data is None and path is None:

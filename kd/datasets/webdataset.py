@@ -128,12 +128,6 @@ class WebDataset(Listed):
         return self._names[id].decode("utf-8", "backslashreplace")
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the member is no whole image.
-            DataError: the shard is gone, cannot be read, or is shorter than it was.
-        """
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
         subject = f"image '{self.name(id)}'"
         check_bytes(size, subject, self._where)

@@ -78,12 +78,8 @@ def choose(
 ) -> dict[str, Any]:
     """Return what manifest.json says of the threshold, as JSON values; nothing without a rule.
 
-    Args:
-        rule: what is asked for.
-        outputs: logits [N, C] of the weights, under "", and of each graph.
-        labels: int [N], or label sets [N, C]; -1 where nobody knows.
-        thresholds: of each class where an image may have several labels, else empty.
-        classes: C names.
+    `outputs` are logits [N, C] of the weights, under "", and of each graph; `labels` int [N], or sets [N, C], -1 where
+    nobody knows; `thresholds` those of each class where an image may have several labels, else empty.
     """
     if not rule.wrong and not rule.share:
         return {}

@@ -116,13 +116,9 @@ def export(
 ) -> Exported:
     """Export the best student of a run folder, or its teacher.
 
-    Args:
-        path: the run folder.
-        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
-        options: what to write; None: the defaults.
-        overrides: `key=value` over the run's configuration, such as where its data lies now.
-        trust: import modules that the run names, and read images wherever it says.
-        teacher: export the teacher in place of the student.
+    `target` None: `export` in the run folder, `export-teacher` for the teacher. `overrides`: `key=value` over the run's
+    configuration, such as where its data lies now. `trust`: import modules that the run names, and read images wherever
+    it says.
     """
     folder, settings = opened_run(path, trust)
     require_files(path, settings.data)

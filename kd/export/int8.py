@@ -207,13 +207,9 @@ def require(ladder: Ladder) -> None:
 
 
 def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
-    """Write OpenVINO's IR with int8 weights and activations, ranges from training views.
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations, ranges from training views.
 
-    Args:
-        source: model.onnx.
-        path: the .xml file to write; its .bin beside it.
-        views: see `Ladder.views`.
-        smooth: use SmoothQuant.
+    `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     with _nncf() as nncf:
         openvino = runtimes.require("openvino", "--int8", "nncf")
@@ -288,12 +284,8 @@ def fake_quantized(
 ) -> tuple[Classifier, Classifier]:
     """Return a student with the logits that it was trained for, and the same fake-quantized: as in int8, and trainable.
 
-    Args:
-        student: on the CPU; not changed.
-        size: S of the images.
-        views: see `Ladder.views`.
-        temperature: by which its logits were divided after its training.
-        smooth: use SmoothQuant.
+    The student, on the CPU, is not changed. `size` is S of the images, `temperature` what its logits were divided by
+    after its training. `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     own = copy.deepcopy(runtimes.reparameterized(student)).eval()
     own.features = ()

@@ -76,10 +76,8 @@ class Answers:
 def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    Args:
-        data: of the run.
-        limit: how many, evenly spaced over the split; 0: all.
-        training: of the training split instead, as its first epoch sees them.
+    `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
+    them.
     """
     shown = data.views()[0] if training else _evaluated(data)
     ids = evenly_spaced(len(shown), limit or len(shown))
@@ -118,10 +116,9 @@ def compare(
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
-    Returns:
-        Temperature, images and the calibration error before and after, the latter on images that did not choose the
-        temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
-        the reason.
+    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
+    temperature (see `exchanged`), as JSON values, and a line about them; nothing and the reason where nothing was
+    changed.
     """
     answer = eager_runner(student)
     seen: list[tuple[np.ndarray, np.ndarray]] = []

@@ -54,12 +54,7 @@ class Self(nn.Module):
 def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: Classifier, steps: int) -> None:
     """Train `fake` in place, on the run's views, in float32, with a tenth of the run's learning rate and no sifter.
 
-    Args:
-        recipe: of the run.
-        recorded: what it chose (threads, the teacher's mode), by name.
-        fake: the fake-quantized student.
-        own: the same in float32.
-        steps: optimizer steps.
+    `recorded`: what the run chose (threads, the teacher's mode), by name. `own`: the same student in float32.
     """
     losses = _on_logits(recipe.student.losses)
     needed = any(one.teacher for one in needs(losses))

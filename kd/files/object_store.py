@@ -69,11 +69,7 @@ def _version(url: str, info: Any) -> str:
 
 
 def read(url: str, where: str) -> bytes:
-    """Return a whole file.
-
-    Raises:
-        FileNotFoundError, PermissionError: as a local file.
-    """
+    """Return a whole file; FileNotFoundError and PermissionError are raised as of a local one."""
     try:
         with _one_line(url, where, (FileNotFoundError, PermissionError)):
             files, path = _open(url, where)

@@ -25,14 +25,11 @@ TURNS = {
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel.
+    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is not known.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
     its upper 8 bits, as Pillow does for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first frame. The
     EXIF orientation is applied and removed. Not handled: colour profiles.
-
-    Raises:
-        ValueError: the range of the pixel values is not known.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
         upper = np.asarray(image).astype(np.uint16) >> 8  # convert() would clip at 255 and give a white image

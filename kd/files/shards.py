@@ -55,8 +55,7 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
 def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple[int, int]]]:
     """Return offset and size of every member of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
 
-    Raises:
-        tarfile.TarError, OSError: it cannot be read.
+    tarfile.TarError and OSError: it cannot be read.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
@@ -101,13 +100,10 @@ class _Headers:
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member, by its offset and size in the shard at `path`.
+    """Return a member, by its offset and size in the shard at `path`; OSError also where the shard has become shorter.
 
     The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file kept
     in an object would have to survive threads, forks, pickling and the limit on open files.
-
-    Raises:
-        OSError: it cannot be read, or has become shorter.
     """
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)

@@ -148,11 +148,7 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or the list of files of a folder, durable.
-
-    Raises:
-        OSError: the disk is full or damaged. A file system that cannot flush folders is no error.
-    """
+    """Make a file, or a folder's list of files, durable. A file system that cannot flush folders is no error."""
     with _opened(path) as descriptor:
         try:
             os.fsync(descriptor)
@@ -202,11 +198,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
-    """Append rows to a file of JSON lines.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Append rows to a file of JSON lines; an OSError of the disk is raised as it is."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -245,10 +237,7 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
 def lock(path: Path, where: str) -> IO[str] | None:
     """Take the exclusive lock of a file until the result is closed or this process ends; None if another holds it.
 
-    The file holds the process id of the owner, for messages.
-
-    Raises:
-        OSError: the file cannot be opened for writing.
+    The file holds the process id of the owner, for messages. OSError: it cannot be opened for writing.
     """
     file, owned = path.open("a"), False
     try:

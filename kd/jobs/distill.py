@@ -182,11 +182,7 @@ def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: C
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
-    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others.
-
-    Raises:
-        RunError: they do not; on all ranks.
-    """
+    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others."""
     choices = known.get("choices", {})
     if not agree(backend, json.dumps(choices, sort_keys=True)):
         found = "finds those of an earlier start" if choices else "finds none"
@@ -226,8 +222,7 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Console) -> dict[str, float]:
     """Score teachers and student before step 1: a wrong teacher must not be found out after a day.
 
-    Returns:
-        The validation row; empty without a teacher that can be scored.
+    Return the validation row; empty without a teacher that can be scored.
     """
     if teachers.model is None or (plan.task.logits and not plan.logits):
         return {}

@@ -146,13 +146,8 @@ class Store:
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
         """Return what the records [B] hold, as `Codec.expand` takes it.
 
-        Args:
-            view: of the images.
-            ids: B of them.
-            crc: of each image's encoded bytes now; empty, or 0: unknown.
-
-        Returns:
-            The tensors; which records are of these images, bool [B]; how many are of images that have changed since.
+        Also which of them are of these images, bool [B], and how many are of images that have changed since, by the
+        `crc` of each image's encoded bytes now; empty, or 0: unknown.
         """
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)

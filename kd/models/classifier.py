@@ -51,17 +51,12 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`.
+        """Wrap `network`, whose parameter names get the prefix `network.`.
 
-        Args:
-            network: the module; its parameter names get the prefix `network.`.
-            num_classes: C; 0: it has no classifier, and its output [B, D] is its pooled features.
-            input_size: S in pixels; 0: any size.
-            mean: per channel, for pixels in 0..1.
-            std: standard deviation per channel.
-            features: also return these, as `Outputs.features` names them; needs a timm network.
-            architecture: arguments of the network as JSON values; weights alone do not determine the number of heads.
-            classes: C names, where they are known.
+        `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features. `input_size` in pixels; 0:
+        any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are `features`, as `Outputs.features`
+        names them, of a timm network. `architecture`: its arguments as JSON values; weights alone do not determine the
+        number of heads.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
@@ -239,12 +234,10 @@ class Ensemble(nn.Module):
     """
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
-        """Combine K teachers of the same classes.
+        """Combine K teachers of the same classes, each a `kd.contracts.TeacherModel` or a LogitsModel.
 
-        Args:
-            members: each a `kd.contracts.TeacherModel` or a LogitsModel.
-            weights: K numbers > 0; only their ratios matter.
-            average: of the task: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
+        Only the ratios of the K `weights`, each above 0, matter. `average` is the task's: (logits [K, B, C], shares
+        [K]) -> logits [B, C] of the averaged probabilities.
         """
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average

@@ -24,10 +24,7 @@ def compile_forward(module: nn.Module) -> nn.Module:
     """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled.
 
     Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives the
-    same bits as an uninterrupted one.
-
-    Raises:
-        OSError: torch's folder for compiled libraries cannot be written.
+    same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
     """
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 

@@ -54,18 +54,12 @@ class LiveTeacher(Uncached):
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
-        """Freeze a copy of `model` on `device`.
+        """Freeze a copy of `model`, as a part of kd/teachers builds it, on `device`; normalization stays float32.
 
-        Args:
-            model: an nn.Module, as a part of kd/teachers builds it; not changed.
-            device: device of the copy.
-            dtype: of weights and activations; normalization stays float32.
-            micro_batch: images per forward; 0: the whole batch.
-            shard: shards the model over the ranks. Only rank 0's `model` needs weights. All ranks must call the teacher
-                equally often.
-            pipeline: splits the model into stages. All ranks must call the teacher equally often.
-            remake: converts the frozen model on its device: to an exported graph or a compiled network.
-                Not with `shard` or `pipeline`.
+        `micro_batch`: images per forward; 0: the whole batch. `shard` shards the model over the ranks, of which rank
+        0's alone needs weights, `pipeline` splits it into stages: with either, all ranks must call the teacher equally
+        often. `remake`, which goes with neither, converts the frozen model on its device: to an exported graph or a
+        compiled network.
         """
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids

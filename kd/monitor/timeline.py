@@ -98,18 +98,13 @@ class Timeline:
         on_step: Callable[[int], None] = lambda step: None,
         since: float | None = None,
     ) -> None:
-        """Start the clock.
+        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now.
 
-        Args:
-            clock: "host" where the device is the host; "device": events of the device; "tracing": the host hands
-                work over that runs later, and no events tell when.
-            path: where rows are appended; None: nowhere.
-            start: steps that an earlier start of this run has made. Later rows of its file are dropped.
-            communication: returns the milliseconds a step since its last call that the backward pass waited for the
-                reduction of gradients.
-            device: the events; None: those of CUDA where `clock` is "device".
-            on_step: called with a step's number before its first span.
-            since: when the set-up began (`time.perf_counter`); None: now.
+        `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
+        "tracing": the host hands work over that runs later, and no events tell when. Rows are appended to `path`, if
+        any; those after the `start` steps that an earlier start of this run has made are dropped. `communication`
+        returns the milliseconds a step since its last call that the backward pass waited for the reduction of
+        gradients; `on_step` gets a step's number before its first span.
         """
         self.clock, self.path, self.start = clock, path, start
         self.totals: dict[str, float] = {}

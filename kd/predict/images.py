@@ -50,8 +50,7 @@ class Images:
     def content(self, id: int) -> bytes:
         """Return the bytes of one image; try again where the storage fails.
 
-        Raises:
-            OSError: one of `GONE`, of an image that cannot be read and is still there, or was not there before.
+        One of `GONE` is raised of an image that cannot be read and is still there, or was not there before.
         """
 
         def read() -> bytes:
@@ -68,11 +67,9 @@ class Images:
 def find(source: str, copies: Path) -> Images:
     """List images.
 
-    Args:
-        source: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
-            paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below
-            it), or "-": an image or a list on the standard input, relative to the working folder.
-        copies: where remote shards are copied to.
+    `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
+    paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below it), or
+    "-": an image or a list on the standard input, relative to the working folder. Remote shards are copied to `copies`.
     """
     if source.endswith(".tar"):
         images = _shards(source, copies)

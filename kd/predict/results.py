@@ -93,11 +93,9 @@ class Journal:
     def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
-        Args:
-            target: a file that does not exist, or has these rows, because an earlier start was killed here.
-            top: labels of each image; 0: as many as exceed their thresholds.
-            scored: labels that have a column of their own with their score, in a CSV.
-            more: keys of rows that have a column of their own.
+        If the file is there, it has these rows: an earlier start was killed here. `top`: labels of each image; 0: as
+        many as exceed their thresholds. Labels in `scored` have a column of their own with their score, in a CSV; so
+        have the keys of rows in `more`.
         """
         self.flush()
         self._file.seek(0)

@@ -42,8 +42,7 @@ def train(request: Request, follow: bool = True) -> None:
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
     """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
 
-    Returns:
-        What the endpoint answered, and how to remove it.
+    Return what the endpoint answered, and how to remove it.
     """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"

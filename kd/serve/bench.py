@@ -45,13 +45,8 @@ def ask(
 ) -> dict[str, Seen]:
     """Send one picture again and again to a server of each file, from as many clients as twice its slots; one of one.
 
-    Args:
-        folder: an export.
-        files: of its graphs.
-        picture: a JPEG.
-        threads: `kd-serve --threads`.
-        slots: `kd-serve --slots`.
-        seconds: for each server, at most; three turns at least.
+    It is a JPEG; `threads` and `slots` are those of `kd-serve`. Each server takes `seconds` at most, three turns at
+    least.
     """
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}

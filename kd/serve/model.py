@@ -79,9 +79,7 @@ class Model(Description):
 def describe(folder: Path, file: str = "") -> Description:
     """Read an export's manifest and labels, not the graph.
 
-    Args:
-        folder: the export.
-        file: of the graph; "": the one that `kd-export --compare` picked, or model.onnx.
+    `file` is the graph's; "": the one that `kd-export --compare` picked, or model.onnx.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     if isinstance(manifest, dict) and not unchanged(manifest):

@@ -125,13 +125,10 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
 
 
 def check_records(cached: CachedTeacher, session: Session, tolerance: float) -> None:
-    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes.
+    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes, all get the error.
 
     This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
     forward of `CHECKED` images; of a micro-batch, where each shape of a batch is compiled.
-
-    Raises:
-        ModelError: a record is not what the teacher answers now; on all ranks.
     """
     backend, found = session.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
     ids = _records(cached.store) if backend.rank == 0 else []

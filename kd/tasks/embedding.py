@@ -152,11 +152,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks; empty if the evaluation was given up.
-
-        Raises:
-            DataError: no validation image could be decoded.
-        """
+        """Evaluate over all ranks; empty if the evaluation was given up."""
         training = student.training
         student.eval()
         try:
@@ -261,10 +257,9 @@ def recalled(
 ) -> tuple[dict[str, Tensor], float]:
     """Search in a teacher's index with a student's vectors, all of length 1.
 
-    Returns:
-        For each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool [M],
-        of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
-        student finds too.
+    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool
+    [M], of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
+    student finds too.
     """
     count, right, found = min(RECALLED, len(bank_ND)), [], []
     for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):

@@ -125,13 +125,10 @@ class Tower(nn.Module):
     def __init__(
         self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
     ) -> None:
-        """Wrap a model.
+        """Wrap a model of transformers.
 
-        Args:
-            model: of transformers.
-            order: the channel of the image at each position of its input.
-            patch: side of a patch, pixels; 0: it has no patches.
-            pick: picks logits from all.
+        `order`: the channel of the image at each position of its input. `patch`: side of a patch, pixels; 0: it has
+        none.
         """
         super().__init__()
         self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
