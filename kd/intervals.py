@@ -81,7 +81,6 @@ class Samples:
     replicates: np.ndarray | None = None  # of any other score: its values on bootstrap samples, see `resampled`
 
     def interval(self) -> tuple[float, float]:
-        """Return the lower and the upper end."""
         if self.right is not None:
             return wilson(self.value, len(self.right))
         assert self.replicates is not None
@@ -106,7 +105,6 @@ class Samples:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
-        """Read what `record` returned."""
         if "right" in recorded:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
             return cls(recorded["value"], right=bits.astype(bool))

@@ -75,7 +75,6 @@ class Tally:
 
     @staticmethod
     def joined(tallies: Sequence[Tally]) -> Tally:
-        """Return the sum of some."""
         total = Tally(0, 0)
         total.labels = sum(one.labels for one in tallies)  # type: ignore[assignment]
         total.bins = sum(one.bins for one in tallies)  # type: ignore[assignment]
@@ -251,7 +250,6 @@ class Watch:
 
     @property
     def all(self) -> Tally:
-        """All images so far."""
         return Tally.joined([self._tested, self._open])
 
     def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:

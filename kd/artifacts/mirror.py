@@ -92,7 +92,6 @@ class Mirror:
             raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
 
     def close(self) -> None:
-        """Wait for uploads that have begun."""
         self._pool.shutdown(wait=True)
 
     def _names(self) -> list[str]:
@@ -222,7 +221,6 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
-    """Return the names of the checkpoints that are complete."""
     matches = map(CHECKPOINT.fullmatch, names)
     return {match[1] for match in matches if match and match[2] == "state.json"}
 

@@ -91,11 +91,9 @@ class RunDir:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.yaml"
 
     def stored_config(self) -> str | None:
-        """Return the configuration of the run that this folder holds, or None."""
         return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
 
     def step(self) -> int:
@@ -133,11 +131,9 @@ class RunDir:
             raise disk_error(error, self._metrics_file, "run.folder") from error
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the rows of a kind, oldest first."""
         return [row for row in self.rows() if row["kind"] == kind]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all kinds, oldest first."""
         rows = read_rows(self._metrics_file, last=None)
         for row in rows:
             if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
@@ -221,7 +217,6 @@ class RunDir:
             raise RunError("run.folder", wrong, "", "Remove the file") from error
 
     def complete_copy(self) -> None:
-        """Wait until the copy is complete."""
         if self._mirror is not None:
             self._mirror.finish()
 

@@ -36,7 +36,6 @@ class Pairs(NamedTuple):
     score: np.ndarray  # mean of the correlations of the pictures and of their detail, at most 1
 
     def take(self, rows: np.ndarray) -> Pairs:
-        """Return some of the pairs."""
         return Pairs(*(part[rows] for part in self))
 
 

@@ -43,12 +43,10 @@ class Repeat(NamedTuple):
 
     @property
     def leaks(self) -> bool:
-        """Whether they lie in two splits."""
         return self.one.split != self.other.split
 
     @property
     def contradicts(self) -> bool:
-        """Whether their labels differ."""
         return self.one.label != self.other.label
 
 

@@ -273,13 +273,11 @@ class Uploads:
             self.error = error
 
     def on_device(self, tensors: list[Tensor], number: int) -> Batch:
-        """Return batch `number` with its tensors on the device."""
         arrived = iter(tensors)
         return self.heads.pop(number).map(lambda _: next(arrived))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in the order of `map`."""
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

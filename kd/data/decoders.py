@@ -151,7 +151,6 @@ class Pool:
         return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
     def trusted(self) -> list[Slot]:
-        """Return the decoders that answer."""
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
         answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []

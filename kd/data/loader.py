@@ -48,7 +48,6 @@ class Share:
 
     @property
     def micro(self) -> int:
-        """Images of a micro-batch."""
         return self.batch_size // (self.accumulate * self.world_size)
 
     def requests(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
@@ -107,7 +106,6 @@ class LocalLoader:
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `start` on."""
         # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
         self._requests.make = partial(self._share.requests, plan, view, start)
         for batch in self._arriving():
@@ -212,7 +210,6 @@ class Fetch(TorchDataset[Batch | KdError]):
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        """Return the micro-batch of a request, or the error that the dataset raised."""
         busy, begin, decoded = BusyClock(), time.perf_counter(), self._decode_seconds()
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]

@@ -103,7 +103,6 @@ class MapDataset:
         return len(self.items)
 
     def load(self, id: int, view: int) -> Sample:
-        """Return item `id` as the view's seed makes it."""
         seed = seed_from(self.seed, "view", view, id)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
@@ -161,7 +160,6 @@ class BatchLoader:
         self.unreadable: set[int] = set()
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield as many batches as the plan has room for."""
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:

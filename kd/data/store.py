@@ -79,11 +79,9 @@ class Cropped:
 
     @property
     def most(self) -> int:
-        """Pixels that a slot has room for."""
         return self.size**2
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """Return an RGB image of `size` x `size`."""
         return centre_crop(image, self.size, self.crop)
 
 
@@ -105,7 +103,6 @@ class Slots:
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> Slot | None:
-        """Return an image, or None if its record is not whole."""
         content = self.records.read(id)
         if content is None:
             return None
@@ -154,15 +151,12 @@ class Stored:
         return len(self.source)
 
     def label(self, id: int) -> Label:
-        """Return the label of one image."""
         return self.source.label(id)
 
     def name(self, id: int) -> str:
-        """Return the source's name of this image."""
         return self.source.name(id)
 
     def prepare(self) -> None:
-        """Prepare the source."""
         self.source.prepare()
 
     def decode(self, id: int) -> Decoded:

@@ -83,7 +83,6 @@ class Watch(threading.Thread):
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
     def run(self) -> None:
-        """Watch until `close`."""
         tick, number, waited = min(1.0, self._seconds / 4), 0, 0.0
         while not self._over.wait(tick):
             same = self.waiting and self.number == number
@@ -97,11 +96,9 @@ class Watch(threading.Thread):
                 return
 
     def close(self) -> None:
-        """End watching."""
         self._over.set()
 
     def error(self) -> RunError | None:
-        """Return the error of a batch that came too late; None: every batch was in time."""
         if not self.late:
             return None
         remedy = "See what holds it up (the storage, a debugger, a full /dev/shm), or raise backend.timeout_seconds. "

@@ -170,7 +170,6 @@ class Column(NamedTuple):
 
     @classmethod
     def of_each(cls, texts: Iterable[str]) -> Column:
-        """Take the text of each image, one after the other."""
         position: dict[str, int] = {}
         of = np.fromiter((position.setdefault(text, len(position)) for text in texts), np.int32)
         return cls([*position], of)
@@ -271,11 +270,9 @@ class Listed:
         return len(self._labels)
 
     def label(self, id: int) -> Label:
-        """Return the label of one image, or its set of labels."""
         return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
 
     def stamp(self, id: int) -> int:
-        """Return a number made of the times of the image's file when it was listed. See `kd.contracts.Stamped`."""
         return int(self._stamps[id])
 
     def prepare(self) -> None:

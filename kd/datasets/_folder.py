@@ -39,7 +39,6 @@ class Files(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[bytes, File]]) -> Files:
-        """Take files with their names, one after the other."""
         sizes, stamps = array("q"), array("Q")
 
         def named() -> Iterator[bytes]:
@@ -51,7 +50,6 @@ class Files(NamedTuple):
         return cls(Names(named()), np.asarray(sizes), np.asarray(stamps))
 
     def take(self, ids: np.ndarray) -> Files:
-        """Return some of them."""
         return Files(Names(self.names[id] for id in ids), self.sizes[ids], self.stamps[ids])
 
 
@@ -68,11 +66,9 @@ class ImageFolder(Listed):
         self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
 
     def name(self, id: int) -> str:
-        """Return the path in the root folder, with "/" on every system."""
         return text(self._names[id])
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel."""
         path = os.path.join(self._root, self._names[id])
         return read_file(path, f"file '{self.name(id)}'", WHERE)
 
@@ -187,7 +183,6 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _unread(other: Counter[str]) -> list[str]:
-    """Count the files that are no images, by their endings."""
     if not other:
         return []
     words = []

@@ -29,7 +29,6 @@ class Entry(NamedTuple):
     line: int = 0  # 0: the list has no lines
 
     def __str__(self) -> str:
-        """Name it for messages."""
         return f"line {self.line}: '{self.name}'" if self.line else f"'{self.name}'"
 
 

@@ -71,7 +71,6 @@ class Options:
 
     @property
     def label_sets(self) -> bool:
-        """Whether a picture has a set of labels."""
         return self.dishes > 1
 
 
@@ -107,7 +106,6 @@ class FoodMini:
         return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
 
     def prepare(self) -> None:
-        """Paint both splits where they are not painted yet."""
         if not (self.folder / "manifest.json").is_file():
             paint(self.options, self.folder)
 

@@ -165,7 +165,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
-    """Return the images of a shard in its order, each with its label as written."""
     try:
         with open(shard, "rb", buffering=0) as file:
             samples = members(file, shard, where)

@@ -38,7 +38,6 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """The option, for messages."""
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:

@@ -166,7 +166,6 @@ def _check_index(student: Classifier, options: Options) -> None:
 
 @contextmanager
 def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
-    """Open the data of a run."""
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):

@@ -77,7 +77,6 @@ def refuse_other(folder: Path) -> None:
 
 
 def _listing(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and sha256 of every file."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files

@@ -63,7 +63,6 @@ class Rung:
     left_out: tuple[str, ...] = ()  # layers that stayed in float32 by accuracy control
 
     def line(self) -> str:
-        """Return it for a person."""
         low, high = (100 * each for each in self.interval)
         text = (
             f"int8, {self.name}: {self.title} {percent(self.score)}, drop {100 * self.drop:.2f} points "
@@ -83,14 +82,12 @@ class Exam:
 
     @classmethod
     def of(cls, task: Task, student: Classifier, images: Shown) -> Exam:
-        """Ask the student."""
         answer = eager_runner(student)
         seen = [(answer(pixels), label) for pixels, label in images()]
         outputs, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
         return cls(task, images, outputs, labels)
 
     def __call__(self, name: str, path: Path, left_out: tuple[str, ...] = ()) -> Rung:
-        """Run the graph on all images."""
         outputs = self.answers(Variant.at(path).runner())
         scores, before = self.scores(outputs), self.scores(self.reference)
         value, facts = scores.facts[scores.decides], scores.facts
@@ -100,7 +97,6 @@ class Exam:
         return Rung(name, path.name, scores.title, value, drop, self._interval(outputs, drop), same, size, left_out)
 
     def answers(self, run: Runner) -> torch.Tensor:
-        """Return what a graph returns for all images."""
         return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
 
     def first(self, images: int) -> Iterator[tuple[np.ndarray, np.ndarray, torch.Tensor]]:
@@ -113,7 +109,6 @@ class Exam:
                 return
 
     def scores(self, outputs: torch.Tensor) -> GraphScores:
-        """Compare outputs with the student's."""
         return self.task.graph_scores(outputs, self.reference, self.labels)
 
     def _interval(self, outputs: torch.Tensor, drop: float) -> tuple[float, float]:

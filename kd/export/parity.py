@@ -51,7 +51,6 @@ class Answers:
         return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
-        """Return how a graph answers beside PyTorch."""
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:

@@ -80,7 +80,6 @@ class Records:
             self.stop.set(reason)
 
     def clear(self) -> None:
-        """Remove all records."""
         os.ftruncate(self._file, 0)
 
     def _checksum(self, id: int, content: bytes) -> int:

@@ -50,7 +50,6 @@ class Signals:
             raise Interrupted(self._message())
 
     def requested(self) -> bool:
-        """Return whether a signal has asked to stop."""
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

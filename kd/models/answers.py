@@ -105,7 +105,6 @@ def _check(found: Answers, path: str, where: str) -> None:
 
 
 def _not_finite(values: Tensor) -> list[int]:
-    """Return the rows of a table [V, N, C or D] that are not finite."""
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 

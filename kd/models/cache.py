@@ -62,7 +62,6 @@ class Codec:
         self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
 
     def pack(self, outputs: Outputs) -> list[Tensor]:
-        """Return what a record keeps of outputs, on their device."""
         kind = torch.float16 if self.dtype == np.float16 else torch.float32
         logits = self.compress(outputs.logits) if self.num_classes else []
         return [*logits, *(outputs.features[name].to(kind) for name in self.features)]
@@ -210,7 +209,6 @@ class CachedTeacher:
 
     @property
     def images(self) -> int:
-        """How many images the live teacher's forward has run on."""
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -220,7 +220,6 @@ class LogitsModel(nn.Module):
         return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of the weights."""
         return {"teacher": digest(self.network)}
 
 
@@ -248,22 +247,18 @@ class Ensemble(nn.Module):
         self.reads_ids = any(member.reads_ids for member in members)
 
     def validation(self, test: bool = False) -> Ensemble:
-        """Return the same, asked with the ids of validation images."""
         members = [one.validation(test) if one.reads_ids else one for one in self.members]  # type: ignore[operator]
         return Ensemble(members, self.shares, self.average)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features of each member."""
         return getattr(self.members[0], "features", ())
 
     @property
     def network(self) -> nn.Module:
-        """The networks, without normalization."""
         return nn.ModuleList([member.network for member in self.members])  # type: ignore[arg-type]
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the outputs, as JSON values: the identity and the share of each member."""
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
         joined = {name: [member.get(name) for member in members] for name in dict.fromkeys(chain(*members))}
         whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runtime != "torch" else ""

@@ -141,7 +141,6 @@ def _laid_out(network: nn.Module) -> nn.Module:
 
 
 def _home(config: dict[str, Any]) -> Home:
-    """Return timm's own preprocessing of evaluation."""
     from timm.data import create_transform
 
     keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
@@ -284,7 +283,6 @@ def read_tensors(spec: Spec) -> Any:
 
 
 def _weights_file(spec: Spec) -> Path:
-    """Return the file of the checkpoint."""
     path = Path(spec.checkpoint)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():

@@ -27,7 +27,6 @@ class Uncached:
     images = 0
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass the batches on: no outputs are stored."""
         yield from batches
 
     def flush(self) -> None:
@@ -108,7 +107,6 @@ class NoTeacher(Uncached):
     """The teacher of a run that trains on labels alone: logits of width 0, which no loss reads."""
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return empty outputs."""
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
 
 

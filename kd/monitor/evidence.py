@@ -31,7 +31,6 @@ class Facts:
 
     @property
     def share(self) -> int:
-        """Cores of one rank."""
         return max(1, self.cores // self.local_ranks)
 
     @property
@@ -58,7 +57,6 @@ class Finding:
     value: Any
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of findings.json."""
         return asdict(self)
 
 
@@ -71,11 +69,9 @@ class Evidence:
     facts: Facts = Facts()
 
     def steady(self, rank: int = 0) -> list[Row]:
-        """Return the rows of a rank's steady steps."""
         return [row for row in self.timelines.get(rank, ()) if row["kind"] == "steady" and row["steps"]]
 
     def steps(self, rank: int = 0) -> int:
-        """Return the number of a rank's steady steps."""
         return sum(row["steps"] for row in self.steady(rank))
 
     def step(self, rank: int = 0) -> dict[str, float]:

@@ -48,7 +48,6 @@ class Profiler:
         self._running.__enter__()
 
     def close(self) -> None:
-        """Stop, if it runs, and write what was traced."""
         running, self._running = self._running, None
         if running is None:
             return

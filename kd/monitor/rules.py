@@ -83,7 +83,6 @@ class Wait:
 
     @property
     def share(self) -> float:
-        """Share of the step."""
         return self.ms / self.step_ms
 
     @property
@@ -93,7 +92,6 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """The evidence."""
         return f"a step waits {self.ms:.1f} of {self.step_ms:.1f} ms ({100 * self.share:.0f} %) for its data"
 
 
@@ -215,7 +213,6 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
 
 
 def _last_steps(evidence: Evidence) -> list[int]:
-    """Return steps to profile when the run is made again: the last ones that it has made."""
     last = evidence.steady()[-1]["step"]
     return [max(1, last - PROFILED), last - 1]
 

@@ -112,7 +112,6 @@ class Sampler:
         return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
 
     def close(self) -> None:
-        """Release the devices."""
         self._gpus.close()
 
 
@@ -155,7 +154,6 @@ class Gpus:
         return row
 
     def close(self) -> None:
-        """Release the driver."""
         if self._nvml is not None:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()

@@ -41,7 +41,6 @@ class Step:
     done: bool = False
 
     def ms(self, on_device: bool) -> dict[str, float]:
-        """Return the milliseconds by span, of the device or of the host."""
         return dict(self.device) if on_device else {name: 1000 * seconds for name, seconds in self.host.items()}
 
 
@@ -189,7 +188,6 @@ class Timeline:
         self.on_step(self.start + self.made + len(self._steps))
 
     def add_region(self, name: str, seconds: float) -> None:
-        """Charge a named region, which lies inside the spans."""
         self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
 
     def window(self, state: State) -> Mapping[str, float]:
@@ -221,7 +219,6 @@ class Timeline:
         return {name: value for name, value in self._times(step).items() if name not in APART}
 
     def _write(self) -> None:
-        """Write the rows of the window that has ended."""
         steps, self._steps, self._ended = self._steps, [], False
         first, warm = max(0, 1 - self.made), max(0, WARM_UP - self.made)
         groups = [("setup", [self._setup] if self._setup is not None else [])]

@@ -48,7 +48,6 @@ class Job:
         return Job(images, description, graph, limits, top)
 
     def classifier(self) -> Classifier:
-        """Load the model."""
         with tempfile.TemporaryDirectory(prefix="kd-predict-") as folder:
             for name, content in self.graph.items():
                 Path(folder, name).write_bytes(content)

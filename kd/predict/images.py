@@ -41,7 +41,6 @@ class Images:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names in their order."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
@@ -167,7 +166,6 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _file(source: str) -> Images:
-    """List one image, or those of a list."""
     if source != STDIN and os.path.isfile(source) and _is_image(source):
         return _files("", [source])
     try:

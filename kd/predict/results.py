@@ -65,7 +65,6 @@ class Journal:
             self.flush()
 
     def add(self, row: Row) -> None:
-        """Append the row of the next image."""
         self._write(row)
         self._count(row)
 

@@ -134,7 +134,6 @@ def _bands(described: Description) -> list[list[float]]:
 
 
 def _second(settings: Settings, first: Description) -> Description | None:
-    """Read the manifest of the second model."""
     if settings.second is None:
         return None
     if not first.output.unsure:

@@ -134,7 +134,6 @@ def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
 
 
 def _thumbnail(image: Image.Image) -> str:
-    """Return an image as a data URI of a small JPEG."""
     small = image.copy()
     small.thumbnail((SIDE, SIDE))
     file = io.BytesIO()

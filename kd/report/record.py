@@ -77,7 +77,6 @@ class Answers:
         return f"{count} (audit/duplicates.csv): the student's accuracy is {shares[0]} with them, {shares[1]} without."
 
     def images(self) -> list[int]:
-        """Return the number of images of each class."""
         counts = Counter(self.label)
         return [counts[label] for label in range(len(self.classes))]
 
@@ -143,12 +142,10 @@ class RunRecord:
 
     @property
     def split(self) -> str:
-        """The images of `counted`."""
         return "validation" if self.scored is None else self.scored.title
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
         return int(self.train[-1]["step"]) if self.train else 0
 
     @property
@@ -168,7 +165,6 @@ class RunRecord:
 
     @property
     def images(self) -> int:
-        """Images trained on."""
         return int(self.train[-1]["images"]) if self.train else 0
 
     @property
@@ -188,7 +184,6 @@ class RunRecord:
 
     @property
     def machines(self) -> int:
-        """Machines of the run."""
         return int(self.manifest.get("machines", 1))
 
     @property

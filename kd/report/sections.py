@@ -196,13 +196,11 @@ MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "n
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, list[float]]:
-    """Return the values of those keys that the samples have, by name."""
     sampled = {name: key for name, key in keys.items() if any(key in row for row in rows)}
     return {name: [float(row.get(key) or 0.0) for row in rows] for name, key in sampled.items()}
 
 
 def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
-    """Return the values of a key of each GPU, by name."""
     count = len(rows[0].get("gpu") or ())
     return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
 

@@ -39,12 +39,10 @@ class Frame:
     high_y: float
 
     def x(self, value: float) -> float:
-        """Return the horizontal position of a value, pixels."""
         span = (self.high_x - self.low_x) or 1.0
         return LEFT + (value - self.low_x) / span * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value, pixels."""
         span = (self.high_y - self.low_y) or 1.0
         return self.height - BOTTOM - (value - self.low_y) / span * (self.height - TOP - BOTTOM)
 

@@ -127,7 +127,6 @@ class _Log:
         self._since, self._seen = 0, set[str]()
 
     def __call__(self) -> None:
-        """Print the new events."""
         pages = self._client.get_paginator("filter_log_events").paginate(
             logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
         )
@@ -151,7 +150,6 @@ def _client(service: str) -> Any:
 
 @contextmanager
 def _aws_errors(step: str) -> Iterator[None]:
-    """Turn an error of AWS into one line."""
     try:
         yield
     except Exception as error:

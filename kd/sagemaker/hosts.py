@@ -63,7 +63,6 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """Return the content of resourceconfig.json, from the variables or from the file."""
     if "SM_CURRENT_HOST" not in environ:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())

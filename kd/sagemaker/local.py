@@ -48,7 +48,6 @@ class LocalJob:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """Start a host, also a second time."""
         command = [sys.executable, "-m", "kd.sagemaker.group", *self.argv]
         self.processes[host] = subprocess.Popen(command, env={**self._environ, "SM_CURRENT_HOST": host})
 
@@ -61,12 +60,10 @@ class LocalJob:
         return next((code for code in codes if code), 0)
 
     def stop(self) -> None:
-        """Send SIGTERM to the trainers."""
         for host in self._trainers():
             self.processes[host].send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End all processes that still run."""
         end_marked(self.mark, RUN_MARK)
         for process in self.processes.values():
             process.wait()

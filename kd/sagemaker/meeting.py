@@ -146,7 +146,6 @@ class Member:
 
     @classmethod
     async def join(cls, hosts: Hosts) -> Member:
-        """Connect to the first trainer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEET_SECONDS
         while True:
@@ -163,11 +162,9 @@ class Member:
             return member
 
     def send(self, line: str) -> None:
-        """Send a line."""
         _send(self._writer, line)
 
     async def close(self) -> None:
-        """Send what is buffered and close the connection."""
         for task in self._tasks:
             task.cancel()
         with suppress(OSError):

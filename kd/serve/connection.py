@@ -184,14 +184,12 @@ class Connection(H11Protocol):
             self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop the deadline: everything is sent."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers and forget the connection."""
         self._stop_reading()
         self.resume_writing()
         self.shared.spare.pop(self, None)

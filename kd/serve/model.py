@@ -36,7 +36,6 @@ class Output:
 
     @property
     def embeds(self) -> bool:
-        """Whether it is an embedding model, which has no labels."""
         return self.name == "embedding"
 
 

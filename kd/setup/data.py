@@ -45,7 +45,6 @@ class Data:
 
     @property
     def section(self) -> DataSection:
-        """The section of the configuration."""
         return self.plan.section
 
     @property
@@ -66,7 +65,6 @@ class Data:
 
     @property
     def splits(self) -> dict[str, Source]:
-        """The splits by name, in the order in which they are used."""
         return {"train": self.train, "val": self.val, **({} if self.test is None else {"test": self.test})}
 
     @property
@@ -111,7 +109,6 @@ class Data:
         return torch.from_numpy(labels)
 
     def evaluate(self) -> Evaluate:
-        """Return what evaluation does to an image."""
         return Evaluate(self.section.image_size, self.section.eval_crop)
 
     def views(self) -> tuple[Views, Views]:

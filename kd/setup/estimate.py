@@ -135,7 +135,6 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Return the seconds of all parts."""
         return sum(self.seconds.values())
 
 
@@ -171,7 +170,6 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
 
 
 def _fitting(teacher: Classifier, student: StudentPlan, backend: Backend) -> Distillation:
-    """Return the teacher as a student of the labels."""
     ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))  # bce costs as much
     criterion = build_criterion([ce], [Dims(teacher.num_classes, 0, 0)], student.seed)
     task = build_task(TaskSection(kind="single_label"))

@@ -43,7 +43,6 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote."""
         precision, kernel, *rest = text.split("+")
         known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
         if not known or rest not in ([], ["compiled"]):
@@ -109,7 +108,6 @@ class Chosen:
 
     @property
     def record(self) -> dict[str, float]:
-        """The table with modes as text, for manifest.json."""
         return {str(mode): ms for mode, ms in self.table.items()}
 
 

@@ -107,7 +107,6 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the nearest folder above that is there already."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 

@@ -46,7 +46,6 @@ class Teachers:
 
     @property
     def notes(self) -> list[str]:
-        """What they say of themselves, a line each."""
         return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
 
 
@@ -207,7 +206,6 @@ class TeacherFactory:
         self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
     def __call__(self, mode: ExecutionMode) -> LiveTeacher:
-        """Return the live teacher."""
         if not mode.rebuilt:
             return self._make(mode)
         if mode not in self._rebuilt:

@@ -60,11 +60,9 @@ class Trial:
 
     @cached_property
     def outputs(self) -> Outputs:
-        """What the teacher returns for it."""
         return self.teacher(self.batch)
 
     def ask(self) -> torch.Tensor:
-        """Run the teacher."""
         return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:

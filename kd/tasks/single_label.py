@@ -90,7 +90,6 @@ class Evaluator(LogitsEvaluator):
     """
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return whether each answer is right."""
         return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:

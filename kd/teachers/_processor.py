@@ -159,6 +159,5 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
 
 
 def _keys(processor: Any, names: Sequence[str]) -> str:
-    """Return some of the processor's keys with their values."""
     found = processor.to_dict()
     return ", ".join(f"{name} {found[name]}" for name in names if found.get(name) is not None)

@@ -97,7 +97,6 @@ class GraphTeacher(nn.Module):
             require_normalization(where, options.mean)
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of the graph's files, and what its pixels go through."""
         digest = hashlib.sha256()
         for file in self.files:
             with file.open("rb") as opened:

@@ -103,7 +103,6 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 @torch.no_grad()
 def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
-    """Return the module's answer to two images of noise."""
     noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     weight = next(inner.parameters(), noise)
     try:
