@@ -67,12 +67,8 @@ def _sagemaker() -> Launch:
         return Launch("none", 0, 1, 0, 1)
     current = os.environ.get("SM_CURRENT_HOST", "")
     if current not in hosts:
-        raise BackendError(
-            "backend",
-            f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them",
-            f"One of: {', '.join(hosts)}",
-            "Start with torchrun",
-        )
+        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them"
+        raise BackendError("backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun")
     return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
 
 
@@ -93,9 +89,6 @@ def set_rendezvous(launch: Launch) -> None:
         os.environ.setdefault("MASTER_PORT", PORT)
     missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ)
     if missing:
-        raise BackendError(
-            "backend",
-            f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set",
-            "All ranks need the address of rank 0",
-            f"Export {missing}, or start with torchrun",
-        )
+        wrong = f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set"
+        allowed = "All ranks need the address of rank 0"
+        raise BackendError("backend", wrong, allowed, f"Export {missing}, or start with torchrun")

@@ -339,10 +339,7 @@ def facts(options: Options) -> BackendFacts:
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
-        raise MissingExtra(
-            "backend.kind",
-            f"is 'xla', but torch_xla cannot be imported ({_import_error})",
-            "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
-            "Run: pip install 'kd[xla]' in an environment of its own",
-        )
+        wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
+        allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
+        raise MissingExtra("backend.kind", wrong, allowed, "Run: pip install 'kd[xla]' in an environment of its own")
     return XLA(precision, timeout_seconds)

@@ -178,12 +178,10 @@ class LocalLoader:
         most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
         if len(self.unreadable) > most:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
-            raise DataError(
-                "data.max_skipped",
-                f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}",
-                f"At most {most} (a share of {self.max_skipped:g}, and always one)",
-                "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
-            )
+            wrong = f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}"
+            allowed = f"At most {most} (a share of {self.max_skipped:g}, and always one)"
+            remedy = "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped"
+            raise DataError("data.max_skipped", wrong, allowed, remedy)
 
 
 def end_workers(batches: Any, process: int) -> None:

@@ -55,13 +55,11 @@ def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunErr
 
 
 def _ended(pids: str, how: str) -> RunError:
-    return RunError(
-        WHERE,
-        f"the worker process {pids} has ended ({how})",
-        "",
+    remedy = (
         "The system kills a process where memory is short: see `dmesg`, set fewer data.workers, or raise --shm-size of "
-        "a container. The same command resumes from the last checkpoint",
+        "a container. The same command resumes from the last checkpoint"
     )
+    return RunError(WHERE, f"the worker process {pids} has ended ({how})", "", remedy)
 
 
 class Watch(threading.Thread):

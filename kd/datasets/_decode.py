@@ -93,12 +93,8 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
 
 def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
     """Return the error for an image that was read and cannot be used."""
-    return CorruptImage(
-        where,
-        f"{subject}: {wrong}",
-        f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",
-        "Replace or delete it, or set data.on_corrupt=skip",
-    )
+    allowed = f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
+    return CorruptImage(where, f"{subject}: {wrong}", allowed, "Replace or delete it, or set data.on_corrupt=skip")
 
 
 def _formats(data: bytes) -> tuple[str, ...]:

@@ -182,12 +182,10 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
     except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            WHERE,
-            f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})",
-            "A folder, or a name on the hub with data.name where it has several configurations",
-            "Check the name, the network and, for a private dataset, `hf auth login`",
-        ) from error
+        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})"
+        allowed = "A folder, or a name on the hub with data.name where it has several configurations"
+        remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
+        raise DataError(WHERE, wrong, allowed, remedy) from error
     return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
 
 

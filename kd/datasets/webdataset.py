@@ -152,12 +152,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     shards = find(getattr(options, split), where, options.copies)
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
     if not len(index.names):
-        raise DataError(
-            where,
-            f"no images in {len(shards)} shards",
-            f"Members ending in {', '.join(_endings(options.image_keys))}",
-            "Set data.image_keys",
-        )
+        allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
+        raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
     class_of, own = name_labels(index.labels, names)
     order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
@@ -195,12 +191,9 @@ def _pair(
             continue
         if image is None or label is None:
             lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
-            raise DataError(
-                where,
-                f"the sample '{key}' of the shard '{shard}' has no {lacks}. It has: {', '.join(sorted(sample))}",
-                f"Image: {', '.join(endings)}. Label: {options.label_key}",
-                f"Set data.{remedy}",
-            )
+            wrong = f"the sample '{key}' of the shard '{shard}' has no {lacks}. It has: {', '.join(sorted(sample))}"
+            allowed = f"Image: {', '.join(endings)}. Label: {options.label_key}"
+            raise DataError(where, wrong, allowed, f"Set data.{remedy}")
         if label[1] > MAX_LABEL:
             wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")

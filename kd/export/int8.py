@@ -163,12 +163,9 @@ class Ladder:
                 return self.rungs
         remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
         tried = ", ".join(f"{one.name} {100 * one.drop:.2f}" for one in self.rungs)
-        raise ModelError(
-            "--max-drop",
-            f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points",
-            f"A drop of at most {100 * self.max_drop:g} points",
-            f"Nothing was written; raise --max-drop{remedy}",
-        )
+        wrong = f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points"
+        allowed = f"A drop of at most {100 * self.max_drop:g} points"
+        raise ModelError("--max-drop", wrong, allowed, f"Nothing was written; raise --max-drop{remedy}")
 
     def _holds(self) -> bool:
         return self.rungs[-1].drop <= self.max_drop

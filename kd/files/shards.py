@@ -78,12 +78,8 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
             sample[ending] = (member.offset_data, size)
     # tarfile takes a damaged or missing header for the end, and so would lose the images behind it in silence.
     if read(file, end, BLOCK) != bytes(BLOCK):
-        raise DataError(
-            where,
-            f"the shard '{shard}' is cut short or damaged at byte {end}",
-            "Whole .tar files, which end with empty blocks",
-            "Copy or write it again",
-        )
+        wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
+        raise DataError(where, wrong, "Whole .tar files, which end with empty blocks", "Copy or write it again")
     return samples
 
 

@@ -186,12 +186,9 @@ def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
     choices = known.get("choices", {})
     if not agree(backend, json.dumps(choices, sort_keys=True)):
         found = "finds those of an earlier start" if choices else "finds none"
-        raise RunError(
-            "run.folder",
-            f"the ranks do not read the same manifest.json; rank {backend.rank} {found}",
-            "All ranks of a run share one run folder",
-            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
-        )
+        wrong = f"the ranks do not read the same manifest.json; rank {backend.rank} {found}"
+        remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
+        raise RunError("run.folder", wrong, "All ranks of a run share one run folder", remedy)
 
 
 def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
@@ -263,12 +260,9 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
     if reached < least:
         guessing = f"; guessing has {column.text(chance)}" if chance else ""
-        raise ModelError(
-            where,
-            f"has the {column.title} {column.text(reached)} on the validation images{guessing}",
-            f"At least {column.text(least)} (teacher.min_accuracy)",
-            "Check that its classes stand in the data's order and that its weights were loaded",
-        )
+        wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
+        remedy = "Check that its classes stand in the data's order and that its weights were loaded"
+        raise ModelError(where, wrong, f"At least {column.text(least)} (teacher.min_accuracy)", remedy)
 
 
 def sifting_report(run: Run, source: Source, labels: Callable[[], Tensor], folder: RunDir) -> str:

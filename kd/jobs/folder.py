@@ -75,9 +75,6 @@ def changed_values(stored: str, record: Record) -> list[str]:
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
     """Refuse to go on with a run on other data or with another teacher."""
     if key in known and key in facts and known[key] != facts[key]:
-        raise RunError(
-            "run.name",
-            f"this run was started with another {key} (its content hash differs)",
-            "A run goes on with what it began with",
-            "Choose another run.name, or restore what was there",
-        )
+        wrong = f"this run was started with another {key} (its content hash differs)"
+        allowed = "A run goes on with what it began with"
+        raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore what was there")

@@ -188,12 +188,9 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 def _require_safetensors(spec: Spec, folder: Path) -> None:
     """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
     if not (folder / "model.safetensors").is_file():
-        raise ModelError(
-            f"{spec.where}.model",
-            f"no model.safetensors in '{folder}'",
-            "Weights as safetensors; other formats may run code when they are loaded",
-            "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)",
-        )
+        allowed = "Weights as safetensors; other formats may run code when they are loaded"
+        remedy = "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
+        raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
@@ -262,12 +259,8 @@ def _is_stored(source: str) -> bool:
 def _creation_error(spec: Spec, error: Exception) -> ModelError:
     reason = " ".join(str(error).split())[:300]
     allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
-    return ModelError(
-        f"{spec.where}.model",
-        f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
-        allowed,
-        f"Correct {spec.where}.model or {spec.where}.args",
-    )
+    wrong = f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})"
+    return ModelError(f"{spec.where}.model", wrong, allowed, f"Correct {spec.where}.model or {spec.where}.args")
 
 
 def read_tensors(spec: Spec) -> Any:
@@ -321,12 +314,9 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:
             same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
-            raise ModelError(
-                where,
-                f"class {i} is '{name}', the data's is '{expected}'{same_set}",
-                "Classes and their order must be the data's",
-                "Use a teacher fitted on this data, or `kd-teach` to fit one",
-            )
+            wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
+            allowed = "Classes and their order must be the data's"
+            raise ModelError(where, wrong, allowed, "Use a teacher fitted on this data, or `kd-teach` to fit one")
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:

@@ -133,12 +133,9 @@ def open_sources(plan: DataPlan) -> Data:
     train = listed("train", None)
     val = listed("val", train.classes)
     if len(train.classes) < 2 and section.labels != "none":
-        raise DataError(
-            "data.kind",
-            f"the training split has {len(train.classes)} class ({', '.join(train.classes)})",
-            "At least two classes",
-            "Check that each class has a folder of its own; without labels, set data.labels=none",
-        )
+        wrong = f"the training split has {len(train.classes)} class ({', '.join(train.classes)})"
+        remedy = "Check that each class has a folder of its own; without labels, set data.labels=none"
+        raise DataError("data.kind", wrong, "At least two classes", remedy)
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
     named = parts.facts("datasets", section.kind, section.options, "data.kind").test

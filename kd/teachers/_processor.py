@@ -52,12 +52,9 @@ def read_processor(spec: Spec, hub: Any) -> Any:
             if there
             else f"'{spec.model}' has no preprocessor_config.json"
         )
-        raise ModelError(
-            f"{spec.where}.model",
-            f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized",
-            "",
-            "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)",
-        ) from error
+        wrong = f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized"
+        remedy = "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
+        raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:

@@ -59,12 +59,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 def _own_classes(spec: Spec, config: Any) -> list[str]:
     """Return the names of the model's classes; empty: they are numbers."""
     if not any(CLASSIFIER in name for name in config.architectures or []):
-        raise ModelError(
-            f"{spec.where}.model",
-            f"'{spec.model}' is a {', '.join(config.architectures or [config.model_type])}, which has no classes",
-            f"A model ...{CLASSIFIER} for losses on logits",
-            "Take losses on features, such as cosine, or for CLIP and SigLIP teacher.kind=zero_shot",
-        )
+        wrong = f"'{spec.model}' is a {', '.join(config.architectures or [config.model_type])}, which has no classes"
+        remedy = "Take losses on features, such as cosine, or for CLIP and SigLIP teacher.kind=zero_shot"
+        raise ModelError(f"{spec.where}.model", wrong, f"A model ...{CLASSIFIER} for losses on logits", remedy)
     spec.require_meaning(getattr(config, "problem_type", None) or "")
     own = [config.id2label[label] for label in sorted(config.id2label)]
     return [] if all(name == f"LABEL_{label}" for label, name in enumerate(own)) else own
