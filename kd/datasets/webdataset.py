@@ -109,13 +109,7 @@ class _Index:
 class WebDataset(Listed):
     """Images at known offsets in tar files."""
 
-    def __init__(
-        self,
-        index: _Index,
-        labels: np.ndarray,
-        classes: Sequence[str],
-        where: str,
-    ) -> None:
+    def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
         self.classes = tuple(classes)
         self._labels, self._where, self._shards = labels, where, index.shards
         self._shard_of, self._offsets, self._sizes = (np.asarray(one) for one in (index.of, index.offsets, index.sizes))

@@ -10,17 +10,7 @@ from pathlib import Path
 
 from kd.audit.album import Album
 from kd.audit.copies import copies
-from kd.audit.lists import (
-    COPY,
-    EXCLUDE,
-    FOLDER,
-    Repeat,
-    present,
-    read_repeats,
-    repeats,
-    worst_first,
-    write_repeats,
-)
+from kd.audit.lists import COPY, EXCLUDE, FOLDER, Repeat, present, read_repeats, repeats, worst_first, write_repeats
 from kd.contracts import Source
 from kd.errors import CorruptImage, DataError
 

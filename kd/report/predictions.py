@@ -51,10 +51,7 @@ def answers(
         if stored is None:
             vouched.check_teacher(teacher)
             vouched.check_student(student)
-            stored = {
-                **_predict(folder, student, load_fitted(teacher, data), data, images),
-                "belongs": belongs,
-            }
+            stored = {**_predict(folder, student, load_fitted(teacher, data), data, images), "belongs": belongs}
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"

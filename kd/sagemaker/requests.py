@@ -23,12 +23,7 @@ CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
-RUNS_ON = {
-    "cuda": ("ml.p", "ml.g"),
-    "smddp": ("ml.p4d.", "ml.p4de."),
-    "xla": ("ml.trn",),
-    "neuron": ("ml.trn",),
-}
+RUNS_ON = {"cuda": ("ml.p", "ml.g"), "smddp": ("ml.p4d.", "ml.p4de."), "xla": ("ml.trn",), "neuron": ("ml.trn",)}
 """How the instance types begin that a backend needs."""
 AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))
 """What `backend.kind: auto` becomes on an instance, where it is not the CPU."""
@@ -101,10 +96,7 @@ def training_request(job: Job) -> dict[str, Any]:
         "OutputDataConfig": {"S3OutputPath": f"{job.output}/output"},
         "ResourceConfig": {**_instances(job), "VolumeSizeInGB": job.volume},
         "StoppingCondition": stop,
-        "CheckpointConfig": {
-            "S3Uri": f"{job.output}/checkpoints/{job.keys['run.name']}",
-            "LocalPath": CHECKPOINTS,
-        },
+        "CheckpointConfig": {"S3Uri": f"{job.output}/checkpoints/{job.keys['run.name']}", "LocalPath": CHECKPOINTS},
         "EnableManagedSpotTraining": job.spot,
     }
     if job.data_group:

@@ -23,12 +23,7 @@ LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and 
 
 
 def sift_context(
-    num_images: int,
-    labels: Callable[[], torch.Tensor],
-    backend: Backend,
-    split: BatchSplit,
-    seed: int,
-    views: int = 0,
+    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int, views: int = 0
 ) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
     return SiftContext(
