@@ -27,8 +27,8 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.summary import samples_of, skipped_text
-from kd.scores import Scored, Scores
+from kd.progress.summary import Trained, samples_of, skipped_text
+from kd.scores import Scores
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
@@ -40,20 +40,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Trained):
     """What a finished run leaves."""
 
-    folder: Path
-    metrics: dict[str, float]  # the validation row of the best checkpoint
-    parameters: int
-    images_per_second: float  # over all of the training so far, evaluation left out
-    teacher_parameters: int = 0
-    scored: Scored | None = None  # the best checkpoint, scored once at the end; None: a teacher that was fitted
-    sifting: str = ""  # what the sifter did, as Markdown
-    at_home: tuple[str, ...] = ()  # how each teacher's answers differ from those with its own preprocessing
-    steps: int = 0
-    skipped: int = 0  # steps whose gradient was not finite
-    baseline: Result | None = None
     report: str = ""
 
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
