@@ -25,7 +25,8 @@ from PIL import Image, features
 from kd.contracts import Source, Stamped
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.pixels import centre_crop
-from kd.files.storage import Records, Stop, disk_error, log, open_folder, record_bytes
+from kd.files.records import Records, Stop, record_bytes
+from kd.files.storage import disk_error, log, open_folder
 from kd.types import Decoded, Label
 
 FORMAT = 4

@@ -17,9 +17,6 @@ from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 from kd.errors import DataError, RunError
-from kd.files.records import Records as Records  # the caches import these three from here
-from kd.files.records import Stop as Stop
-from kd.files.records import record_bytes as record_bytes
 
 try:
     import fcntl

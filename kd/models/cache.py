@@ -1,7 +1,7 @@
 """The teacher is run once: its outputs, kept on a disk, are a Teacher too.
 
 Raw logits and features are kept, so that loss and temperature can change later. There is one file a view and one record
-an image (`kd.files.storage.Records`): named arrays. Outputs without a whole record are computed (again).
+an image (`kd.files.records.Records`): named arrays. Outputs without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
