@@ -141,7 +141,7 @@ def open_sources(plan: DataPlan) -> Data:
     named = parts.facts("datasets", section.kind, section.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
     if section.exclude:
-        from kd.data.excluded import without  # only where images are left out
+        from kd.data.subset import without  # only where images are left out
 
         splits = without(section.exclude, splits)
     train, val = splits["train"], splits["val"]
