@@ -108,7 +108,7 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
     runners: dict[str, parity.Runner] = {}
     program = runtimes.export_program(runtimes.reparameterized(student), size)
     if options.pt2:
-        runtimes.write_program(program, folder / PT2)
+        torch.export.save(program, folder / PT2)
         runners[PT2] = runtimes.program_runner(folder / PT2)
     names = []
     if options.onnx:

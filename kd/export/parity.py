@@ -78,7 +78,9 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
     them.
     """
-    shown = data.views()[0] if training else _evaluated(data)
+    section = data.section
+    evaluated = Views(data.val, data.evaluate(), section.image_size, 0, on_corrupt=section.on_corrupt)
+    shown = data.views()[0] if training else evaluated
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
@@ -89,10 +91,6 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     if not found:
         split = "training" if training else "validation"
         raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
-
-
-def _evaluated(data: Data) -> Views:
-    return Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
 
 
 def compare(

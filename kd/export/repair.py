@@ -6,7 +6,7 @@ features are left out: the student gives logits alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kd import parts
 from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
-from kd.config.schema import LossSection, SifterSection
+from kd.config.schema import SifterSection
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
 from kd.models.classifier import Classifier
@@ -56,7 +56,10 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
 
     `recorded`: what the run chose (threads, the teacher's mode), by name. `own`: the same student in float32.
     """
-    losses = _on_logits(recipe.student.losses)
+    reads = needs(recipe.student.losses)
+    losses = tuple(
+        one for one, read in zip(recipe.student.losses, reads, strict=True) if read.logits and not read.features
+    )
     needed = any(one.teacher for one in needs(losses))
     teacher = replace(recipe.teacher, needed=needed, logits=needed, features=())
     student = replace(recipe.student, losses=losses, features=(), precision="fp32")
@@ -82,10 +85,6 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         setting = Setting(teachers, backend, recipe.backend)
         train(build_run(teacher, student, loop, setting, Results(Memory(), console, chosen), made).run)
         fake.cpu()
-
-
-def _on_logits(losses: Sequence[LossSection]) -> tuple[LossSection, ...]:
-    return tuple(one for one, read in zip(losses, needs(losses), strict=True) if read.logits and not read.features)
 
 
 def _teachers(plan: TeacherPlan, data: Data) -> Teachers:

@@ -95,11 +95,6 @@ def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram
         raise _failed("torch.export", error) from error
 
 
-def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a .pt2 file; `torch.export.load(path).module()` runs it without timm."""
-    torch.export.save(program, path)
-
-
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
     """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:

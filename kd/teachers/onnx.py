@@ -119,7 +119,8 @@ class GraphTeacher(nn.Module):
         if self.dtype == np.uint8:
             pixels = pixels.round().clamp(0, 255).to(torch.uint8)
         else:
-            mean, std = (torch.tensor(one, device=image.device).view(1, 3, 1, 1) for one in self._numbers())
+            numbers = self.options.mean, self.options.std
+            mean, std = (torch.tensor(one, device=image.device).view(1, 3, 1, 1) for one in numbers)
             pixels = (pixels / 255 - mean) / std
         pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
         array = pixels.cpu().numpy().astype(self.dtype, copy=False)
@@ -133,9 +134,6 @@ class GraphTeacher(nn.Module):
         missing = size - len(array)
         filled = np.concatenate([array, np.repeat(array[:1], missing, 0)]) if missing else array
         return session.run([self.output], {self.input: filled})[0][: len(array)]
-
-    def _numbers(self) -> tuple[Sequence[float], Sequence[float]]:
-        return self.options.mean, self.options.std
 
     def _session(self) -> Any:
         """Return the session of torch's number of threads; a session has a fixed number."""
