@@ -51,9 +51,8 @@ def read_launch() -> Launch:
         local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
         remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
-        raise BackendError(
-            "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
-        ) from error
+        wrong = f"{launcher}'s environment is incomplete ({error})"
+        raise BackendError("backend", wrong, f"Expected: {', '.join(names)}", remedy) from error
     if not 0 <= rank < world_size:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
         raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)

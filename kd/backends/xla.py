@@ -85,13 +85,12 @@ class XLA:
         present = self.reduce_sum(torch.ones(1, device=self.device))
         if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
             self.close()
-            raise BackendError(
-                "backend.kind",
+            wrong = (
                 f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
-                f"started take part in an all-reduce on device {xr.device_type()}",
-                "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU",
-                "Start one process, or set backend.kind=cpu",
+                f"started take part in an all-reduce on device {xr.device_type()}"
             )
+            allowed = "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU"
+            raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
 
     def seed(self, seed: int) -> None:
         """Seed torch's generator and the device's, which torch.manual_seed does not seed."""

@@ -114,12 +114,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     splits = _load(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:
-        raise DataError(
-            f"data.{key}",
-            f"'{options.path}' has no split '{split_name}'",
-            f"Allowed: {', '.join(splits)}",
-            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images",
+        wrong = f"'{options.path}' has no split '{split_name}'"
+        remedy = (
+            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images"
         )
+        raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
     names, own = Column([""], np.zeros(len(table), np.int32)), []
@@ -164,9 +163,8 @@ def _import_datasets() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise  # it is installed; something that it needs is not
-        raise MissingExtra(
-            "data.kind", "the dataset 'hf' needs the package datasets", "", "Run: pip install 'kd[hf]'"
-        ) from error
+        wrong = "the dataset 'hf' needs the package datasets"
+        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'kd[hf]'") from error
     return datasets
 
 
@@ -175,9 +173,8 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     path = os.path.expanduser(options.path)
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(path, name))]
     if not os.path.exists(path) and (path.startswith((".", "/")) or path.count("/") > 1):
-        raise DataError(
-            WHERE, f"the folder '{path}' does not exist", "A folder, or a name on the hub", "Check the path"
-        )
+        wrong = f"the folder '{path}' does not exist"
+        raise DataError(WHERE, wrong, "A folder, or a name on the hub", "Check the path")
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
     except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
@@ -226,7 +223,6 @@ def _written(value: Any, row: int, key: str, some: bool) -> str:
     if value is None or value == "" or value == -1:  # -1: the hub's mark of an unlabelled row
         if some:
             return ""
-        raise DataError(
-            "data.label_key", f"row {row} has no label in the column '{key}' ({value!r})", "", "Choose a labelled split"
-        )
+        wrong = f"row {row} has no label in the column '{key}' ({value!r})"
+        raise DataError("data.label_key", wrong, "", "Choose a labelled split")
     return str(value)

@@ -161,9 +161,8 @@ def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image
             return _pair(file, samples, shard, options, where, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
-        raise DataError(
-            where, f"the shard '{shard}' cannot be read ({error})", "Whole, uncompressed .tar files", remedy
-        ) from error
+        wrong = f"the shard '{shard}' cannot be read ({error})"
+        raise DataError(where, wrong, "Whole, uncompressed .tar files", remedy) from error
 
 
 def _pair(
@@ -200,9 +199,8 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
         value = json.loads(data)[options.label_field] if options.label_field else data.decode().strip()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         wanted = f"JSON with the key '{options.label_field}'" if options.label_field else "text"
-        raise DataError(
-            where, f"the label of '{name}' is {data[:60]!r}", f"Allowed: {wanted}", "Set data.label_field"
-        ) from error
+        wrong = f"the label of '{name}' is {data[:60]!r}"
+        raise DataError(where, wrong, f"Allowed: {wanted}", "Set data.label_field") from error
     if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
         raise DataError(where, f"the label of '{name}' is {value!r}", "An integer or a class name", "Repair the shard")
     return str(value)

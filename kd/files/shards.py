@@ -69,9 +69,8 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
                 continue
             key, ending = f"{folder}/{key}" if folder else key, ending.lower()
             if not member.isreg() or member.sparse is not None:
-                raise DataError(
-                    where, f"'{member.name}' in the shard '{shard}' is a link", "Plain files", "Write it anew"
-                )
+                wrong = f"'{member.name}' in the shard '{shard}' is a link"
+                raise DataError(where, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
                 raise DataError(where, f"the shard '{shard}' has '{member.name}' twice", "", "Write it anew")

@@ -45,9 +45,8 @@ def require_own_copy(folder: RunDir, record: Record) -> None:
     keys += [f"{key} (its content hash)" for key in ("data", "teacher") if key in both and facts[key] != here[key]]
     if keys:
         wrong = f"'{record.mirror}' is the copy of another run; it differs in {', '.join(keys)}"
-        raise RunError(
-            "run.mirror", wrong, "One copy, one run", "Choose another run.name or run.mirror, or remove the copy"
-        )
+        allowed = "One copy, one run"
+        raise RunError("run.mirror", wrong, allowed, "Choose another run.name or run.mirror, or remove the copy")
 
 
 def differences(file: Path | str, text: str, record: Record) -> list[str]:

@@ -218,9 +218,8 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
-        raise ModelError(
-            f"{spec.where}.checkpoint", wrong, allowed, "Choose such a teacher, or take losses on features"
-        )
+        remedy = "Choose such a teacher, or take losses on features"
+        raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
     return [f"class_{label}" for label in range(count)]
 
 
@@ -321,14 +320,13 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
-        raise ModelError(
-            where,
-            f"has {count} classes, the data has {len(classes)}",
-            "Both must be equal: a new head would be random",
+        wrong = f"has {count} classes, the data has {len(classes)}"
+        remedy = (
             f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
             if where.startswith("student")
-            else "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            else "Use a teacher fitted on this data, or `kd-teach` to fit one"
         )
+        raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:

@@ -127,9 +127,8 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
         if gap > 1e-3 * spread:
             wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
             wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
-            raise ModelError(
-                f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another"
-            )
+            allowed = "A teacher whose answer depends on pixels alone"
+            raise ModelError(f"{where}.model", wrong, allowed, "Choose another")
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:

@@ -82,13 +82,12 @@ def _require_room(
         already = f", {_size(there)} of it there already" if there and not ram else ""
         where = "of memory are left here" if ram else f"are free at '{folder}'"
         remedy = "Set data.store=disk" if ram else "Free space, choose another run.folder"
-        raise RunError(
-            "data.store",
+        wrong = (
             f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
-            f"{_size(left)} {where}",
-            "One of none, ram and disk",
-            f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
+            f"{_size(left)} {where}"
         )
+        remedy = f"{remedy}, or a data.store_size near data.image_size, or data.store=none"
+        raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
         log.info("store: about %s of decoded images %s, %s of it there already", _size(total), where, _size(there))

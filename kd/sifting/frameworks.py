@@ -79,9 +79,8 @@ def _callback_class() -> type[Any]:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
-    raise MissingExtra(
-        "TrainingMetricsRecorder", "Lightning is not installed", "", "pip install lightning (or pytorch-lightning)"
-    )
+    wrong = "Lightning is not installed"
+    raise MissingExtra("TrainingMetricsRecorder", wrong, "", "pip install lightning (or pytorch-lightning)")
 
 
 class TrainingMetricsRecorder:
