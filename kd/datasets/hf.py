@@ -13,18 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import (
-    Column,
-    Listed,
-    decode,
-    fingerprint,
-    label_images,
-    name_labels,
-    part,
-    read_file,
-    refuse,
-    stamp,
-)
+from kd.datasets import _decode as images
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import DatasetFacts, Decoded, file_key
 
@@ -66,7 +55,7 @@ class Options:
             raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
 
 
-class HuggingFace(Listed):
+class HuggingFace(images.Listed):
     """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
 
     def __init__(
@@ -76,7 +65,7 @@ class HuggingFace(Listed):
         self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
         sizes, stamps = _files(table, image_key)
         self._stamps = stamps[rows]
-        self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
+        self.fingerprint = images.fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
     def name(self, id: int) -> str:
         """Return split and row, `train[12]`."""
@@ -86,10 +75,10 @@ class HuggingFace(Listed):
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
         if data is None and path is None:
-            raise refuse(subject, WHERE, "the row holds no image")
+            raise images.refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
-        return decode(data, subject, WHERE)
+            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
+        return images.decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
         cell = self._table[int(self._rows[id])][self._image_key] or {}
@@ -121,16 +110,16 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
-    names, own = Column([""], np.zeros(len(table), np.int32)), []
+    names, own = images.Column([""], np.zeros(len(table), np.int32)), []
     if labels != "none":
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
-        raw = Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
-        names, own = name_labels(raw, getattr(table.features[label_key], "names", ()))
-    order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
+        raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
+        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))
     if shared:
-        rows = part((str(row).encode() for row in rows), label, options.val_fraction, split)
+        rows = images.part((str(row).encode() for row in rows), label, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 
@@ -142,7 +131,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
     """
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    whole = sum(stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
+    whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
     parts, raw, stamps = [], table.with_format("arrow"), np.full(len(table), whole, np.uint64)
     for start in range(0, len(table), ROWS):
         cells = raw[start : start + ROWS][image_key].combine_chunks()
@@ -152,7 +141,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
         for row in np.flatnonzero(sizes < 0):
             if paths[row] and os.path.isfile(paths[row]):
                 status = os.stat(paths[row])
-                sizes[row], stamps[start + row] = status.st_size, stamp(status)
+                sizes[row], stamps[start + row] = status.st_size, images.stamp(status)
         parts.append(sizes)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
 

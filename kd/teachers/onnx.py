@@ -21,15 +21,7 @@ from kd.models.classifier import resized
 from kd.models.load import Spec
 from kd.models.runtimes import graph_files, open_session
 from kd.models.timm_folder import folder_config
-from kd.teachers._shared import (
-    check_normalization,
-    columns,
-    named,
-    require_logits,
-    require_normalization,
-    require_one_output,
-    to_logits,
-)
+from kd.teachers import _shared as shared
 from kd.types import Outputs, file_key
 
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -53,7 +45,7 @@ class Options:
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
-        check_normalization(self.mean, self.std)
+        shared.check_normalization(self.mean, self.std)
         if self.input_size < 0:
             raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
 
@@ -94,7 +86,7 @@ class GraphTeacher(nn.Module):
             wrong = "is set, but the graph takes uint8 and normalizes by itself"
             raise ModelError(f"{where}.mean", wrong, "", "Leave mean and std out")
         if self.dtype != np.uint8:
-            require_normalization(where, options.mean)
+            shared.require_normalization(where, options.mean)
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -103,7 +95,7 @@ class GraphTeacher(nn.Module):
                 while block := opened.read(1 << 24):
                     digest.update(block)
         numbers = [self.input_size, *self.options.mean, *self.options.std]
-        architecture = {"onnx": self.output, "outputs": self.options.outputs, **columns(self.pick)}
+        architecture = {"onnx": self.output, "outputs": self.options.outputs, **shared.columns(self.pick)}
         return {"teacher": digest.hexdigest(), "architecture": architecture, "input": numbers}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -148,7 +140,7 @@ class GraphTeacher(nn.Module):
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
     """Open the graph and ask it once."""
-    require_one_output(spec, features, "onnx")
+    shared.require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
@@ -171,9 +163,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not spec.logits:
         made.features = tuple(features)
         return made
-    require_logits(spec, first, options.outputs)
+    shared.require_logits(spec, first, options.outputs)
     spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
-    made.to_logits = to_logits(spec, options.outputs)
-    made.classes, made.pick = named(spec, first.shape[1], (), options.classes)
+    made.to_logits = shared.to_logits(spec, options.outputs)
+    made.classes, made.pick = shared.named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)
     return made
