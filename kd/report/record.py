@@ -14,21 +14,8 @@ from kd.intervals import Samples, wilson
 from kd.scores import Column, Scored, Scores
 from kd.text import clock, money, percent
 
-SPANS = (
-    "data",
-    "teacher",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "sifting",
-    "wait",
-    "evaluation",
-    "checkpoint",
-    "profile",
-    "setup",
-    "other",
-)
+APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
+SPANS = ("data", "teacher", "forward", "backward", "communication", "optimizer", "sifting", "wait", *APART, "other")
 """The parts of a step's time, in the order in which they are drawn."""
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""

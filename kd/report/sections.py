@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.progress.sifting import saving_text
-from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
+from kd.report.record import APART, SPANS, RunRecord, points, teachers_of, time_parts
 from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
 from kd.text import VARIANTS_NOTE, clock, percent, variant_rows
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
-APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
 SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars of the chart of log windows
 
 

@@ -122,13 +122,8 @@ class Trust:
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
         """Return what `--trust` and the overrides `key=value` of a command say."""
-        where = {
-            "data",
-            "data.kind",
-            "data.labels",
-            "data.exclude",
-            *(f"data.{field.name}" for field in fields(data.options)),
-        }
+        keys = ("data", "data.kind", "data.labels", "data.exclude")
+        where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
     def check_teacher(self, plan: TeacherPlan) -> None:
