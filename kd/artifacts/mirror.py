@@ -1,11 +1,8 @@
 """A copy of a run folder at a URL: written after each checkpoint, read where the run folder is empty.
 
-An object store has no renames. So of a checkpoint `state.json` is uploaded last and removed first: a checkpoint counts
-where its `state.json` is. The copy holds no hidden files and no run folders inside of the run folder.
-
-`.kd-owner` beside the copy says which process writes it. A process that starts takes the copy over with the next
-generation. It reads the owner before each upload and removal, and ends where it finds another one. There are no locks:
-of two processes that start in the same moment, the one that wrote last goes on.
+docs/design.md, files, says how it does without renames. There are no locks either: a process that starts takes the copy
+over with the next generation, and of two that start in the same moment the one that wrote last goes on. The copy holds
+no hidden files and no run folders inside of the run folder.
 """
 
 from __future__ import annotations

@@ -61,11 +61,7 @@ class Share:
 
 
 class LocalLoader:
-    """Load micro-batches on this machine. See `kd.contracts.Loader`.
-
-    Step s of a plan is `plan.ids[s * batch_size : (s + 1) * batch_size]`, cut into accumulate x world micro-batches;
-    rank r takes number r of every `world`. So a step is the same set of images on any number of ranks.
-    """
+    """Load micro-batches on this machine, as docs/design.md, the step, cuts a plan. See `kd.contracts.Loader`."""
 
     def __init__(
         self,

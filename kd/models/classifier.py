@@ -227,9 +227,8 @@ class Ensemble(nn.Module):
     """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble).
 
     It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
-    taken at temperature 1 and softened later, so that a cache stores one record per image. Each model normalizes and
-    resizes its input. Features are not averaged, because the models have no common feature space: each model's stand
-    in the outputs under their own names (see `Outputs.of`).
+    taken at temperature 1 and softened later, so that a cache stores one record per image. Features are not averaged:
+    each model's stand in the outputs under their own names (see `Outputs.of`).
     """
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
