@@ -141,7 +141,7 @@ class Ladder:
     max_drop: float  # a share: 0.005 is half a point
     both: bool = False  # go on to the second rung where the first one holds: whoever compares speeds wants both files
     repair: int = 0  # steps of the last rung; 0: there is none
-    train: Train | None = None  # none: this student cannot be trained on
+    train: Train | None = None  # None: this student cannot be trained on
     temperature: float = 1.0  # by which the student's logits were divided after its training
     rungs: list[Rung] = field(default_factory=list)
 

@@ -38,7 +38,7 @@ class Classifier(nn.Module):
     """
 
     runtime, reads_ids = "torch", False
-    home: Home | None = None  # none: it came without preprocessing
+    home: Home | None = None  # None: it came without preprocessing
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ REAL, RANDOM, META = "real", "random", "meta"
 class Teachers:
     """The teachers of a run as one model, and the data with its classes."""
 
-    model: TeacherModel | None  # none: the run learns labels alone
+    model: TeacherModel | None  # None: the run learns labels alone
     data: Data
     members: Sequence[TeacherModel] = ()  # each alone
 
