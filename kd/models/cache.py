@@ -8,7 +8,6 @@ Legend: B images of a batch, C classes, K logits kept of each image, R bytes of 
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 from kd.contracts import Teacher
 from kd.errors import ModelError
 from kd.files.records import Records, Stop
-from kd.files.storage import MANIFEST, disk_error, lock, open_folder
+from kd.files.storage import MANIFEST, disk_error, lock, log, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3
@@ -33,7 +32,6 @@ TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
 READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
-log = logging.getLogger("kd")
 
 
 class Codec:

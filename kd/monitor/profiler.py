@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,9 +9,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from kd.files.storage import write_text
-
-log = logging.getLogger("kd")
+from kd.files.storage import log, write_text
 
 TOP = 30  # operators that operators.txt lists
 

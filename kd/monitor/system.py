@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -13,10 +12,8 @@ from typing import Any
 
 import psutil
 
-from kd.files.storage import append_rows
+from kd.files.storage import append_rows, log
 from kd.host import cores
-
-log = logging.getLogger("kd")
 
 INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
 CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it

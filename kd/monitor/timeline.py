@@ -7,7 +7,6 @@ to the wall-clock, and a span inside another is not counted twice. docs/findings
 from __future__ import annotations
 
 import functools
-import logging
 import statistics
 import threading
 import time
@@ -21,10 +20,8 @@ from typing import Any
 
 import torch
 
-from kd.files.storage import append_rows, keep_rows
+from kd.files.storage import append_rows, keep_rows, log
 from kd.types import UNKNOWN, Loading, State
-
-log = logging.getLogger("kd")
 
 APART = ("evaluation", "checkpoint", "setup", "profile")  # spans that are no part of a step
 WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill

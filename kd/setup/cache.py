@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from kd.config.schema import Cache
 from kd.contracts import Dataset, Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.files.records import record_bytes
-from kd.files.storage import hashed_folder
+from kd.files.storage import hashed_folder, log
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
 from kd.seeds import evenly_spaced
@@ -35,8 +34,6 @@ TF32_TOLERANCE = 0.01
 """The same where products may be rounded to TensorFloat-32, 10 bits: which are depends on the batch's shape."""
 QUANTIZED_TOLERANCE = 0.1
 """The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
-
-log = logging.getLogger("kd")
 
 
 def cache_identity(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -13,14 +12,12 @@ from kd.config.schema import DataSection
 from kd.contracts import Backend, Source
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
 from kd.errors import CorruptImage, RunError
-from kd.files.storage import hashed_folder
+from kd.files.storage import hashed_folder, log
 from kd.host import free_mib
 from kd.seeds import evenly_spaced
 
 SAMPLE = 16  # training images that are decoded to estimate the size of a store
 Splits = tuple[Source, Source]  # training and validation images
-
-log = logging.getLogger("kd")
 
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
