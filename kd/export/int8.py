@@ -39,8 +39,7 @@ from kd.scores import GraphScores
 from kd.text import percent
 
 ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
-VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default."""
+VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
 """Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
 Train = Callable[[Classifier, Classifier, int], None]
@@ -55,21 +54,15 @@ class Rung:
 
     name: str
     file: str
-    title: str
-    """Of the score that decides."""
+    title: str  # of the score that decides
     score: float
-    drop: float
-    """Against the student in PyTorch."""
-    interval: tuple[float, float]
-    """95 % of the drop: of the difference on the same images."""
-    agreement: float
-    """Share of the images with the same answer as in PyTorch; of an embedding model the mean cosine."""
+    drop: float  # against the student in PyTorch
+    interval: tuple[float, float]  # 95 % of the drop: of the difference on the same images
+    agreement: float  # share of the images with the same answer as in PyTorch; of an embedding model the mean cosine
     bytes: int
-    left_out: tuple[str, ...] = ()
-    """Layers that stayed in float32 by accuracy control."""
+    left_out: tuple[str, ...] = ()  # layers that stayed in float32 by accuracy control
 
     def line(self) -> str:
-        """Return it for a person."""
         low, high = (100 * each for each in self.interval)
         text = (
             f"int8, {self.name}: {self.title} {percent(self.score)}, drop {100 * self.drop:.2f} points "
@@ -83,22 +76,18 @@ class Exam:
     """Says what a graph loses against the student in PyTorch, on the same images."""
 
     task: Task
-    images: Shown
-    """Yields uint8 [B, 3, S, S] and labels [B], always the same N."""
-    reference: torch.Tensor
-    """What the student returns for them in PyTorch: logits [N, C] or vectors [N, D]."""
+    images: Shown  # yields uint8 [B, 3, S, S] and labels [B], always the same N
+    reference: torch.Tensor  # what the student returns for them in PyTorch: logits [N, C] or vectors [N, D]
     labels: torch.Tensor
 
     @classmethod
     def of(cls, task: Task, student: Classifier, images: Shown) -> Exam:
-        """Ask the student."""
         answer = eager_runner(student)
         seen = [(answer(pixels), label) for pixels, label in images()]
         outputs, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
         return cls(task, images, outputs, labels)
 
     def __call__(self, name: str, path: Path, left_out: tuple[str, ...] = ()) -> Rung:
-        """Run the graph on all images."""
         outputs = self.answers(Variant.at(path).runner())
         scores, before = self.scores(outputs), self.scores(self.reference)
         value, facts = scores.facts[scores.decides], scores.facts
@@ -108,7 +97,6 @@ class Exam:
         return Rung(name, path.name, scores.title, value, drop, self._interval(outputs, drop), same, size, left_out)
 
     def answers(self, run: Runner) -> torch.Tensor:
-        """Return what a graph returns for all images."""
         return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
 
     def first(self, images: int) -> Iterator[tuple[np.ndarray, np.ndarray, torch.Tensor]]:
@@ -121,7 +109,6 @@ class Exam:
                 return
 
     def scores(self, outputs: torch.Tensor) -> GraphScores:
-        """Compare outputs with the student's."""
         return self.task.graph_scores(outputs, self.reference, self.labels)
 
     def _interval(self, outputs: torch.Tensor, drop: float) -> tuple[float, float]:
@@ -146,23 +133,16 @@ class Exam:
 class Ladder:
     """What a climb needs."""
 
-    folder: Path
-    """With model.onnx; the quantized files are written beside it."""
+    folder: Path  # with model.onnx; the quantized files are written beside it
     student: Classifier
     size: int
     exam: Exam
-    views: Views
-    """Yields so many training views, uint8 [B, 3, S, S], with labels."""
-    max_drop: float
-    """A share: 0.005 is half a point."""
-    both: bool = False
-    """Go on to the second rung where the first one holds: whoever compares speeds wants both files."""
-    repair: int = 0
-    """Steps of the last rung; 0: there is none."""
-    train: Train | None = None
-    """None: this student cannot be trained on."""
-    temperature: float = 1.0
-    """By which the student's logits were divided after its training."""
+    views: Views  # yields so many training views, uint8 [B, 3, S, S], with labels
+    max_drop: float  # a share: 0.005 is half a point
+    both: bool = False  # go on to the second rung where the first one holds: whoever compares speeds wants both files
+    repair: int = 0  # steps of the last rung; 0: there is none
+    train: Train | None = None  # None: this student cannot be trained on
+    temperature: float = 1.0  # by which the student's logits were divided after its training
     rungs: list[Rung] = field(default_factory=list)
 
     def climb(self) -> list[Rung]:
@@ -183,12 +163,9 @@ class Ladder:
                 return self.rungs
         remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
         tried = ", ".join(f"{one.name} {100 * one.drop:.2f}" for one in self.rungs)
-        raise ModelError(
-            "--max-drop",
-            f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points",
-            f"A drop of at most {100 * self.max_drop:g} points",
-            f"Nothing was written; raise --max-drop{remedy}",
-        )
+        wrong = f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points"
+        allowed = f"A drop of at most {100 * self.max_drop:g} points"
+        raise ModelError("--max-drop", wrong, allowed, f"Nothing was written; raise --max-drop{remedy}")
 
     def _holds(self) -> bool:
         return self.rungs[-1].drop <= self.max_drop
@@ -222,13 +199,9 @@ def require(ladder: Ladder) -> None:
 
 
 def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
-    """Write OpenVINO's IR with int8 weights and activations, ranges from training views.
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations, ranges from training views.
 
-    Args:
-        source: model.onnx.
-        path: the .xml file to write; its .bin beside it.
-        views: see `Ladder.views`.
-        smooth: use SmoothQuant.
+    `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     with _nncf() as nncf:
         openvino = runtimes.require("openvino", "--int8", "nncf")
@@ -303,12 +276,8 @@ def fake_quantized(
 ) -> tuple[Classifier, Classifier]:
     """Return a student with the logits that it was trained for, and the same fake-quantized: as in int8, and trainable.
 
-    Args:
-        student: on the CPU; not changed.
-        size: S of the images.
-        views: see `Ladder.views`.
-        temperature: by which its logits were divided after its training.
-        smooth: use SmoothQuant.
+    The student, on the CPU, is not changed. `size` is S of the images, `temperature` what its logits were divided by
+    after its training. `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     own = copy.deepcopy(runtimes.reparameterized(student)).eval()
     own.features = ()

@@ -23,8 +23,7 @@ from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
-POLL = 0.5
-"""Seconds between two looks at the folder."""
+POLL = 0.5  # seconds between two looks at the folder
 MINE, FITTED, IN_USE = 0, 1, 2
 log = logging.getLogger("kd")
 

@@ -37,12 +37,9 @@ class Images:
 
     train: Source
     val: Source
-    seed: int
-    """Of the run; the views depend on it."""
-    views: int
-    """How many views a training image has; 0: a fresh one every epoch."""
-    transform: dict[str, Any]
-    """What a training image goes through, as JSON values."""
+    seed: int  # of the run; the views depend on it
+    views: int  # how many views a training image has; 0: a fresh one every epoch
+    transform: dict[str, Any]  # what a training image goes through, as JSON values
     test: Source | None = None
 
     def shown(self) -> dict[str, Any]:
@@ -54,23 +51,18 @@ class Images:
 class Spec:
     """Which model, with which weights, for which classes."""
 
-    where: str
-    """Config path of the section, `student` or `teacher`, for messages."""
+    where: str  # config path of the section, `student` or `teacher`, for messages
     model: str
     args: dict[str, Any]
     classes: Sequence[str] | None
     """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
     needed, and no classifier."""
-    checkpoint: str = ""
-    """A .safetensors file or a folder."""
-    pretrained: bool = False
-    """Load the weights that come with the name, the folder or the hub id."""
+    checkpoint: str = ""  # a .safetensors file or a folder
+    pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
-    exact_head: bool = False
-    """The pretrained head must have these very classes in this order; otherwise it is replaced."""
-    images: Images | None = None
-    """For a teacher that answers by an image's name."""
+    exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
+    images: Images | None = None  # for a teacher that answers by an image's name
     task: Task | None = None
     """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
 
@@ -152,7 +144,6 @@ def _laid_out(network: nn.Module) -> nn.Module:
 
 
 def _home(config: dict[str, Any]) -> Home:
-    """Return timm's own preprocessing of evaluation."""
     from timm.data import create_transform
 
     keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
@@ -200,12 +191,9 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 def _require_safetensors(spec: Spec, folder: Path) -> None:
     """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
     if not (folder / "model.safetensors").is_file():
-        raise ModelError(
-            f"{spec.where}.model",
-            f"no model.safetensors in '{folder}'",
-            "Weights as safetensors; other formats may run code when they are loaded",
-            "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)",
-        )
+        allowed = "Weights as safetensors; other formats may run code when they are loaded"
+        remedy = "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
+        raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
@@ -233,9 +221,8 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
-        raise ModelError(
-            f"{spec.where}.checkpoint", wrong, allowed, "Choose such a teacher, or take losses on features"
-        )
+        remedy = "Choose such a teacher, or take losses on features"
+        raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
     return [f"class_{label}" for label in range(count)]
 
 
@@ -275,12 +262,8 @@ def _is_stored(source: str) -> bool:
 def _creation_error(spec: Spec, error: Exception) -> ModelError:
     reason = " ".join(str(error).split())[:300]
     allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
-    return ModelError(
-        f"{spec.where}.model",
-        f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
-        allowed,
-        f"Correct {spec.where}.model or {spec.where}.args",
-    )
+    wrong = f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})"
+    return ModelError(f"{spec.where}.model", wrong, allowed, f"Correct {spec.where}.model or {spec.where}.args")
 
 
 def read_tensors(spec: Spec) -> Any:
@@ -296,7 +279,6 @@ def read_tensors(spec: Spec) -> Any:
 
 
 def _weights_file(spec: Spec) -> Path:
-    """Return the file of the checkpoint."""
     path = Path(spec.checkpoint)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -335,24 +317,20 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:
             same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
-            raise ModelError(
-                where,
-                f"class {i} is '{name}', the data's is '{expected}'{same_set}",
-                "Classes and their order must be the data's",
-                "Use a teacher fitted on this data, or `kd-teach` to fit one",
-            )
+            wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
+            allowed = "Classes and their order must be the data's"
+            raise ModelError(where, wrong, allowed, "Use a teacher fitted on this data, or `kd-teach` to fit one")
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
-        raise ModelError(
-            where,
-            f"has {count} classes, the data has {len(classes)}",
-            "Both must be equal: a new head would be random",
+        wrong = f"has {count} classes, the data has {len(classes)}"
+        remedy = (
             f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
             if where.startswith("student")
-            else "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            else "Use a teacher fitted on this data, or `kd-teach` to fit one"
         )
+        raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:

@@ -31,8 +31,7 @@ from kd.models.timm_folder import is_timm
 from kd.types import Outputs
 
 OPSET = 20
-OLDEST_EXPORTER = "2.9"
-"""Oldest torch whose exporter was tried."""
+OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
@@ -94,11 +93,6 @@ def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram
             return torch.export.export(graph, example, dynamic_shapes=({0: batch},))
     except Exception as error:  # torch.export raises many types, all caused by the network
         raise _failed("torch.export", error) from error
-
-
-def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a .pt2 file; `torch.export.load(path).module()` runs it without timm."""
-    torch.export.save(program, path)
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:

@@ -104,10 +104,8 @@ def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dic
     }
 
 
-HUB_SECONDS = 2.0
-"""How long a hub may take to answer."""
-WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)
-"""Endings of what is asked for."""
+HUB_SECONDS = 2.0  # how long a hub may take to answer
+WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of what is asked for
 
 
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:

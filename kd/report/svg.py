@@ -11,12 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
-"""Room around the plot, pixels."""
-WIDE = 600
-"""Pixels above which a chart is not shrunk to a narrow page, but scrolls in it."""
-POINTS = 400
-"""Points of a line at most; more are thinned evenly."""
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30  # room around the plot, pixels
+WIDE = 600  # pixels above which a chart is not shrunk to a narrow page, but scrolls in it
+POINTS = 400  # points of a line at most; more are thinned evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +21,7 @@ class Series:
     """One line or one layer of a stack."""
 
     name: str
-    color: str
-    """A CSS variable, such as `--c1`."""
+    color: str  # a CSS variable, such as `--c1`
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
@@ -45,12 +41,10 @@ class Frame:
     high_y: float
 
     def x(self, value: float) -> float:
-        """Return the horizontal position of a value, pixels."""
         span = (self.high_x - self.low_x) or 1.0
         return LEFT + (value - self.low_x) / span * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value, pixels."""
         span = (self.high_y - self.low_y) or 1.0
         return self.height - BOTTOM - (value - self.low_y) / span * (self.height - TOP - BOTTOM)
 

@@ -19,17 +19,11 @@ from kd.setup.recipe import LoopPlan, Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
 from kd.types import Costs, SiftContext
 
-LOADED, LOADED_SECONDS = 16, 1.0
-"""Images that are loaded to time loading, and when fewer are enough."""
+LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and when fewer are enough
 
 
 def sift_context(
-    num_images: int,
-    labels: Callable[[], torch.Tensor],
-    backend: Backend,
-    split: BatchSplit,
-    seed: int,
-    views: int = 0,
+    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int, views: int = 0
 ) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
     return SiftContext(
@@ -50,10 +44,8 @@ class Gate:
     """The sifter of a run."""
 
     sifter: Sifter
-    decision: str = ""
-    """To record: the sifter's kind, or "none"; "": there was nothing to decide."""
-    summary: str = ""
-    """For a person."""
+    decision: str = ""  # to record: the sifter's kind, or "none"; "": there was nothing to decide
+    summary: str = ""  # for a person
 
 
 def choose_sifter(
