@@ -369,7 +369,17 @@ def _allowed(cls: type, key: str) -> str:
     return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS: dict[Any, str] = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"},
+    Any: "text, a list or a section",
+}
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Any: "text, a list or a section",
+    type(None): "null",
+}
 
 
 def _describe(annotation: Any) -> str:

@@ -80,7 +80,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         teachers = _teachers(teacher, data) if needed else Teachers(None, data)
         data = teachers.data
         own.to(backend.device).eval()
-        dims = Dims(len(data.classes), 0, 0)
+        dims = Dims(len(data.classes), 0, 0, classes=tuple(data.classes), labels=data.labels)
         base = build_criterion(losses, [dims], loop.seed, labelled=data.labelled_share())
         terms: list[tuple[str, float, nn.Module]] = list(zip(base.names, base.weights, base.terms, strict=True))
         terms.append(("self", 1.0, Self(own, student.task.logits, dims)))

@@ -113,6 +113,9 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
+        if run.length.gave_up(state):
+            stopped = f"ended after step {state.step}: {state.no_better} evaluations in a row were no better"
+            console.info(f"{title}: {stopped} than {run.evaluator.decides} {state.best:.4g}")
         skipped = skipped_text(state.skipped_in_all, state.step)
         console.info(f"{title}: {skipped}" if skipped else "")
         if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
