@@ -369,17 +369,7 @@ def _allowed(cls: type, key: str) -> str:
     return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
 
 
-_WORDS: dict[Any, str] = {
-    **{int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"},
-    Any: "text, a list or a section",
-}
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    Any: "text, a list or a section",
-    type(None): "null",
-}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def _describe(annotation: Any) -> str:
@@ -396,6 +386,6 @@ def _describe(annotation: Any) -> str:
         return f"a list of {len(args)} values, each {_describe(args[0])}"
     if origin is list:
         return f"a list of {_describe(args[0])}"
-    if origin is dict:
-        return "a section of key: value"
+    if origin is dict or annotation is Any:
+        return "a section of key: value" if origin else "text, a list or a section"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -17,7 +17,7 @@ Shape legend: B images of a batch, C classes, N training images.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from kd.contracts import Loss
 from kd.errors import ConfigError, did_you_mean
 from kd.types import Batch, Dims, Needs, Outputs
 
-WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0, one > 0"
+WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +48,13 @@ class Options:
         found = self.class_weights
         if found is None or found == "balanced":
             return
-        named, listed = isinstance(found, Mapping), isinstance(found, Sequence) and not isinstance(found, str)
-        values = list(found.values() if named else found if listed else ())
-        numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
-        right = len(numbers) == len(values) > 0 and all(math.isfinite(one) and one >= 0 for one in numbers)
-        if not right or (listed and not any(numbers)):
+        values = list(found.values()) if isinstance(found, Mapping) else found
+        if not isinstance(values, (list, tuple)) or not values or not all(map(_is_weight, values)):
             raise ValueError(f"{WEIGHTS}, is {found!r}")
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 class CE(nn.Module):

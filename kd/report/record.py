@@ -166,7 +166,7 @@ class RunRecord:
     @property
     def gave_up(self) -> bool:
         """Whether so many evaluations in a row were no better (`run.patience`) that it ended early."""
-        patience, decides = int(self.keys.get("run.patience", 0) or 0), self.manifest.get("decides")
+        patience, decides = int(self.keys.get("run.patience", 0) or 0), str(self.manifest.get("decides"))
         scores = [float(row[decides]) for row in self.val if decides in row]
         return 0 < patience < len(scores) - scores.index(max(scores)) if scores else False
 
