@@ -21,7 +21,7 @@ from kd.engine.loop import train
 from kd.errors import ConfigError, KdError, ModelError
 from kd.jobs.check import check
 from kd.models.classifier import Classifier
-from kd.report.record import read
+from kd.report.report import read
 from kd.setup.build import build_optimizer
 from kd.setup.recipe import resolve
 from kd.setup.tuning import parameter_groups
@@ -65,7 +65,8 @@ def test_groups_of_layers_are_timms(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
     made = parameter_groups(Tuning(layer_decay=0.75), 0.05, distillation(network))
-    timms = param_groups_layer_decay(network, 0.05, network.no_weight_decay(), layer_decay=0.75)  # type: ignore
+    exempt = getattr(network, "no_weight_decay", set)()
+    timms = param_groups_layer_decay(network, 0.05, exempt, layer_decay=0.75)
     assert described(network, [group for group in made if "lr_scale" in group]) == described(network, timms)
     assert len(described(network, timms)) > 4
     (extra,) = [group["weight_decay"] for group in made if any(p.shape == (2, 2) for p in group["params"])]
@@ -78,7 +79,7 @@ def test_a_vits_rates_are_powers():
     rates = {names: rate for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])}
     rate_of = {name: rate for names, rate in rates.items() for name in names}
     expected = {"pos_embed": 0.5**4, "blocks.0.attn.qkv.weight": 0.5**3, "blocks.2.mlp.fc1.bias": 0.5}
-    expected |= {"norm.weight": 1.0, "head.weight": 3.0, "head.bias": 3.0}
+    expected |= {"norm.weight": 0.5, "head.weight": 3.0, "head.bias": 3.0}
     assert {name: rate_of[name] for name in expected} == expected
 
 
@@ -106,7 +107,7 @@ def test_a_step_moves_each_layer_at_its_rate(make):
         {n: p.detach() - before[n] for n, p in made.run.distillation.student.network.named_parameters()}
         for made in (plain, tuned)
     ]
-    for name, rate in {"pos_embed": 0.25, "blocks.0.mlp.fc1.weight": 0.5, "norm.bias": 1, "head.weight": 4}.items():
+    for name, rate in {"pos_embed": 0.25, "blocks.0.mlp.fc1.weight": 0.5, "norm.bias": 0.5, "head.weight": 4}.items():
         assert moved[0][name].abs().max() > 0
         torch.testing.assert_close(moved[1][name], rate * moved[0][name], rtol=1e-3, atol=1e-7)
     assert tuned.store.rows[0]["lr"] == plain.store.rows[0]["lr"]
@@ -272,10 +273,10 @@ def test_a_run_that_ended_early_says_so_and_is_finished(settings, capsys):
     assert "2 evaluations in a row were no better" in capsys.readouterr().out
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(row["epoch"] for row in rows) == 3
-    assert read(result.folder).unfinished == ""
+    assert read(result.folder, 0).unfinished == ""
     text = (result.folder / "config.yaml").read_text()
     (result.folder / "config.yaml").write_text(text.replace("patience: 2", "patience: 3"))
-    assert "epoch 3 of 9" in read(result.folder).unfinished
+    assert "epoch 3 of 9" in read(result.folder, 0).unfinished
 
 
 # --------------------------------------------------------------------------------------------------------------- fits
