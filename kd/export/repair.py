@@ -17,6 +17,7 @@ from kd import parts
 from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
 from kd.config.schema import LossSection, SifterSection
+from kd.config.tuning import Tuning
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
 from kd.models.classifier import Classifier
@@ -71,6 +72,8 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         steps=steps,
         every=replace(recipe.loop.every, log=max(1, steps // 5), evaluate=steps, checkpoint=steps),
         optimizer=replace(recipe.loop.optimizer, lr=RATE * recipe.loop.optimizer.lr, weight_decay=0.0, ema=0.0),
+        tuning=Tuning(),
+        patience=0,
         sifter=SifterSection(options=default_options("sifters", "none")),
         profile=(),
     )
