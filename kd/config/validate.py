@@ -56,6 +56,9 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     if config.data.labels == "none":
         yield from _unlabelled(config.losses, needed, config.teacher, config.run.baseline)
     yield from _student(config.student)
+    if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
+        wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
+        yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
     yield from _optimizer(config.optimizer)
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
         wrong = "is 'skip', but torch_xla's ZeRO applies every step"

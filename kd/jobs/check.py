@@ -47,8 +47,8 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     data = teachers.data
     with torch.device("meta"):
         student = build_student(student_plan, data.classes, section.image_size, weights=False)
-    for where, fit in fits.items():
-        tune(fit.student, dict(zip(plan.members, teachers.members, strict=True))[where])  # type: ignore[arg-type]
+        for fit in fits.values():
+            tune(fit.student, build_student(fit.student, data.classes, section.image_size, weights=False))
     tune(student_plan, student)
     dims = dims_of(data, student, teachers.members)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))

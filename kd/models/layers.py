@@ -15,11 +15,6 @@ def trained_network(student: Any) -> nn.Module:
     return network.inner if isinstance(network, Network) else network
 
 
-def has_layers(network: nn.Module) -> bool:
-    """Return whether a network says what its layers are, as timm's do."""
-    return hasattr(network, "group_matcher")
-
-
 def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
     """Return timm's parameter groups of a network: `lr_scale` is `layer_decay` to the power of a layer's depth.
 

@@ -10,7 +10,7 @@ from torch import nn
 from kd.config.tuning import Tuning
 from kd.engine.criterion import Distillation
 from kd.errors import ModelError
-from kd.models.layers import has_layers, head_parameters, layer_groups, trained_network
+from kd.models.layers import head_parameters, layer_groups, trained_network
 from kd.optim import Frozen, groups, scaled
 from kd.setup.recipe import StudentPlan
 
@@ -22,7 +22,7 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
         ModelError: it has no layers, no classifier, or none of the parameters named.
     """
     tuning, where, network = plan.section.tuning, plan.tuned_by, trained_network(student)
-    if tuning.layer_decay < 1 and not has_layers(network):
+    if tuning.layer_decay < 1 and not hasattr(network, "group_matcher"):
         wrong = f"is {tuning.layer_decay:g}, but '{plan.section.model}' does not say what its layers are"
         allowed = "A network of timm, or one with a method group_matcher as timm's"
         raise ModelError(f"{where}.layer_decay", wrong, allowed, f"Set {where}.layer_decay=1")

@@ -325,6 +325,36 @@ def test_dropped_paths_and_patches_belong_to_training_alone(make):
     assert set(modes) == {False}
 
 
+def test_dropped_patches_have_no_place_in_a_grid_of_tokens(settings):
+    """Of 16 patches 4 may be left: a square grid, whose places would be compared with others."""
+    with pytest.raises(ConfigError, match=r"^student\.args\.patch_drop_rate: is 0\.75, but a loss compares the tokens"):
+        config.load({**settings, "losses": [{"kind": "tokens"}]}, ["student.args.patch_drop_rate=0.75"])
+
+
+def test_thawing_under_torch_xlas_zero_is_refused(settings):
+    keys = ["backend={kind: xla}", "optimizer.zero=true", FROZEN, "student.tuning.freeze_epochs=1"]
+    with pytest.raises(KdError, match=r"student\.tuning\.freeze_epochs: is 1, but torch_xla"):
+        config.load(settings, keys, here=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sifter.kind=history"], r"^data\.balance: is 0\.5, but sifter\.kind is history"),
+        (["data.labels=some"], r"^data\.labels: is some, but data\.balance reads"),
+    ],
+)
+def test_balanced_drawing_is_refused_beside_what_it_cannot_go_with(settings, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        config.load(settings, ["data.balance=0.5", *overrides])
+
+
+def test_the_sifters_key_says_what_replaces_it(settings):
+    with pytest.raises(ConfigError, match=r"^sifter\.balance: no such key.*data\.balance"):
+        config.load(settings, ["sifter.kind=random", "sifter.balance=true"])
+    config.load(settings, ["sifter.kind=random", "sifter.balance=false"])  # the record of an older run
+
+
 def test_the_optimizer_of_a_run_has_the_groups(settings, make):
     made = make("student.tuning.layer_decay=0.5")
     plan = resolve(config.load(settings, ["student.tuning.layer_decay=0.5"])).loop
