@@ -134,12 +134,9 @@ class Frozen:
     """
 
     def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
-        """Freeze what is named.
+        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs.
 
-        Args:
-            network: what is trained.
-            patterns: of the names of its parameters (fnmatch).
-            epochs: how many first epochs are frozen; 0: all, and gradients are not computed.
+        0 epochs: for the whole run, and no gradients are computed.
         """
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
