@@ -17,6 +17,7 @@ from kd import parts
 from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
 from kd.config.schema import SifterSection
+from kd.config.tuning import Tuning
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
 from kd.models.classifier import Classifier
@@ -68,6 +69,8 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         steps=steps,
         every=replace(recipe.loop.every, log=max(1, steps // 5), evaluate=steps, checkpoint=steps),
         optimizer=replace(recipe.loop.optimizer, lr=RATE * recipe.loop.optimizer.lr, weight_decay=0.0, ema=0.0),
+        tuning=Tuning(),
+        patience=0,
         sifter=SifterSection(options=default_options("sifters", "none")),
         profile=(),
     )
@@ -77,7 +80,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         teachers = _teachers(teacher, data) if needed else Teachers(None, data)
         data = teachers.data
         own.to(backend.device).eval()
-        dims = Dims(len(data.classes), 0, 0)
+        dims = Dims(len(data.classes), 0, 0, classes=tuple(data.classes), labels=data.labels)
         base = build_criterion(losses, [dims], loop.seed, labelled=data.labelled_share())
         terms: list[tuple[str, float, nn.Module]] = list(zip(base.names, base.weights, base.terms, strict=True))
         terms.append(("self", 1.0, Self(own, student.task.logits, dims)))

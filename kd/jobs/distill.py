@@ -34,6 +34,7 @@ from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 from kd.text import html_table
+from kd.types import State
 
 if TYPE_CHECKING:
     from kd.export.export import Exported
@@ -96,8 +97,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
-        skipped = skipped_text(state.skipped_in_all, state.step)
-        console.info(f"{title}: {skipped}" if skipped else "")
+        for line in (skipped_text(state.skipped_in_all, state.step), patience_text(run, state)):
+            console.info(f"{title}: {line}" if line else "")
         if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
             from kd.setup.answers import mistakes  # only where a tracker shows them
 
@@ -193,6 +194,14 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
     if isinstance(run.teacher, LiveTeacher) and choices.get("teacher", "").startswith("bf16"):
         return f"{text}; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
     return text if backend.world_size > 1 else ""
+
+
+def patience_text(run: Run, state: State) -> str:
+    """Say that a run ended because it did not get better; "" where it did not."""
+    if not run.length.gave_up(state):
+        return ""
+    best = f"{run.evaluator.decides} {state.best:.4g}"
+    return f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
 
 
 def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]) -> list[str]:

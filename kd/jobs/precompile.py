@@ -80,7 +80,7 @@ def precompile(run: Run) -> int:
                 state = meter.flush(state, lr)
             except NonFiniteLoss:
                 meter = Meter(run, state)
-    average_buffers(run)
+    average_buffers(run, state)
     for _ in range(2):  # the first one asks the teacher too
         run.evaluator(run.distillation.student)
     if isinstance(run.evaluator, Sampled):  # as the end of a run asks it

@@ -68,6 +68,9 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             if backend.rank == 0:
                 log.info("teacher: reusing '%s'", target)
             return target
+        if backend.rank == 0:
+            weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.section.init]
+            log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:

@@ -136,11 +136,18 @@ class RunRecord:
         return int(self.train[-1]["step"]) if self.train else 0
 
     @property
+    def gave_up(self) -> bool:
+        """Whether so many evaluations in a row were no better (`run.patience`) that it ended early."""
+        patience, decides = int(self.keys.get("run.patience", 0) or 0), str(self.manifest.get("decides"))
+        scores = [float(row[decides]) for row in self.val if decides in row]
+        return 0 < patience < len(scores) - scores.index(max(scores)) if scores else False
+
+    @property
     def unfinished(self) -> str:
         """Where a run stands that has not come to its end and its last evaluation; "": it has."""
         steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
         epoch = int(self.train[-1]["epoch"]) if self.train else 0
-        ended = self.steps >= steps if steps else epoch >= epochs
+        ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
         if ended and (not self.steps or (self.val and self.val[-1]["step"] >= self.steps)):
             return ""
         return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"

@@ -84,6 +84,8 @@ class Data:
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
         found = {"image_size": self.section.image_size, **asdict(self.section.augment)}
+        if not found["erase"]:  # the pixels are those from before this key
+            del found["erase"]
         if self.section.store != "none":  # a store changes the pixels
             from kd.setup.store import keep_rules
 
@@ -180,4 +182,4 @@ def train_transform(size: int, augment: Augment) -> Train:
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
-    return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy)
+    return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy, augment.erase)

@@ -23,7 +23,13 @@ LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and 
 
 
 def sift_context(
-    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int, views: int = 0
+    num_images: int,
+    labels: Callable[[], torch.Tensor],
+    backend: Backend,
+    split: BatchSplit,
+    seed: int,
+    views: int = 0,
+    balance: float = 0.0,
 ) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
     return SiftContext(
@@ -36,6 +42,7 @@ def sift_context(
         labels=labels,
         reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
         views=views,
+        balance=balance,
     )
 
 
@@ -57,7 +64,7 @@ def choose_sifter(
     """
     section, data, split = loop.sifter, session.data, session.split
     views = data.plan.views
-    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views)
+    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views, loop.balance)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
         return Gate(visit_everything(context), recorded)
