@@ -1,6 +1,7 @@
 """int8 within a budget: a ladder of ways to quantize. The climb stops at the first that loses at most so much.
 
-1. dynamic: int8 weights, activations quantized as they come (onnxruntime).
+1. dynamic: int8 weights, activations quantized as they come (onnxruntime). It leaves convolutions in float32, and
+   does not hold where they have most of the weights.
 2. post-training: weights and activations in OpenVINO's IR, ranges found on training views, with SmoothQuant
    (arXiv:2211.10438) and bias correction (NNCF).
 3. accuracy control: the same, with those layers in float32 that cost the most, one after another (NNCF).
@@ -19,7 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from kd.scores import GraphScores
 from kd.text import percent
 
 ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
+LEAST = 0.5  # share of the weights that the first rung must make int8
 VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
 """Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
@@ -61,6 +63,7 @@ class Rung:
     agreement: float  # share of the images with the same answer as in PyTorch; of an embedding model the mean cosine
     bytes: int
     left_out: tuple[str, ...] = ()  # layers that stayed in float32 by accuracy control
+    share: float = 1.0  # of the weights, that are int8; known of the first rung
 
     def line(self) -> str:
         low, high = (100 * each for each in self.interval)
@@ -68,6 +71,7 @@ class Rung:
             f"int8, {self.name}: {self.title} {percent(self.score)}, drop {100 * self.drop:.2f} points "
             f"(95 %: {low:.2f} to {high:.2f}), as trained {percent(self.agreement)}, {self.bytes / 1e6:.2f} MB"
         )
+        text += f"; {percent(self.share)} of the weights are int8" if self.share < LEAST else ""
         return text + (f"; in float32: {', '.join(self.left_out)}" if self.left_out else "")
 
 
@@ -151,7 +155,8 @@ class Ladder:
         A file of a rung that does not hold is removed, unless `both` wants it in a table.
         """
         runtimes.write_int8(self.folder / ONNX, self.folder / DYNAMIC)
-        self.rungs.append(self.exam("dynamic", self.folder / DYNAMIC))
+        share = runtimes.int8_share(self.folder / DYNAMIC)
+        self.rungs.append(replace(self.exam("dynamic", self.folder / DYNAMIC), share=share))
         held = self._holds()
         if held and not self.both:
             return self.rungs
@@ -168,7 +173,7 @@ class Ladder:
         raise ModelError("--max-drop", wrong, allowed, f"Nothing was written; raise --max-drop{remedy}")
 
     def _holds(self) -> bool:
-        return self.rungs[-1].drop <= self.max_drop
+        return self.rungs[-1].drop <= self.max_drop and self.rungs[-1].share >= LEAST
 
     def _post_training(self) -> bool:
         post_training(self.folder / ONNX, self.folder / STATIC, self.views)
@@ -193,9 +198,13 @@ def require(ladder: Ladder) -> None:
     """Require what the rungs above the first one need."""
     for name in ("nncf", "openvino"):
         if not runtimes.installed(name):
-            lost = f"dynamic int8 loses {100 * ladder.rungs[0].drop:.2f} points, "
-            lost += f"at most {100 * ladder.max_drop:g} are allowed (--max-drop), and the next rung needs {name}"
-            raise MissingExtra("--int8", f"{lost}, which is not installed", "", "pip install 'kd[nncf]'")
+            first = ladder.rungs[0]
+            lost = f"dynamic int8 loses {100 * first.drop:.2f} points, "
+            lost += f"at most {100 * ladder.max_drop:g} are allowed (--max-drop)"
+            if first.share < LEAST:
+                lost = f"dynamic int8 leaves convolutions in float32, {percent(1 - first.share)} of the weights"
+            wrong = f"{lost}, and the next rung needs {name}, which is not installed"
+            raise MissingExtra("--int8", wrong, "", "pip install 'kd[nncf]'")
 
 
 def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
