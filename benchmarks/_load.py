@@ -38,15 +38,20 @@ def request(url: str, body: bytes, kind: str) -> bytes:
     return f"{head}\r\naccept: application/json\r\n\r\n".encode() + body
 
 
-async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> int:
-    """Send a request, read the whole answer, return its status."""
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> tuple[int, bytes]:
+    """Send a request, read the answer to its end, return its status and body."""
     writer.write(message)
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
         (int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0
     )
-    await reader.readexactly(length)
-    return int(head.split(b" ", 2)[1])
+    body = await reader.readexactly(length)
+    return int(head.split(b" ", 2)[1]), body
+
+
+async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> int:
+    """Send a request, read the answer to its end, return its status."""
+    return (await answered(reader, writer, message))[0]
 
 
 async def closed_loop(url: str, message: bytes, clients: int, seconds: float) -> list[Answer]:

@@ -1,6 +1,7 @@
 """Is a small model that asks its teacher as right as the teacher, and does a promised share of wrong answers hold?
 
-For each run folder: the student's calibrated confidence and both models' answers on the whole validation split. Parts:
+For each run folder: the student's calibrated confidence and both models' answers on the whole validation split, or with
+`--test` on the test split, whose halves are larger. Parts:
 
 - `pair`: the threshold with which the pair is as right as the teacher, chosen on every second image and judged on the
   others, and the pair at 15 % passed on.
@@ -9,7 +10,7 @@ For each run folder: the student's calibrated confidence and both models' answer
 
 Rows that a CSV of today has already are not measured again: a killed command goes on.
 
-    python benchmarks/defer.py RUN [RUN ...] [--wrong 0.05 0.1] [--export FOLDER]
+    python benchmarks/defer.py RUN [RUN ...] [--test] [--wrong 0.05 0.1] [--export FOLDER]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,17 @@ RESAMPLES, MOST_PASSED = 20, 0.15
 FIELDS = ("part", "run", "seed", "asked", "images", "passed_on", "value", "low", "high", "beside", "cpu", "held")
 
 
-def asked(path: Path) -> Answers:
-    """Return what the best student of a run and its teacher answer on all validation images."""
+def asked(path: Path, test: bool) -> Answers:
+    """Return what the best student of a run and its teacher answer on all images of a split."""
     folder, settings = opened_run(path)
     assert isinstance(folder, RunDir)
     recipe = resolve(settings)
     student, _ = best_student(folder, recipe.student, recipe.data.section, folder.manifest()["classes"])
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
+        if test:
+            assert data.test is not None, "no test split"
+            data = replace(data, val=data.test, stored=None)
         teacher = load_fitted(recipe.teacher, data)
         assert teacher is not None
         device = torch.device("cpu")
@@ -135,6 +140,7 @@ def main() -> None:
     """Measure what is not in today's CSV, and write it after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    parser.add_argument("--test", action="store_true")
     parser.add_argument("--wrong", nargs="+", type=float, default=[0.05, 0.1])
     parser.add_argument("--export", type=Path)
     options = parser.parse_args()
@@ -144,7 +150,8 @@ def main() -> None:
     if path.is_file():
         with path.open() as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    command = "python benchmarks/defer.py RUN [RUN ...] --wrong " + " ".join(map(str, options.wrong))
+    command = f"python benchmarks/defer.py RUN [RUN ...] {'--test ' * options.test}--wrong "
+    command += " ".join(map(str, options.wrong))
     command += " --export EXPORT" if options.export else ""
 
     def add(found: list[dict[str, Any]]) -> None:
@@ -155,12 +162,13 @@ def main() -> None:
 
     for run in options.runs:
         wanted = {("pair", "equal"), *(("promise", str(wrong)) for wrong in options.wrong)}
-        wanted -= {(row["part"], str(row["asked"])) for row in rows if row["run"] == run.name}
+        name = run.name + ", test" * options.test
+        wanted -= {(row["part"], str(row["asked"])) for row in rows if row["run"] == name}
         if wanted:
-            one = asked(run)
-            found = pairs(run.name, one) if ("pair", "equal") in wanted else []
+            one = asked(run, options.test)
+            found = pairs(name, one) if ("pair", "equal") in wanted else []
             for wrong in options.wrong:
-                found += promises(run.name, one, wrong) if ("promise", str(wrong)) in wanted else []
+                found += promises(name, one, wrong) if ("promise", str(wrong)) in wanted else []
             add(found)
     if options.export and not any(row["part"] == "cost" for row in rows):
         add([cost(options.export)])

@@ -185,13 +185,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Make what is missing; write the CSV and print the table."""
-    options = arguments(argv)
+def fitted(options: argparse.Namespace) -> Path:
+    """Fit the teacher, unless it is there; return its folder of weights."""
     options.work.mkdir(parents=True, exist_ok=True)
-    file = options.work / "proof.jsonl"
     call(options, "teach", settings(options), "teacher", ["backend.threads=0"])
-    options.teacher = Path((options.work / "teacher.log").read_text().splitlines()[-1])
+    return Path((options.work / "teacher.log").read_text().splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
+    """Make what is missing of the arms; write the CSV and print the table."""
+    options = arguments(argv)
+    options.teacher = fitted(options)
+    file = options.work / f"{theme}.jsonl"
     done = {(row["arm"], row["seed"]) for row in earlier(file)}
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
     failed = []
@@ -214,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = sorted(earlier(file), key=lambda row: (order.index(row["arm"]), row["seed"]))
     if rows:
         print(summary(rows))
-        write("proof", " ".join(["make proof DATA=FOLDER", *options.overrides]), rows)
+        start = "make proof DATA=FOLDER" if theme == "proof" else f"python benchmarks/{theme}.py --data FOLDER"
+        write(theme, " ".join([start, *options.overrides]), rows)
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -50,29 +50,26 @@ PLATES = {"redundant, each plate once": 2}
 """How many times the epochs of a regime of so many times fewer images, for as many steps."""
 VIEWS = 6
 HISTORY, RANDOM = ("sifter.kind=history", "sifter.keep=0.4"), ("sifter.kind=random", "sifter.keep=0.4")
-THROUGHOUT = ("sifter.balance=true", "sifter.warmup=0", "sifter.anneal=0")
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
     "history": HISTORY,
     "random": RANDOM,
-    "random, classes balanced": (*RANDOM, "sifter.balance=true"),
-    "random, classes balanced throughout": (*RANDOM, *THROUGHOUT),
-    "random, classes balanced throughout, keep 0.25": (*RANDOM, *THROUGHOUT, "sifter.keep=0.25"),
+    "random, classes balanced throughout": ("data.balance=0.4",),
+    "random, classes balanced throughout, keep 0.25": ("data.balance=0.25",),
 }
+"""The last two are bit by bit what the sifter `random` with `balance` drew until commit 17adf1c. Rows named "random,
+classes balanced" are of that sifter with whole epochs at start and end, which `data.balance` does not have."""
 PLAN = [
     ("everything", 1.0),
     ("everything", 0.6),
     ("history", 0.6),
     ("random", 0.6),
-    ("random, classes balanced", 0.6),
     ("history", 1.0),
     ("everything", 0.4),
-    ("random, classes balanced", 1.0),
     ("random, classes balanced throughout", 0.6),
     ("random, classes balanced throughout, keep 0.25", 0.6),
     ("everything", 2.0),
     ("random, classes balanced throughout", 1.2),
-    ("random, classes balanced", 1.2),
     ("random, classes balanced throughout, keep 0.25", 1.2),
 ]
 """Arm, and its budget: images trained, as a share of `--epochs` passes over everything."""
@@ -154,9 +151,9 @@ def epochs_of(share: float, epochs: int, arm: str) -> int:
 
 def trained(epochs: int, arm: str) -> float:
     """Return the images that so many epochs of a sifter train, in whole epochs: the first and the last are whole."""
-    throughout = "sifter.anneal=0" in ARMS[arm]
+    throughout = any(key.startswith("data.balance=") for key in ARMS[arm])
     whole = sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs)) if not throughout else 0
-    keep = 0.25 if "sifter.keep=0.25" in ARMS[arm] else KEEP
+    keep = 0.25 if "data.balance=0.25" in ARMS[arm] else KEEP
     return whole + keep * (epochs - whole)
 
 

@@ -103,12 +103,10 @@ class NonFiniteLoss(KdError):
 class Interrupted(KeyboardInterrupt):
     """The process was asked to stop, and did. The same command resumes; no `except Exception` may swallow it."""
 
-    exit_code = 75
-    """EX_TEMPFAIL of sysexits.h: try again."""
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
-FOREIGN: set[str] = set()
-"""Files of parts from outside the repository, wherever they are installed."""
+FOREIGN: set[str] = set()  # files of parts from outside the repository, wherever they are installed
 
 
 def raised(error: BaseException) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRICED_ON = "2026-09-27"
-"""The day of the prices."""
+PRICED_ON = "2026-09-27"  # the day of the prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +17,12 @@ class Instance:
     """A kind of machine."""
 
     name: str
-    per_hour: float
-    """USD for one machine."""
-    devices: int
-    """Accelerators; 1 where there is only a CPU. A Trainium chip counts as two: its cores."""
-    tflops: float
-    """Peak of one device in bfloat16 (T4: float16) without sparsity, TFLOP/s; 0: a CPU."""
-    link_gb_s: float
-    """What one device sends to the others of its machine, one direction, GB/s; 0: it is alone."""
-    network_gbit_s: float
-    """Network of the machine, Gbit/s."""
-    vcpus: int
-    """Two a core."""
+    per_hour: float  # USD for one machine
+    devices: int  # accelerators; 1 where there is only a CPU. A Trainium chip counts as two: its cores.
+    tflops: float  # peak of one device in bfloat16 (T4: float16) without sparsity, TFLOP/s; 0: a CPU
+    link_gb_s: float  # what one device sends to the others of its machine, one direction, GB/s; 0: it is alone
+    network_gbit_s: float  # network of the machine, Gbit/s
+    vcpus: int  # two a core
 
 
 TABLE = {

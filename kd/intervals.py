@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Z = 1.959964
-"""97.5 % of a normal distribution lie below."""
+Z = 1.959964  # 97.5 % of a normal distribution lie below
 RESAMPLES = 200
 """Enough for a standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
 
@@ -36,14 +35,9 @@ def wilson(share: float, images: int) -> tuple[float, float]:
 def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     """Return the interval of the difference of two shares of the same images; -1 to 1 without any.
 
-    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland,
-    Lydersen and Laake recommend (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant
-    images alone.
-
-    Args:
-        gained: images that only the first model has right.
-        lost: images that only the second has right.
-        images: of both models.
+    `gained` and `lost` images are right by the first and by the second model alone. The adjusted Wald interval of
+    Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland, Lydersen and Laake recommend
+    (Statistics in Medicine 33, 2014). Like McNemar's test it looks at the discordant images alone.
     """
     if not images:
         return -1.0, 1.0
@@ -83,13 +77,10 @@ class Samples:
     """What one score of a model was computed from: enough for its interval, and for that of a difference."""
 
     value: float
-    right: np.ndarray | None = None
-    """Bool [N], where the score is the share of N images that are right."""
-    replicates: np.ndarray | None = None
-    """Of any other score: its values on bootstrap samples, see `resampled`."""
+    right: np.ndarray | None = None  # bool [N], where the score is the share of N images that are right
+    replicates: np.ndarray | None = None  # of any other score: its values on bootstrap samples, see `resampled`
 
     def interval(self) -> tuple[float, float]:
-        """Return the lower and the upper end."""
         if self.right is not None:
             return wilson(self.value, len(self.right))
         assert self.replicates is not None
@@ -114,7 +105,6 @@ class Samples:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
-        """Read what `record` returned."""
         if "right" in recorded:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
             return cls(recorded["value"], right=bits.astype(bool))

@@ -1,15 +1,18 @@
-"""Parameter groups, the learning rate schedule, averaged weights."""
+"""Parameter groups, the learning rate schedule, averaged weights, frozen layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kd.types import State
 
 
 def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
@@ -30,6 +33,17 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
                 (kept if parameter.ndim <= 1 or name in exempt else decayed).append(parameter)
     both = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]
+
+
+def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]) -> list[dict[str, Any]]:
+    """Divide parameter groups until each has one learning rate: `lr_scale` times the factor of each parameter."""
+    found = []
+    for group in groups:
+        rates: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            rates.setdefault(group.get("lr_scale", 1.0) * factors.get(parameter, 1.0), []).append(parameter)
+        found += [{**group, "params": members, "lr_scale": rate} for rate, members in rates.items()]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +71,10 @@ class Schedule:
         return self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * after)) / 2
 
     def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float:
-        """Set and return the learning rate of all groups."""
+        """Set the learning rate of all groups, each times its `lr_scale`, and return the one without."""
         lr = self.lr * self.factor(progress)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr
 
 
@@ -109,3 +123,53 @@ class EMA:
         with torch.no_grad():
             for name, tensor in self.average.items():
                 tensor.copy_(average[name])
+
+
+class Frozen:
+    """Hold parameters still, and batch norm's statistics, in the first epochs or in the whole run.
+
+    What is frozen in a step is a function of the epoch, so that checkpoints do not contain it. Without a gradient an
+    optimizer passes a parameter over: neither weight decay nor momentum moves it, and an average of it stays. For a
+    part of the run gradients are computed and dropped, because DDP reduces what it was built with.
+    """
+
+    def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
+        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs.
+
+        0 epochs: for the whole run, and no gradients are computed.
+        """
+        named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        self.epochs = epochs
+        self.parameters = [parameter for parameter in network.parameters() if id(parameter) in matching]
+        self.norms = [
+            module
+            for module in network.modules()
+            if (own := list(module.buffers(recurse=False)))
+            and {id(tensor) for tensor in list(module.parameters(recurse=False)) or own} <= matching
+        ]
+        if not epochs:
+            for parameter in self.parameters:
+                parameter.requires_grad_(False)
+
+    def holds(self, state: State) -> bool:
+        """Return whether it is frozen in the step after this state."""
+        return not self.epochs or state.epoch < self.epochs
+
+    def statistics(self, state: State) -> list[Tensor]:
+        """Return the buffers that no step moves after this state."""
+        return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)] if self.holds(state) else []
+
+    @contextmanager
+    def held(self, state: State) -> Iterator[None]:
+        """Hold them still in the forwards and backwards of the step after this state."""
+        if not self.holds(state):
+            yield
+            return
+        for norm in self.norms:
+            norm.training = False
+        yield
+        for norm in self.norms:
+            norm.training = True
+        for parameter in self.parameters:
+            parameter.grad = None

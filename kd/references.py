@@ -6,11 +6,9 @@ import os
 import re
 from typing import Any
 
-SHORTEST = 6
-"""Characters of a value that is kept out of messages: shorter ones (a rank, a port) would match anywhere."""
+SHORTEST = 6  # characters of a value that is kept out of messages: shorter ones (a rank, a port) would match anywhere
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-_variables: set[str] = set()
-"""Names of environment variables that a configuration of this process refers to."""
+_variables: set[str] = set()  # names of environment variables that a configuration of this process refers to
 
 
 class Referenced(str):

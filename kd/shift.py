@@ -36,12 +36,10 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 }
 """Upper ends of the bins of each number; the last bin has none."""
 CONFIDENCE = "confidence"
-WINDOW = 250
-"""Images between two tests of a stream."""
+WINDOW = 250  # images between two tests of a stream
 SPANS = (1, 2, 4, 8)
 """Windows that are tested together: the last, the last two, ... A small change takes more images to be seen."""
-ALARM = 6.0
-"""From which -log10 of the p-value on images are called different: by chance in one of a million windows."""
+ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
 
 
 def measure(pixels: np.ndarray) -> tuple[float, float]:
@@ -77,7 +75,6 @@ class Tally:
 
     @staticmethod
     def joined(tallies: Sequence[Tally]) -> Tally:
-        """Return the sum of some."""
         total = Tally(0, 0)
         total.labels = sum(one.labels for one in tallies)  # type: ignore[assignment]
         total.bins = sum(one.bins for one in tallies)  # type: ignore[assignment]
@@ -91,15 +88,11 @@ class Finding:
     """What a test found."""
 
     images: int
-    appearance: float
-    """-log10 of the p-value, 0 or more."""
+    appearance: float  # -log10 of the p-value, 0 or more
     labels: float
-    difference: str
-    """What is different in appearance, as text."""
-    mix: str
-    """The label whose frequency differs most, as text."""
-    confidence: float
-    """Mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model."""
+    difference: str  # what is different in appearance, as text
+    mix: str  # the label whose frequency differs most, as text
+    confidence: float  # mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model.
 
     @property
     def alarms(self) -> dict[str, bool]:
@@ -122,13 +115,10 @@ class Finding:
 class Reference:
     """What a graph answered on validation images."""
 
-    names: Sequence[str]
-    """C labels; of an embedding model one, "". """
-    bounds: Mapping[str, Sequence[float]]
-    """Q numbers, each with T bounds."""
+    names: Sequence[str]  # C labels; of an embedding model one, ""
+    bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
     tally: Tally
-    calibrated: bool = False
-    """Whether the mean confidence is an estimate of the accuracy."""
+    calibrated: bool = False  # whether the mean confidence is an estimate of the accuracy
     index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,8 +166,7 @@ class Reference:
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
         """Read what `record` returned, for an export with these labels.
 
-        Raises:
-            KeyError, ValueError, TypeError, IndexError: it is something else.
+        KeyError, ValueError, TypeError, IndexError: it is something else.
         """
         numbers = {name: record["numbers"][name] for name in BOUNDS if name in record["numbers"]}  # JSON may be sorted
         bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in numbers.items()}
@@ -261,7 +250,6 @@ class Watch:
 
     @property
     def all(self) -> Tally:
-        """All images so far."""
         return Tally.joined([self._tested, self._open])
 
     def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
@@ -297,14 +285,8 @@ class Watch:
 def _evidence(x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return -log of the p-value [T] of x of n images beside y of m, in each of C strata, with both shares.
 
-    Args:
-        x: integers [C, T].
-        n: integers [C, 1].
-        y: as x, of validation.
-        m: as n.
-
-    Returns:
-        The bound, the share of x in all strata, and the one that is expected by the shares of y, each [T].
+    `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` of validation. The shares are that of x in all
+    strata, and the one that is expected by the shares of y, each [T].
     """
     there = ((n > 0) & (m > 0))[:, 0]
     x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))

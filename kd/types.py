@@ -222,7 +222,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Sizes from which a loss builds learned projectors."""
+    """What a loss is built for: the sizes of learned projectors, and the classes."""
 
     num_classes: int
     student_features: int
@@ -232,6 +232,10 @@ class Dims:
     student_tokens: tuple[int, int] = (0, 0)
     """Number N and width D of the tokens; (0, 0) where no loss needs them."""
     teacher_tokens: tuple[int, int] = (0, 0)
+    classes: tuple[str, ...] = ()
+    """Their names; empty: not known."""
+    labels: Callable[[], Tensor] | None = None
+    """Return every training image's label, as in a batch, int64 [num_images]; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,8 @@ class SiftContext:
     """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
     views: int = 0
     """Number of views of an image; 0: a new one every epoch."""
+    balance: float = 0.0
+    """Share of the images that an epoch which is not sifted draws, as many of each class; 0: all images."""
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
@@ -314,6 +320,8 @@ class State:
     best: float = -1.0
     """The best evaluation so far by the value that decides (`Evaluator.decides`), such as the accuracy; -1 before the
     first one."""
+    no_better: int = 0
+    """Evaluations in a row, up to the last one, that were no better than the best before."""
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
     skipped: int = 0

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "export": SETUP | {"serve.bench"},
     "jobs": SETUP | {"export"},
     "report": SETUP,
-    "sweeps": SETUP,
+    "sweeps": SETUP | {"export.parity", "report.svg"},
     "sagemaker": VALUES,
     "api": SETUP | {"export", "jobs", "report"},
     "__main__": {"cli"},

@@ -188,7 +188,8 @@ def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results,
     live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
     if not isinstance(criterion, Criterion):
         labelled = (known_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
-        criterion = build_criterion(recipe.student.losses, [Dims(num_classes, 0, 0)], seed, labelled=labelled)
+        dims = Dims(num_classes, 0, 0, classes=tuple(models.classes), labels=partial(known_labels, train))
+        criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
     distillation = Distillation(models.student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = partial(known_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)

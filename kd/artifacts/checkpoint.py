@@ -38,11 +38,7 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
 
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Read the state of a checkpoint and the content of its state.json.
-
-    Raises:
-        Broken: it is damaged; the remedy names what to do.
-    """
+    """Read the state of a checkpoint and the content of its state.json; one that is damaged is `Broken`."""
     try:
         content = json.loads((folder / STATE).read_text())
         if content["format"] != FORMAT:
@@ -56,11 +52,7 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint folder.
-
-    Raises:
-        Broken: it is cut short or damaged (the tensor is named); the remedy names what to do.
-    """
+    """Read a checkpoint folder; one that is cut short or damaged is `Broken`, and the error names the tensor."""
     state, content = head(folder)
     try:
         size = (folder / TENSORS).stat().st_size

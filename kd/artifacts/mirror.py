@@ -1,11 +1,8 @@
 """A copy of a run folder at a URL: written after each checkpoint, read where the run folder is empty.
 
-An object store has no renames. So of a checkpoint `state.json` is uploaded last and removed first: a checkpoint counts
-where its `state.json` is. The copy holds no hidden files and no run folders inside of the run folder.
-
-`.kd-owner` beside the copy says which process writes it. A process that starts takes the copy over with the next
-generation. It reads the owner before each upload and removal, and ends where it finds another one. There are no locks:
-of two processes that start in the same moment, the one that wrote last goes on.
+docs/design.md, files, says how it does without renames. There are no locks either: a process that starts takes the copy
+over with the next generation, and of two that start in the same moment the one that wrote last goes on. The copy holds
+no hidden files and no run folders inside of the run folder.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ WHERE = "run.mirror"
 CONFIG, OWNER = "config.yaml", ".kd-owner"
 CHECKPOINT = re.compile(r"checkpoints/(step_\d{8})/(state\.json|tensors\.safetensors)")
 """Only such files are ever removed from the copy."""
-Mark = tuple[int, int]
-"""Size in bytes and time of change of a file."""
+Mark = tuple[int, int]  # size in bytes and time of change of a file
 
 
 class Mirror:
@@ -93,7 +89,6 @@ class Mirror:
             raise RunError(WHERE, wrong, "", "Run the same command again: it uploads the rest") from error
 
     def close(self) -> None:
-        """Wait for uploads that have begun."""
         self._pool.shutdown(wait=True)
 
     def _names(self) -> list[str]:
@@ -223,7 +218,6 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _checkpoints(names: Iterator[str] | list[str]) -> set[str]:
-    """Return the names of the checkpoints that are complete."""
     matches = map(CHECKPOINT.fullmatch, names)
     return {match[1] for match in matches if match and match[2] == "state.json"}
 

@@ -17,19 +17,7 @@ from torch import Tensor
 
 from kd.artifacts import checkpoint
 from kd.errors import FolderInUse, RunError
-from kd.files.storage import (
-    append_rows,
-    disk_error,
-    flush,
-    keep_rows,
-    lock,
-    log,
-    read_rows,
-    recover,
-    remove_folder,
-    write_json,
-    write_text,
-)
+from kd.files import storage
 from kd.scores import Scored
 from kd.types import State
 
@@ -84,18 +72,16 @@ class RunDir:
         if self._lock is None:
             self._enter()
         if not self._folders():
-            write_text(self.config_file, config)
+            storage.write_text(self.config_file, config)
             measured = ("choices", "measured_ms", "teacher_error")
             choices = {} if keys else {k: v for k, v in self.manifest().items() if k in measured}
             self._write_manifest(choices)
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.yaml"
 
     def stored_config(self) -> str | None:
-        """Return the configuration of the run that this folder holds, or None."""
         return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
 
     def step(self) -> int:
@@ -128,17 +114,15 @@ class RunDir:
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
         row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
         try:
-            append_rows(self._metrics_file, row)
+            storage.append_rows(self._metrics_file, row)
         except OSError as error:
-            raise disk_error(error, self._metrics_file, "run.folder") from error
+            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the rows of a kind, oldest first."""
         return [row for row in self.rows() if row["kind"] == kind]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all kinds, oldest first."""
-        rows = read_rows(self._metrics_file, last=None)
+        rows = storage.read_rows(self._metrics_file, last=None)
         for row in rows:
             if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
                 wrong = f"'{self._metrics_file}' does not hold what kd writes: a row {json.dumps(row)[:80]}"
@@ -149,18 +133,18 @@ class RunDir:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
         try:
             if self._metrics_file.is_file():  # its rows must be there when the checkpoint is
-                flush(self._metrics_file)
+                storage.flush(self._metrics_file)
         except OSError as error:
-            raise disk_error(error, self._metrics_file, "run.folder") from error
+            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
         checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
         try:
             best_folder = self._best()
         except RunError as error:  # the best one is unknown, so none is removed
-            log.warning(str(error))
+            storage.log.warning(str(error))
         else:
             for folder in self._folders()[: -self.keep]:
                 if folder != best_folder:
-                    remove_folder(folder)
+                    storage.remove_folder(folder)
         if self._mirror is not None:
             self._mirror.push()
 
@@ -188,7 +172,7 @@ class RunDir:
             raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
         state, content = checkpoint.head(folder)
         if not content["best"] or state.best < checkpoint.head(self._folders()[-1])[0].best:
-            log.warning(f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is used.")
+            storage.log.warning(f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is used.")
         return checkpoint.read(folder)
 
     def best_row(self) -> dict[str, Any]:
@@ -204,7 +188,7 @@ class RunDir:
 
     def write_scored(self, scored: Scored) -> None:
         """Write the score of the best checkpoint, scored.json."""
-        write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
+        storage.write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
 
     def scored(self) -> Scored | None:
         """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing."""
@@ -221,7 +205,6 @@ class RunDir:
             raise RunError("run.folder", wrong, "", "Remove the file") from error
 
     def complete_copy(self) -> None:
-        """Wait until the copy is complete."""
         if self._mirror is not None:
             self._mirror.finish()
 
@@ -235,7 +218,7 @@ class RunDir:
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         more = {CHECKSUM: _checksum(content["choices"])} if "choices" in content else {}
-        write_json(self.path / "manifest.json", {**content, **more})
+        storage.write_json(self.path / "manifest.json", {**content, **more})
 
     def _folders(self) -> list[Path]:
         found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
@@ -263,22 +246,22 @@ class RunDir:
     def _truncate_metrics(self, step: int) -> None:
         if self.rank == 0:
             self.rows()  # they have steps
-            keep_rows(self._metrics_file, lambda row: row["step"] <= step)
+            storage.keep_rows(self._metrics_file, lambda row: row["step"] <= step)
 
     def _enter(self) -> None:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            recover(self.checkpoints, alone=True)
-            recover(self.path)
+            storage.recover(self.checkpoints, alone=True)
+            storage.recover(self.path)
         except OSError as error:
-            raise disk_error(error, self.path, "run.folder") from error
+            raise storage.disk_error(error, self.path, "run.folder") from error
 
     def _take_lock(self) -> None:
         try:
-            self._lock = lock(self.path / ".lock", "run.name")
+            self._lock = storage.lock(self.path / ".lock", "run.name")
         except RunError as error:
-            log.warning(f"{error} Training goes on. Start no second process for this folder.")
+            storage.log.warning(f"{error} Training goes on. Start no second process for this folder.")
             return
         if self._lock is None:
             holder = (self.path / ".lock").read_text().strip() or "unknown"

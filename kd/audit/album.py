@@ -10,8 +10,7 @@ from PIL import Image
 
 from kd.types import Decoded
 
-SIDE, BITS = 24, 8
-"""Pixels a side; frequencies a side of a hash."""
+SIDE, BITS = 24, 8  # pixels a side; frequencies a side of a hash
 SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
 """Parts of a side that a hash covers: any crop to 90 % is within a fortieth of a side of one of nine."""
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))

@@ -18,8 +18,7 @@ TABLES, WINDOW, MOST_BITS = 16, 16, 14
 """Tables of hashes; entries of a table that an image is compared with; of 63 bits that may differ."""
 ROUGHLY, LEAST = 0.8, 0.88
 """Correlation of the low frequencies from which on a pair is looked at; score from which on it is one."""
-CELLS = 12
-"""A side of what is compared."""
+CELLS = 12  # a side of what is compared
 FLAT, FLAT_DETAIL = 16.0, 2.0
 """Variances in which there is no picture, of a picture and of its detail; grey levels squared."""
 WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
@@ -33,13 +32,10 @@ class Pairs(NamedTuple):
 
     first: np.ndarray
     second: np.ndarray
-    variant: np.ndarray
-    """Of the first, that is like the second; -1: nobody knows."""
-    score: np.ndarray
-    """Mean of the correlations of the pictures and of their detail, at most 1."""
+    variant: np.ndarray  # of the first, that is like the second; -1: nobody knows
+    score: np.ndarray  # mean of the correlations of the pictures and of their detail, at most 1
 
     def take(self, rows: np.ndarray) -> Pairs:
-        """Return some of the pairs."""
         return Pairs(*(part[rows] for part in self))
 
 

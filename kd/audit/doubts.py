@@ -11,8 +11,7 @@ import numpy as np
 
 WIDTH, NEIGHBOURS, ROWS = 64, 5, 1024
 """Numbers of an image that neighbours are looked up by; neighbours of each image; images at a time."""
-CONFIDENT = 0.75
-"""Of the mean probability that a teacher gives to the labels of a class."""
+CONFIDENT = 0.75  # of the mean probability that a teacher gives to the labels of a class
 
 
 class Answers(NamedTuple):
@@ -20,14 +19,10 @@ class Answers(NamedTuple):
 
     id: np.ndarray
     label: np.ndarray
-    answer: np.ndarray
-    """The class with the largest probability."""
-    share: np.ndarray
-    """Its probability."""
-    own: np.ndarray
-    """The probability of the label."""
-    vector: np.ndarray
-    """float32 [N, D], D at most `WIDTH`."""
+    answer: np.ndarray  # the class with the largest probability
+    share: np.ndarray  # its probability
+    own: np.ndarray  # the probability of the label
+    vector: np.ndarray  # float32 [N, D], D at most `WIDTH`
 
 
 def doubted(label: np.ndarray, answer: np.ndarray, share: np.ndarray, own: np.ndarray) -> np.ndarray:

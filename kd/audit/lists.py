@@ -19,10 +19,8 @@ from kd.errors import DataError
 from kd.files.storage import write_text
 from kd.types import Label
 
-FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"
-"""In a run folder; in that folder."""
-SHOWN, SIDE = 200, 160
-"""Findings on a page; the longer side of an image, pixels."""
+FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # in a run folder; in that folder
+SHOWN, SIDE = 200, 160  # findings on a page; the longer side of an image, pixels
 COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
 
 
@@ -32,8 +30,7 @@ class Seen(NamedTuple):
     split: str
     name: str
     label: str
-    id: int = -1
-    """-1: read from a list."""
+    id: int = -1  # -1: read from a list
 
 
 class Repeat(NamedTuple):
@@ -46,12 +43,10 @@ class Repeat(NamedTuple):
 
     @property
     def leaks(self) -> bool:
-        """Whether they lie in two splits."""
         return self.one.split != self.other.split
 
     @property
     def contradicts(self) -> bool:
-        """Whether their labels differ."""
         return self.one.label != self.other.label
 
 

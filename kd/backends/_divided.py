@@ -50,7 +50,6 @@ class Pipelined(nn.Module):
         return Outputs(logits, dict(zip(("pooled",), pooled, strict=False)))
 
     def _build(self, image: Tensor) -> None:
-        """Trace the module with a batch of this shape and keep this rank's stage."""
         self.size = len(image)
         with torch.inference_mode(False), torch.no_grad():
             example = torch.zeros(image.shape, dtype=image.dtype)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kd.errors import BackendError
 
-PORT = "29500"
-"""MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free."""
+PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,8 @@ def read_launch() -> Launch:
         local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
         remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
-        raise BackendError(
-            "backend", f"{launcher}'s environment is incomplete ({error})", f"Expected: {', '.join(names)}", remedy
-        ) from error
+        wrong = f"{launcher}'s environment is incomplete ({error})"
+        raise BackendError("backend", wrong, f"Expected: {', '.join(names)}", remedy) from error
     if not 0 <= rank < world_size:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
         raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
@@ -68,12 +66,8 @@ def _sagemaker() -> Launch:
         return Launch("none", 0, 1, 0, 1)
     current = os.environ.get("SM_CURRENT_HOST", "")
     if current not in hosts:
-        raise BackendError(
-            "backend",
-            f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them",
-            f"One of: {', '.join(hosts)}",
-            "Start with torchrun",
-        )
+        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them"
+        raise BackendError("backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun")
     return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
 
 
@@ -94,9 +88,6 @@ def set_rendezvous(launch: Launch) -> None:
         os.environ.setdefault("MASTER_PORT", PORT)
     missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ)
     if missing:
-        raise BackendError(
-            "backend",
-            f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set",
-            "All ranks need the address of rank 0",
-            f"Export {missing}, or start with torchrun",
-        )
+        wrong = f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set"
+        allowed = "All ranks need the address of rank 0"
+        raise BackendError("backend", wrong, allowed, f"Export {missing}, or start with torchrun")

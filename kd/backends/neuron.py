@@ -28,20 +28,16 @@ class Neuron(DDPBackend):
 
     kind = "neuron"
     init = "neuron"
-    fixed_mode = "bf16+unfused"
-    """Fixed, because compiling each candidate would take minutes."""
+    fixed_mode = "bf16+unfused"  # fixed, because compiling each candidate would take minutes
 
     def optimizer(
         self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
         """Build the optimizer; ZeRO is refused until it has been run on this hardware."""
         if zero and self.world_size > 1:
-            raise BackendError(
-                "optimizer.zero",
-                "is true, but has never been run on backend 'neuron'",
-                "Allowed: false; Neuron compiles a broadcast for each shape",
-                "Set optimizer.zero=false",
-            )
+            wrong = "is true, but has never been run on backend 'neuron'"
+            allowed = "Allowed: false; Neuron compiles a broadcast for each shape"
+            raise BackendError("optimizer.zero", wrong, allowed, "Set optimizer.zero=false")
         return super().optimizer(list(groups), cls, False, **options)
 
 
@@ -56,12 +52,9 @@ def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
     if importlib.util.find_spec("torch_neuronx") is None:
         raise MissingExtra("backend.kind", "is 'neuron', but the package torch_neuronx is not installed", "", remedy)
     if importlib.util.find_spec("torch_xla") is not None:
-        raise MissingExtra(
-            "backend.kind",
-            "is 'neuron', but the installed torch_neuronx is the older version, based on torch_xla",
-            "The native version needs torch 2.13 or newer",
-            "Set backend.kind=xla, or install the native torch-neuronx",
-        )
+        wrong = "is 'neuron', but the installed torch_neuronx is the older version, based on torch_xla"
+        allowed = "The native version needs torch 2.13 or newer"
+        raise MissingExtra("backend.kind", wrong, allowed, "Set backend.kind=xla, or install the native torch-neuronx")
     importlib.import_module("torch_neuronx")  # registers the device and the process group
     module = getattr(torch, "neuron", None)
     if module is None or not module.is_available():

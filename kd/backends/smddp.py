@@ -74,12 +74,10 @@ def build(options: Options, precision: str, timeout_seconds: float) -> DDPBacken
         importlib.import_module(LIBRARY)
     except ImportError as error:
         if options.fallback == "none":
-            raise MissingExtra(
-                "backend.kind",
-                f"is 'smddp', but the library {LIBRARY} cannot be imported ({error})",
-                "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI",
-                "Run in such a container, or set backend.fallback=nccl, or backend.kind=cuda",
-            ) from error
+            wrong = f"is 'smddp', but the library {LIBRARY} cannot be imported ({error})"
+            allowed = "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI"
+            remedy = "Run in such a container, or set backend.fallback=nccl, or backend.kind=cuda"
+            raise MissingExtra("backend.kind", wrong, allowed, remedy) from error
         text = "backend: smddp is not installed; running on %s, as backend.fallback allows"
         logging.getLogger("kd").warning(text, options.fallback)
         return SMDDP(precision, timeout_seconds, options, options.fallback)

@@ -40,8 +40,7 @@ except ImportError as error:
 else:
     _import_error = None
 
-NEVER = 2**31
-"""Batches between the device loader's own graph cuts; practically none."""
+NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +85,12 @@ class XLA:
         present = self.reduce_sum(torch.ones(1, device=self.device))
         if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
             self.close()
-            raise BackendError(
-                "backend.kind",
+            wrong = (
                 f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
-                f"started take part in an all-reduce on device {xr.device_type()}",
-                "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU",
-                "Start one process, or set backend.kind=cpu",
+                f"started take part in an all-reduce on device {xr.device_type()}"
             )
+            allowed = "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU"
+            raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
 
     def seed(self, seed: int) -> None:
         """Seed torch's generator and the device's, which torch.manual_seed does not seed."""
@@ -274,13 +272,11 @@ class Uploads:
             self.error = error
 
     def on_device(self, tensors: list[Tensor], number: int) -> Batch:
-        """Return batch `number` with its tensors on the device."""
         arrived = iter(tensors)
         return self.heads.pop(number).map(lambda _: next(arrived))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in the order of `map`."""
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -342,10 +338,7 @@ def facts(options: Options) -> BackendFacts:
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
-        raise MissingExtra(
-            "backend.kind",
-            f"is 'xla', but torch_xla cannot be imported ({_import_error})",
-            "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron",
-            "Run: pip install 'kd[xla]' in an environment of its own",
-        )
+        wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
+        allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
+        raise MissingExtra("backend.kind", wrong, allowed, "Run: pip install 'kd[xla]' in an environment of its own")
     return XLA(precision, timeout_seconds)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
-MOST_HOURS = 28 * 24
-"""SageMaker's longest job."""
+MOST_HOURS = 28 * 24  # SageMaker's longest job
 
 
 def launch(argv: Sequence[str] | None = None) -> int:

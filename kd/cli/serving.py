@@ -17,8 +17,7 @@ from kd.text import VARIANTS_NOTE, table, variant_rows
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
-DRAIN = 5
-"""Seconds that a container drains; SageMaker and Kubernetes ask for its health every few seconds."""
+DRAIN = 5  # seconds that a container drains; SageMaker and Kubernetes ask for its health every few seconds
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 GRAPHS = "the graph (default: the one that kd-export --compare picked, or model.onnx)"
 

@@ -103,7 +103,8 @@ def sweep(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-sweep",
         "Train CONFIG with all combinations of the values that keys list, with one teacher, cache and store for all. "
-        "Trials below the median of those before them end early; the best is trained again with two other seeds. "
+        "Trials below the median of those before them end early; the best is trained again with two other seeds; "
+        "different students (student.model=a,b) are timed, and drawn by score and milliseconds. "
         "Interrupted or killed, the same command goes on.",
         "kd-sweep vit_food losses.0.temperature=1,2,4 optimizer.lr=1e-3,3e-3",
     )

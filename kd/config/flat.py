@@ -34,6 +34,13 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
 
 
+def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a YAML file, or a copy of such, with the name of the run; references stay."""
+    found: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
+    own = {} if isinstance(path, dict) else {"name": Path(path).stem}
+    return {**found, "run": {**own, **(found.get("run") or {})}}
+
+
 def alternatives(override: str) -> list[str]:
     """Return the texts of the values that `key=a,b,c` lists, each to stand behind `key=`; one where it lists none.
 

@@ -386,6 +386,6 @@ def _describe(annotation: Any) -> str:
         return f"a list of {len(args)} values, each {_describe(args[0])}"
     if origin is list:
         return f"a list of {_describe(args[0])}"
-    if origin is dict:
-        return "a section of key: value"
+    if origin is dict or annotation is Any:
+        return "a section of key: value" if origin else "text, a list or a section"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kd.config.fields import chosen, ranged
+from kd.config.tuning import Fit, OptimizerSection, Tuning
 from kd.types import file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
@@ -19,16 +21,6 @@ TRAINED = ("timm", "torch")
 """Kinds of models that kd trains, as a student or to fit a teacher."""
 QUANTIZED = ("int8",)
 """Precisions that change a model's answers by more than a floating point format does."""
-
-
-def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """Declare a number with its range, for the check and for `kd help`."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above})
-
-
-def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
-    """Declare the `kind` of a part section; `only`: these of kd's parts."""
-    return field(default=default, metadata={"parts": part_folder, "only": only})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +51,9 @@ class RunSection:
     """Length of the run in optimizer steps instead; the schedule decays over them. 0: `epochs` decides."""
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
+    patience: int = ranged(0, low=0)
+    """End the run after so many evaluations in a row that are no better than the best. 0: never. `baseline` ends by
+    the same rule."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
     mirror: str = ""
@@ -82,6 +77,8 @@ class Augment:
     """Strength of the random change of brightness, contrast and saturation. 0: none."""
     policy: str = ""
     """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
+    erase: float = ranged(0.0, low=0.0, high=1.0)
+    """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
     mixup: float = ranged(0.0, low=0.0)
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
     cutmix: float = ranged(0.0, low=0.0)
@@ -130,6 +127,9 @@ class DataSection:
     Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
     store_size: int = ranged(0, low=0)
     """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
+    balance: float = ranged(0.0, low=0.0, high=1.0)
+    """Share of the training images that an epoch draws, as many of each class as far as a class has so many, each image
+    once. 0: all images. Not with a sifter."""
     views: int = ranged(0, low=0)
     """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""
@@ -154,37 +154,6 @@ class TaskSection:
     kind: str = chosen("tasks", "auto")
     """The task. auto: the one of kd's own that fits labels and losses; the resolved config says which."""
     options: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
-
-    epochs: int = ranged(0, low=0)
-    """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
-    steps: int = ranged(0, low=0)
-    """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
-    lr: float = ranged(1e-3, above=0.0)
-    """Peak learning rate."""
-    weight_decay: float = ranged(0.05, low=0.0)
-    """Decoupled weight decay."""
-    batch_size: int = ranged(0, low=0)
-    """Images per optimizer step. 0: as in `data.batch_size`."""
-    label_smoothing: float = ranged(0.1, low=0.0, high=0.999)
-    """Label smoothing of the cross-entropy."""
-    warmup: float = ranged(0.05, low=0.0, high=1.0)
-    """Share of the fit in which the learning rate rises."""
-    evaluate: int = ranged(0, low=0)
-    """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
-    seed: int = ranged(0, low=0)
-    """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
-    folder: str = "runs/teachers"
-    """Where fitted teachers are kept, one folder a content hash, and found again."""
-
-    @property
-    def length(self) -> str:
-        """How long it is, as text; empty: nothing is fitted."""
-        return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,6 +257,8 @@ class StudentSection:
     """Where the weights start."""
     checkpoint: str = file_key("")
     """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """How single layers learn."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: measured at start, recorded in the manifest."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -317,37 +288,6 @@ class SifterSection:
     """auto: measure what scoring, training and loading cost, print what the sifter will save, and visit everything
     where it would lose time."""
     options: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSection:
-    """How the student's weights move."""
-
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer; fused kernels where the device has them."""
-    lr: float = ranged(1e-3, above=0.0)
-    """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
-    min_lr: float = ranged(0.0, low=0.0, high=1.0)
-    """Learning rate at the end, as a share of `lr`."""
-    warmup: float = ranged(0.05, low=0.0, high=1.0)
-    """Share of the run in which the learning rate rises linearly from 0."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; a function of the share of the run that is done."""
-    weight_decay: float = ranged(0.05, low=0.0)
-    """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
-    momentum: float = ranged(0.9, low=0.0, high=0.9999)
-    """SGD's momentum (Nesterov)."""
-    clip: float = ranged(1.0, low=0.0)
-    """Largest gradient norm. 0: do not clip."""
-    on_nonfinite: Literal["error", "skip"] = "error"
-    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
-    it and count it. More than 10 such steps in a row end the run, and more than half of all its steps are an error."""
-    zero: bool = False
-    """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
-    ema: float = ranged(0.0, low=0.0, high=0.99999)
-    """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,10 @@ from kd.config.schema import (
     StudentSection,
     TeacherSection,
 )
+from kd.config.tuning import Tuning
 from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.evaluation import Task
-from kd.types import BackendFacts, Needs, SifterFacts
+from kd.types import BackendFacts, Needs
 
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
@@ -48,17 +49,23 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
     sifting = parts.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
     yield from _task(config.losses, needed, task, label_of(config.data))
-    yield from _of_one_task(task, sifting, config.run.baseline, config.teacher.cache.topk)
-    if sifting.by_class and config.data.labels != "all":
-        wrong = f"is {config.data.labels}, but sifter.balance keeps a share of each class"
-        yield ConfigError("data.labels", wrong, "All images have labels", "Set sifter.balance=false")
+    yield from _of_one_task(task, config.run.baseline, config.teacher.cache.topk)
+    yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
+    yield from _tuning(config.student.tuning, "student.tuning")
+    yield from _tuning(config.teacher.fit.tuning, "teacher.fit.tuning")
     if config.data.labels == "none":
         yield from _unlabelled(config.losses, needed, config.teacher, config.run.baseline)
     yield from _student(config.student)
+    if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
+        wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
+        yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
     yield from _optimizer(config.optimizer)
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
         wrong = "is 'skip', but torch_xla's ZeRO applies every step"
         yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
+    if config.backend.kind == "xla" and config.optimizer.zero and config.student.tuning.freeze_epochs:
+        wrong = f"is {config.student.tuning.freeze_epochs}, but torch_xla's ZeRO was not tried without some gradients"
+        yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
     yield from _price(config.price)
     if config.teacher.model:
@@ -160,14 +167,32 @@ def _losses_by(function: str) -> str:
     return ", ".join(found)
 
 
-def _of_one_task(task: Task, sifting: SifterFacts, baseline: bool, topk: int) -> Iterator[KdError]:
+def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Iterator[KdError]:
+    """Yield what does not go with drawing by class, of `data.balance` or of a sifter."""
+    if data.balance and sifter != "none":
+        wrong = f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the images of an epoch too"
+        yield ConfigError("data.balance", wrong, "One of the two", "Set sifter.kind=none or data.balance=0")
+    if not (data.balance or sifted):
+        return
+    key, off = ("data.balance", "data.balance=0") if data.balance else ("sifter.kind", "sifter.kind=none")
+    if data.labels != "all":
+        wrong = f"is {data.labels}, but {key} reads the class of each image"
+        yield ConfigError("data.labels", wrong, "All images have labels", f"Set {off}")
+    elif task.label != "class":
+        yield ConfigError(key, "reads the class of each image, but images have several labels", "", f"Set {off}")
+
+
+def _tuning(tuning: Tuning, where: str) -> Iterator[KdError]:
+    if tuning.freeze_epochs and not tuning.freeze:
+        wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
+        yield ConfigError(f"{where}.freeze_epochs", wrong, "Patterns in freeze", f"Set {where}.freeze, or 0")
+
+
+def _of_one_task(task: Task, baseline: bool, topk: int) -> Iterator[KdError]:
     """Yield keys that do not go with the task."""
     if baseline and not task.logits:
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
-    if sifting.by_class and task.label != "class":
-        wrong = "keeps a share of each class, but images have several labels"
-        yield ConfigError("sifter.balance", wrong, "false", "Set sifter.balance=false")
     if topk > 0 and not task.keeps_topk:
         wrong = f"is {topk}, and keeps what a softmax needs, but the losses read each logit alone"
         yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")

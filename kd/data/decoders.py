@@ -23,10 +23,8 @@ from kd.errors import KdError
 from kd.types import TENSORS, Batch
 
 WHERE = "data.loader"
-PACKAGES = ("torch", "timm")
-"""What transforms an image, beside what decodes it."""
-AHEAD = 2
-"""Calls for each decoder that are on their way, of all ranks together."""
+PACKAGES = ("torch", "timm")  # what transforms an image, beside what decodes it
+AHEAD = 2  # calls for each decoder that are on their way, of all ranks together
 
 log = logging.getLogger("kd")
 
@@ -77,13 +75,10 @@ class Slot:
 
     name: str
     actor: Any
-    probe: Any = None
-    """A ping that it has not answered; None: it is trusted."""
+    probe: Any = None  # a ping that it has not answered; None: it is trusted
     probed: float = 0.0
-    calls: int = 0
-    """Calls of this rank that it has not answered."""
-    host: str = ""
-    """Ray's id of its host; "": it has never answered."""
+    calls: int = 0  # calls of this rank that it has not answered
+    host: str = ""  # Ray's id of its host; "": it has never answered
     address: str = ""
 
     def ping(self) -> None:
@@ -156,7 +151,6 @@ class Pool:
         return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
     def trusted(self) -> list[Slot]:
-        """Return the decoders that answer."""
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
         answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
@@ -201,11 +195,7 @@ class Pool:
             return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
 
     def get(self, call: Call) -> Any:
-        """Return what a decoder answers.
-
-        Raises:
-            Unanswered: it does not, or not in time.
-        """
+        """Return what a decoder answers; `Unanswered` where it does not, or not in time."""
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:

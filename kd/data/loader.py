@@ -26,8 +26,7 @@ from kd.errors import DataError, KdError
 from kd.host import BusyClock
 from kd.types import Batch, Loading, Plan
 
-AHEAD = 4
-"""Micro-batches that each worker makes before the loop asks for them."""
+AHEAD = 4  # micro-batches that each worker makes before the loop asks for them
 
 
 class Request(NamedTuple):
@@ -42,15 +41,13 @@ class Request(NamedTuple):
 class Share:
     """This rank's part of each step of a plan."""
 
-    batch_size: int
-    """Images of a step, all ranks."""
+    batch_size: int  # images of a step, all ranks
     accumulate: int
     rank: int
     world_size: int
 
     @property
     def micro(self) -> int:
-        """Images of a micro-batch."""
         return self.batch_size // (self.accumulate * self.world_size)
 
     def requests(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
@@ -64,11 +61,7 @@ class Share:
 
 
 class LocalLoader:
-    """Load micro-batches on this machine. See `kd.contracts.Loader`.
-
-    Step s of a plan is `plan.ids[s * batch_size : (s + 1) * batch_size]`, cut into accumulate x world micro-batches;
-    rank r takes number r of every `world`. So a step is the same set of images on any number of ranks.
-    """
+    """Load micro-batches on this machine, as docs/design.md, the step, cuts a plan. See `kd.contracts.Loader`."""
 
     def __init__(
         self,
@@ -109,7 +102,6 @@ class LocalLoader:
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `start` on."""
         # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
         self._requests.make = partial(self._share.requests, plan, view, start)
         for batch in self._arriving():
@@ -182,12 +174,10 @@ class LocalLoader:
         most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
         if len(self.unreadable) > most:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
-            raise DataError(
-                "data.max_skipped",
-                f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}",
-                f"At most {most} (a share of {self.max_skipped:g}, and always one)",
-                "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped",
-            )
+            wrong = f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}"
+            allowed = f"At most {most} (a share of {self.max_skipped:g}, and always one)"
+            remedy = "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped"
+            raise DataError("data.max_skipped", wrong, allowed, remedy)
 
 
 def end_workers(batches: Any, process: int) -> None:
@@ -214,7 +204,6 @@ class Fetch(TorchDataset[Batch | KdError]):
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        """Return the micro-batch of a request, or the error that the dataset raised."""
         busy, begin, decoded = BusyClock(), time.perf_counter(), self._decode_seconds()
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]

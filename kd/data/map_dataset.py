@@ -17,8 +17,7 @@ from kd.errors import ConfigError, DataError
 from kd.seeds import evenly_spaced, seed_from
 from kd.types import Batch, DatasetFacts, Plan, Sample
 
-PROBES = 16
-"""Items of a dataset that are loaded to recognize it."""
+PROBES = 16  # items of a dataset that are loaded to recognize it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +45,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 class Labels:
     """What stands beside an image, and how it is checked."""
 
-    where: str
-    """The data's name for messages, such as "train"."""
-    kind: str
-    """"all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)."""
-    num_classes: int
-    """Labels must be below; 0: the number is not known yet."""
+    where: str  # the data's name for messages, such as "train"
+    kind: str  # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
+    num_classes: int  # labels must be below; 0: the number is not known yet
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
         """Return image and label of an item, or of a batch; -1 where labels are not read."""
@@ -107,7 +103,6 @@ class MapDataset:
         return len(self.items)
 
     def load(self, id: int, view: int) -> Sample:
-        """Return item `id` as the view's seed makes it."""
         seed = seed_from(self.seed, "view", view, id)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
@@ -165,7 +160,6 @@ class BatchLoader:
         self.unreadable: set[int] = set()
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
-        """Yield as many batches as the plan has room for."""
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:

@@ -7,7 +7,6 @@ same. Each rank keeps its own queue of calls in its plan's order. It waits for n
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -19,15 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.contracts import Dataset
-from kd.data.decoders import WHERE, Call, Pool, Slot, Unanswered, pack, unpack
+from kd.data.decoders import WHERE, Call, Pool, Slot, Unanswered, log, pack, unpack
 from kd.data.loader import Fetch, LocalLoader, Request
 from kd.errors import KdError, RunError
 from kd.types import TENSORS, Batch
 
-CHUNK = 32
-"""Images of one call at most."""
+CHUNK = 32  # images of one call at most
 
-log = logging.getLogger("kd")
 T = TypeVar("T")
 
 

@@ -25,17 +25,15 @@ from PIL import Image, features
 from kd.contracts import Source, Stamped
 from kd.errors import CorruptImage, DataError, RunError
 from kd.files.pixels import centre_crop
-from kd.files.storage import Records, Stop, disk_error, log, open_folder, record_bytes
+from kd.files.records import Records, Stop, record_bytes
+from kd.files.storage import disk_error, log, open_folder
 from kd.types import Decoded, Label
 
 FORMAT = 4
-HEAD = struct.Struct("<IIIQ")
-"""Width, height, the CRC-32 of the encoded bytes, and the stamp of their file."""
+HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
 WHERE = "data.store"
-PIXELS = "pixels"
-"""Name of the file in a store's folder."""
-LONGEST = 4.0
-"""Longer side by shorter side up to which every image finds room in its slot."""
+PIXELS = "pixels"  # name of the file in a store's folder
+LONGEST = 4.0  # longer side by shorter side up to which every image finds room in its slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,7 @@ class Shrunk:
     which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape. A smaller image is stored as it is.
     """
 
-    size: int
-    """Side of the smallest crop, pixels."""
+    size: int  # side of the smallest crop, pixels
     crop: float
     """Smallest share of the area that a random crop keeps; 1.0: no random crop, the shorter side becomes `size`."""
 
@@ -83,11 +80,9 @@ class Cropped:
 
     @property
     def most(self) -> int:
-        """Pixels that a slot has room for."""
         return self.size**2
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """Return an RGB image of `size` x `size`."""
         return centre_crop(image, self.size, self.crop)
 
 
@@ -95,10 +90,8 @@ class Slot(NamedTuple):
     """A stored image."""
 
     image: Image.Image
-    crc: int
-    """CRC-32 of the encoded bytes that it was decoded from."""
-    stamp: int
-    """Of their file; see `kd.contracts.Stamped`."""
+    crc: int  # CRC-32 of the encoded bytes that it was decoded from
+    stamp: int  # of their file; see `kd.contracts.Stamped`
 
 
 class Slots:
@@ -111,7 +104,6 @@ class Slots:
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> Slot | None:
-        """Return an image, or None if its record is not whole."""
         content = self.records.read(id)
         if content is None:
             return None
@@ -160,15 +152,12 @@ class Stored:
         return len(self.source)
 
     def label(self, id: int) -> Label:
-        """Return the label of one image."""
         return self.source.label(id)
 
     def name(self, id: int) -> str:
-        """Return the source's name of this image."""
         return self.source.name(id)
 
     def prepare(self) -> None:
-        """Prepare the source."""
         self.source.prepare()
 
     def decode(self, id: int) -> Decoded:

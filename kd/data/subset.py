@@ -1,16 +1,19 @@
-"""Some images of a source as a source, and the test split that is set aside from the validation images."""
+"""Some images of a source: a test split that is set aside, and what `data.exclude` leaves."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from kd.contracts import Noted, Source, Stamped
-from kd.errors import DataError
+from kd.errors import DataError, did_you_mean
 from kd.seeds import seed_from
 from kd.types import Decoded, Label
+
+EXCLUDE = "data.exclude"
 
 
 class Subset:
@@ -64,3 +67,32 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
         wrong = f"is {fraction:g}, which leaves one of the two splits of {len(val)} validation images empty"
         raise DataError("data.test_fraction", wrong, "Some images for each", "Change it, or add validation images")
     return subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))
+
+
+def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark."""
+    try:
+        content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        wrong = f"'{file}' cannot be read ({error.strerror})"
+        raise DataError(EXCLUDE, wrong, "A text file", "Check the path") from error
+    wanted = {line.strip() for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")}
+    rest, missing = {**splits}, set(wanted)
+    for split, source in splits.items():
+        out = np.zeros(len(source), bool)
+        for id in range(len(source)):
+            written = {name := source.name(id), f"{split}:{name}"} & wanted
+            out[id] = bool(written)
+            missing -= written
+        if out.all():
+            raise DataError(EXCLUDE, f"'{file}' names all images of the split '{split}'", "Some are left", "Shorten it")
+        if out.any():
+            note = f"data.exclude: {out.sum()} of {len(source)} images of the split '{split}' are left out"
+            rest[split] = subset(source, np.flatnonzero(~out), note)
+    if missing:
+        first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are none" if len(missing) > 1 else ""
+        few = sum(map(len, splits.values())) < 10_000
+        near = did_you_mean(first, {one.name(id) for one in splits.values() for id in range(len(one))}) if few else ""
+        wrong, remedy = f"'{file}' names '{first}', which is no image{more}", near or "Correct the list"
+        raise DataError(EXCLUDE, wrong, "Names as --check shows them, a line each", remedy)
+    return rest

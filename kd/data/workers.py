@@ -55,13 +55,11 @@ def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunErr
 
 
 def _ended(pids: str, how: str) -> RunError:
-    return RunError(
-        WHERE,
-        f"the worker process {pids} has ended ({how})",
-        "",
+    remedy = (
         "The system kills a process where memory is short: see `dmesg`, set fewer data.workers, or raise --shm-size of "
-        "a container. The same command resumes from the last checkpoint",
+        "a container. The same command resumes from the last checkpoint"
     )
+    return RunError(WHERE, f"the worker process {pids} has ended ({how})", "", remedy)
 
 
 class Watch(threading.Thread):
@@ -83,7 +81,6 @@ class Watch(threading.Thread):
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
     def run(self) -> None:
-        """Watch until `close`."""
         tick, number, waited = min(1.0, self._seconds / 4), 0, 0.0
         while not self._over.wait(tick):
             same = self.waiting and self.number == number
@@ -97,11 +94,9 @@ class Watch(threading.Thread):
                 return
 
     def close(self) -> None:
-        """End watching."""
         self._over.set()
 
     def error(self) -> RunError | None:
-        """Return the error of a batch that came too late; None: every batch was in time."""
         if not self.late:
             return None
         remedy = "See what holds it up (the storage, a debugger, a full /dev/shm), or raise backend.timeout_seconds. "

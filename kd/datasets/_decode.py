@@ -31,8 +31,7 @@ PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
 AVIF_BRANDS = (b"avif", b"avis")
-BLOCK = 128
-"""Names that are compressed together."""
+BLOCK = 128  # names that are compressed together
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
@@ -94,12 +93,8 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
 
 def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
     """Return the error for an image that was read and cannot be used."""
-    return CorruptImage(
-        where,
-        f"{subject}: {wrong}",
-        f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format",
-        "Replace or delete it, or set data.on_corrupt=skip",
-    )
+    allowed = f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
+    return CorruptImage(where, f"{subject}: {wrong}", allowed, "Replace or delete it, or set data.on_corrupt=skip")
 
 
 def _formats(data: bytes) -> tuple[str, ...]:
@@ -166,14 +161,11 @@ class Names:
 class Column(NamedTuple):
     """A text of each image, such as the name of its class, where many images have the same."""
 
-    texts: list[str]
-    """Those that occur, each once."""
-    of: np.ndarray
-    """The position of each image's, int32 [N]."""
+    texts: list[str]  # those that occur, each once
+    of: np.ndarray  # the position of each image's, int32 [N]
 
     @classmethod
     def of_each(cls, texts: Iterable[str]) -> Column:
-        """Take the text of each image, one after the other."""
         position: dict[str, int] = {}
         of = np.fromiter((position.setdefault(text, len(position)) for text in texts), np.int32)
         return cls([*position], of)
@@ -267,19 +259,16 @@ class Listed:
     """A listing of images that are there: what all sources of files have in common."""
 
     classes: tuple[str, ...]
-    _labels: np.ndarray
-    """A class each, or int8 [N, C] of sets."""
+    _labels: np.ndarray  # a class each, or int8 [N, C] of sets
     _stamps: np.ndarray
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def label(self, id: int) -> Label:
-        """Return the label of one image, or its set of labels."""
         return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
 
     def stamp(self, id: int) -> int:
-        """Return a number made of the times of the image's file when it was listed. See `kd.contracts.Stamped`."""
         return int(self._stamps[id])
 
     def prepare(self) -> None:

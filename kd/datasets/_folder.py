@@ -20,32 +20,25 @@ from kd.types import Decoded
 WHERE = "data.root"
 MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
 ENDINGS = tuple(f".{ending}".encode() for ending in [*pixels.ENDINGS, *MORE])
-MOST_KINDS = 6
-"""Endings that a line names."""
+MOST_KINDS = 6  # endings that a line names
 
 
 class File(NamedTuple):
     """What a listing says about an image file."""
 
-    size: int
-    """Bytes."""
-    stamp: int
-    """See `kd.contracts.Stamped`."""
+    size: int  # bytes
+    stamp: int  # see `kd.contracts.Stamped`
 
 
 class Files(NamedTuple):
     """Many image files in order, as columns: some 25 bytes each."""
 
-    names: Names
-    """Paths in the root."""
-    sizes: np.ndarray
-    """int64 [N]"""
-    stamps: np.ndarray
-    """uint64 [N]"""
+    names: Names  # paths in the root
+    sizes: np.ndarray  # int64 [N]
+    stamps: np.ndarray  # uint64 [N]
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[bytes, File]]) -> Files:
-        """Take files with their names, one after the other."""
         sizes, stamps = array("q"), array("Q")
 
         def named() -> Iterator[bytes]:
@@ -57,7 +50,6 @@ class Files(NamedTuple):
         return cls(Names(named()), np.asarray(sizes), np.asarray(stamps))
 
     def take(self, ids: np.ndarray) -> Files:
-        """Return some of them."""
         return Files(Names(self.names[id] for id in ids), self.sizes[ids], self.stamps[ids])
 
 
@@ -74,11 +66,9 @@ class ImageFolder(Listed):
         self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
 
     def name(self, id: int) -> str:
-        """Return the path in the root folder, with "/" on every system."""
         return text(self._names[id])
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel."""
         path = os.path.join(self._root, self._names[id])
         return read_file(path, f"file '{self.name(id)}'", WHERE)
 
@@ -86,14 +76,10 @@ class ImageFolder(Listed):
 class Listing(NamedTuple):
     """What lies below a folder."""
 
-    files: Files
-    """The images, by the bytes of their paths: the same order on every machine, whatever its locale."""
-    folders: list[bytes]
-    """Those that directly hold images, as paths in the root."""
-    folder_of: np.ndarray
-    """The position of each image's folder, int32 [N]."""
-    notes: tuple[str, ...]
-    """What is left out, a line each."""
+    files: Files  # the images, by the bytes of their paths: the same order on every machine, whatever its locale
+    folders: list[bytes]  # those that directly hold images, as paths in the root
+    folder_of: np.ndarray  # the position of each image's folder, int32 [N]
+    notes: tuple[str, ...]  # what is left out, a line each
 
 
 def scan(root: str, folder: bytes) -> Listing:
@@ -197,7 +183,6 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _unread(other: Counter[str]) -> list[str]:
-    """Count the files that are no images, by their endings."""
     if not other:
         return []
     words = []

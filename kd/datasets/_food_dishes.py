@@ -349,13 +349,8 @@ PAINTERS: dict[str, tuple[Callable[[Scene], None], str]] = {
 def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 0) -> Image.Image:
     """Paint one picture [size, size] of a dish: a pure function of its arguments.
 
-    Args:
-        dish: a key of `PAINTERS`; several, joined by "+", on one tray.
-        split: "train" or "val"; the two never share a random number.
-        index: which plate of the dish.
-        seed: of the whole set.
-        size: pixels a side.
-        shot: which photograph of the plate; the second one and later have other light and another crop.
+    `dish` is a key of `PAINTERS`; several, joined by "+", stand on one tray. The splits "train" and "val" never share a
+    random number. `index` is the plate, `shot` the photograph of it: later ones have other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{index}"), size * SUPERSAMPLE)
     set_table(scene)

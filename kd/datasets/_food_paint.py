@@ -11,8 +11,7 @@ from pathlib import Path
 
 from kd.datasets._food_dishes import PAINTERS, render
 
-VERSION = 1
-"""Raised whenever the same settings would give other pictures."""
+VERSION = 1  # raised whenever the same settings would give other pictures
 
 
 def main(order: Path, painters: int, number: int) -> None:

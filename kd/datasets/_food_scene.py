@@ -41,7 +41,6 @@ class Scene:
         self.place(0.0, 0.0, 1.0)
 
     def canvas(self, image: Image.Image) -> None:
-        """Paint on `image` from now on."""
         self.image, self.pen = image, ImageDraw.Draw(image)
 
     def place(self, x: float, y: float, radius: float, turn: float = 0.0, squash: float = 1.0) -> None:
@@ -75,7 +74,6 @@ class Scene:
         return r * cos(turn), r * sin(turn)
 
     def onto(self, points: Points) -> Points:
-        """Turn local coordinates into pixels."""
         (x0, y0), (c, s) = self.origin, self.axes
         return [(x0 + c * x - s * y, y0 + (s * x + c * y) * self.squash) for x, y in points]
 
@@ -93,7 +91,6 @@ class Scene:
         return Image.composite(Image.new("RGB", size, light), Image.new("RGB", size, dark), self.noise(cells, rows))
 
     def mask(self, *shapes: Points) -> Image.Image:
-        """Return the union of shapes as a mask."""
         mask = Image.new("L", self.image.size)
         draw = ImageDraw.Draw(mask)
         for shape in shapes:
@@ -129,7 +126,6 @@ class Scene:
         self.image.paste(layer, (left, top), mask)
 
     def stroke(self, points: Points, color: Color, width: float) -> None:
-        """Draw a line of `width` radii."""
         self.pen.line(self.onto(points), fill=color, width=max(1, round(width * self.unit)), joint="curve")
 
     def fill(self, shape: Points, color: Color) -> None:

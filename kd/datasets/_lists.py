@@ -18,22 +18,17 @@ from kd.datasets._folder import ENDINGS, File, entries_of, file_of, is_folder, i
 from kd.errors import DataError, did_you_mean
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-SLOW = 10_000
-"""Names in a folder from which on none is proposed for one that is not there."""
+SLOW = 10_000  # names in a folder from which on none is proposed for one that is not there
 
 
 class Entry(NamedTuple):
     """An image of a list."""
 
-    name: str
-    """As written: a path in data.root or an absolute one below it, with its ending or without."""
-    label: Any
-    """Whatever the reader of the list makes of it."""
-    line: int = 0
-    """0: the list has no lines."""
+    name: str  # as written: a path in data.root or an absolute one below it, with its ending or without
+    label: Any  # whatever the reader of the list makes of it
+    line: int = 0  # 0: the list has no lines
 
     def __str__(self) -> str:
-        """Name it for messages."""
         return f"line {self.line}: '{self.name}'" if self.line else f"'{self.name}'"
 
 
@@ -49,8 +44,7 @@ class Lists:
     """The lists of a dataset."""
 
     root: str
-    keys: Mapping[str, str]
-    """Of the configuration: where the list of each split is named; of "train", "val" and "test"."""
+    keys: Mapping[str, str]  # of the configuration: where the list of each split is named; of "train", "val" and "test"
     files: Mapping[str, str]
     """The list of each split, absolute, or relative to `root`. "" of val: `val_fraction` of the training list."""
     val_fraction: float
@@ -128,8 +122,7 @@ def content(path: str, where: str, endings: Sequence[str], form: str, read: Call
 def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return the names of the columns, and the lines of a table by number.
 
-    Raises:
-        ValueError: no two columns, one without a name or named twice, or a line of another length.
+    ValueError: no two columns, one without a name or named twice, or a line of another length.
     """
     reader = csv.reader(opened, delimiter=DELIMITERS[os.path.splitext(opened.name)[1].lower()])
     header = [name.strip() for name in next((row for row in reader if row), [])]

@@ -71,7 +71,6 @@ class Options:
 
     @property
     def label_sets(self) -> bool:
-        """Whether a picture has a set of labels."""
         return self.dishes > 1
 
 
@@ -107,17 +106,10 @@ class FoodMini:
         return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
 
     def prepare(self) -> None:
-        """Paint both splits where they are not painted yet."""
         if not (self.folder / "manifest.json").is_file():
             paint(self.options, self.folder)
 
     def decode(self, id: int) -> Decoded:
-        """Return a picture as RGB.
-
-        Raises:
-            CorruptImage: the file is damaged.
-            DataError: it was not painted, or cannot be read.
-        """
         if not self.folder.is_dir():  # so trying again, as for a storage that is away, would not help
             raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
@@ -158,9 +150,6 @@ def paint(options: Options, folder: Path) -> None:
     """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all.
 
     The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
-
-    Raises:
-        DataError: the folder cannot be written.
     """
     draft = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     work = {

@@ -13,24 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kd.datasets._decode import (
-    Column,
-    Listed,
-    decode,
-    fingerprint,
-    label_images,
-    name_labels,
-    part,
-    read_file,
-    refuse,
-    stamp,
-)
+from kd.datasets import _decode as images
 from kd.errors import DataError, MissingExtra, did_you_mean
 from kd.types import DatasetFacts, Decoded, file_key
 
 WHERE = "data.path"
-ROWS = 10_000
-"""Rows whose sizes are looked up at a time."""
+ROWS = 10_000  # rows whose sizes are looked up at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +55,7 @@ class Options:
             raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
 
 
-class HuggingFace(Listed):
+class HuggingFace(images.Listed):
     """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
 
     def __init__(
@@ -77,26 +65,20 @@ class HuggingFace(Listed):
         self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
         sizes, stamps = _files(table, image_key)
         self._stamps = stamps[rows]
-        self.fingerprint = fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
+        self.fingerprint = images.fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
     def name(self, id: int) -> str:
         """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the row holds no whole image.
-            DataError: the file that it names is gone or cannot be read.
-        """
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
         if data is None and path is None:
-            raise refuse(subject, WHERE, "the row holds no image")
+            raise images.refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
-        return decode(data, subject, WHERE)
+            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
+        return images.decode(data, subject, WHERE)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
         cell = self._table[int(self._rows[id])][self._image_key] or {}
@@ -121,24 +103,23 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     splits = _load(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:
-        raise DataError(
-            f"data.{key}",
-            f"'{options.path}' has no split '{split_name}'",
-            f"Allowed: {', '.join(splits)}",
-            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images",
+        wrong = f"'{options.path}' has no split '{split_name}'"
+        remedy = (
+            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images"
         )
+        raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
-    names, own = Column([""], np.zeros(len(table), np.int32)), []
+    names, own = images.Column([""], np.zeros(len(table), np.int32)), []
     if labels != "none":
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
-        raw = Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
-        names, own = name_labels(raw, getattr(table.features[label_key], "names", ()))
-    order, label = label_images(names, [name for name in own if name], classes, WHERE, split, labels)
+        raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
+        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))
     if shared:
-        rows = part((str(row).encode() for row in rows), label, options.val_fraction, split)
+        rows = images.part((str(row).encode() for row in rows), label, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 
@@ -150,7 +131,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
     """
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    whole = sum(stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
+    whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
     parts, raw, stamps = [], table.with_format("arrow"), np.full(len(table), whole, np.uint64)
     for start in range(0, len(table), ROWS):
         cells = raw[start : start + ROWS][image_key].combine_chunks()
@@ -160,7 +141,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
         for row in np.flatnonzero(sizes < 0):
             if paths[row] and os.path.isfile(paths[row]):
                 status = os.stat(paths[row])
-                sizes[row], stamps[start + row] = status.st_size, stamp(status)
+                sizes[row], stamps[start + row] = status.st_size, images.stamp(status)
         parts.append(sizes)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
 
@@ -171,9 +152,8 @@ def _import_datasets() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise  # it is installed; something that it needs is not
-        raise MissingExtra(
-            "data.kind", "the dataset 'hf' needs the package datasets", "", "Run: pip install 'kd[hf]'"
-        ) from error
+        wrong = "the dataset 'hf' needs the package datasets"
+        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'kd[hf]'") from error
     return datasets
 
 
@@ -182,19 +162,16 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     path = os.path.expanduser(options.path)
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(path, name))]
     if not os.path.exists(path) and (path.startswith((".", "/")) or path.count("/") > 1):
-        raise DataError(
-            WHERE, f"the folder '{path}' does not exist", "A folder, or a name on the hub", "Check the path"
-        )
+        wrong = f"the folder '{path}' does not exist"
+        raise DataError(WHERE, wrong, "A folder, or a name on the hub", "Check the path")
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
     except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            WHERE,
-            f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})",
-            "A folder, or a name on the hub with data.name where it has several configurations",
-            "Check the name, the network and, for a private dataset, `hf auth login`",
-        ) from error
+        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})"
+        allowed = "A folder, or a name on the hub with data.name where it has several configurations"
+        remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
+        raise DataError(WHERE, wrong, allowed, remedy) from error
     return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
 
 
@@ -235,7 +212,6 @@ def _written(value: Any, row: int, key: str, some: bool) -> str:
     if value is None or value == "" or value == -1:  # -1: the hub's mark of an unlabelled row
         if some:
             return ""
-        raise DataError(
-            "data.label_key", f"row {row} has no label in the column '{key}' ({value!r})", "", "Choose a labelled split"
-        )
+        wrong = f"row {row} has no label in the column '{key}' ({value!r})"
+        raise DataError("data.label_key", wrong, "", "Choose a labelled split")
     return str(value)

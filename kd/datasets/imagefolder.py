@@ -94,25 +94,20 @@ def _split_folder(options: Options, split: str, root: str) -> str:
         return name.strip("/")
     there = folders(root)
     near = next((f"Did you mean '{other}'?" for other in ALSO_CALLED[split] if other in there), "")
-    raise DataError(
-        WHERE,
-        f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}",
-        did_you_mean(name, there) or near,
-        f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1"
-        + (" where the class folders lie directly in data.root" if split != "test" else ""),
+    wrong = f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}"
+    remedy = f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1" + (
+        " where the class folders lie directly in data.root" if split != "test" else ""
     )
+    raise DataError(WHERE, wrong, did_you_mean(name, there) or near, remedy)
 
 
 def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
     # Else `train/apple` and `val/apple` would become two classes, and nothing would look wrong.
     for folder in (options.train_split, options.val_split):
         if any(name.startswith(os.fsencode(folder) + b"/") for name in holding):
-            raise DataError(
-                "data.val_fraction",
-                f"data.root is already split: it has a folder '{folder}' with classes in it",
-                "val_fraction is for a folder of classes",
-                f"Remove val_fraction, or set data.root to that '{folder}'",
-            )
+            wrong = f"data.root is already split: it has a folder '{folder}' with classes in it"
+            remedy = f"Remove val_fraction, or set data.root to that '{folder}'"
+            raise DataError("data.val_fraction", wrong, "val_fraction is for a folder of classes", remedy)
 
 
 def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
@@ -125,9 +120,5 @@ def _check_inside(files: Files, class_of: Column) -> None:
     if "" in class_of.texts:
         found = np.flatnonzero(class_of.of == class_of.texts.index(""))
         outside = text(files.names[found[0]])
-        raise DataError(
-            WHERE,
-            f"the image '{outside}' lies outside any class folder, with {len(found) - 1} more",
-            "Images lie in a folder named like their class",
-            "Move or delete them",
-        )
+        wrong = f"the image '{outside}' lies outside any class folder, with {len(found) - 1} more"
+        raise DataError(WHERE, wrong, "Images lie in a folder named like their class", "Move or delete them")

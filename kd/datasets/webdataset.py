@@ -32,8 +32,7 @@ from kd.errors import DataError
 from kd.files.shards import Shard, content, find, members, read
 from kd.types import DatasetFacts, Decoded, file_key
 
-MAX_LABEL = 2**20
-"""Bytes of a label member."""
+MAX_LABEL = 2**20  # bytes of a label member
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +109,7 @@ class _Index:
 class WebDataset(Listed):
     """Images at known offsets in tar files."""
 
-    def __init__(
-        self,
-        index: _Index,
-        labels: np.ndarray,
-        classes: Sequence[str],
-        where: str,
-    ) -> None:
+    def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
         self.classes = tuple(classes)
         self._labels, self._where, self._shards = labels, where, index.shards
         self._shard_of, self._offsets, self._sizes = (np.asarray(one) for one in (index.of, index.offsets, index.sizes))
@@ -129,12 +122,6 @@ class WebDataset(Listed):
         return self._names[id].decode("utf-8", "backslashreplace")
 
     def decode(self, id: int) -> Decoded:
-        """Return one image as RGB, 8 bits a channel.
-
-        Raises:
-            CorruptImage: the member is no whole image.
-            DataError: the shard is gone, cannot be read, or is shorter than it was.
-        """
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
         subject = f"image '{self.name(id)}'"
         check_bytes(size, subject, self._where)
@@ -159,12 +146,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     shards = find(getattr(options, split), where, options.copies)
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
     if not len(index.names):
-        raise DataError(
-            where,
-            f"no images in {len(shards)} shards",
-            f"Members ending in {', '.join(_endings(options.image_keys))}",
-            "Set data.image_keys",
-        )
+        allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
+        raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
     class_of, own = name_labels(index.labels, names)
     order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
@@ -172,16 +155,14 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
-    """Return the images of a shard in its order, each with its label as written."""
     try:
         with open(shard, "rb", buffering=0) as file:
             samples = members(file, shard, where)
             return _pair(file, samples, shard, options, where, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
-        raise DataError(
-            where, f"the shard '{shard}' cannot be read ({error})", "Whole, uncompressed .tar files", remedy
-        ) from error
+        wrong = f"the shard '{shard}' cannot be read ({error})"
+        raise DataError(where, wrong, "Whole, uncompressed .tar files", remedy) from error
 
 
 def _pair(
@@ -203,12 +184,9 @@ def _pair(
             continue
         if image is None or label is None:
             lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
-            raise DataError(
-                where,
-                f"the sample '{key}' of the shard '{shard}' has no {lacks}. It has: {', '.join(sorted(sample))}",
-                f"Image: {', '.join(endings)}. Label: {options.label_key}",
-                f"Set data.{remedy}",
-            )
+            wrong = f"the sample '{key}' of the shard '{shard}' has no {lacks}. It has: {', '.join(sorted(sample))}"
+            allowed = f"Image: {', '.join(endings)}. Label: {options.label_key}"
+            raise DataError(where, wrong, allowed, f"Set data.{remedy}")
         if label[1] > MAX_LABEL:
             wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")
@@ -221,9 +199,8 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
         value = json.loads(data)[options.label_field] if options.label_field else data.decode().strip()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         wanted = f"JSON with the key '{options.label_field}'" if options.label_field else "text"
-        raise DataError(
-            where, f"the label of '{name}' is {data[:60]!r}", f"Allowed: {wanted}", "Set data.label_field"
-        ) from error
+        wrong = f"the label of '{name}' is {data[:60]!r}"
+        raise DataError(where, wrong, f"Allowed: {wanted}", "Set data.label_field") from error
     if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
         raise DataError(where, f"the label of '{name}' is {value!r}", "An integer or a class name", "Repair the shard")
     return str(value)

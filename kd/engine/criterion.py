@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kd.errors import ModelError
 from kd.evaluation import Task
-from kd.types import Batch, Needs, Outputs
+from kd.types import Batch, Needs, Outputs, State
 
 
 class Criterion(nn.Module):
@@ -85,12 +86,19 @@ class Criterion(nn.Module):
             return next((term.projected(student) for term in able), None)
 
 
+class Frozen(Protocol):
+    """Layers of the student that do not move in some steps; which is a function of the state before a step."""
+
+    def held(self, state: State) -> AbstractContextManager[None]: ...
+    def statistics(self, state: State) -> Sequence[Tensor]: ...
+
+
 class Distillation(nn.Module):
     """Student and criterion as one module: DDP wraps it, and so also reduces what a loss learns (a projector)."""
 
-    def __init__(self, student: nn.Module, criterion: Criterion, task: Task) -> None:
+    def __init__(self, student: nn.Module, criterion: Criterion, task: Task, frozen: Frozen | None = None) -> None:
         super().__init__()
-        self.student, self.criterion, self.task = student, criterion, task
+        self.student, self.criterion, self.task, self.frozen = student, criterion, task, frozen
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the student's logits [B, C] and the scores of the criterion."""

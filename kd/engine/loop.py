@@ -63,7 +63,7 @@ def _train(run: Run) -> State:
                     meter.log_epoch(state, plan, steps_in_epoch)
                 state = conclude(run, state, stop, evaluating, checkpointing)
                 meter.resume()
-                if last:
+                if length.finished(state):
                     break
     require_applied(state)
     return state
@@ -86,6 +86,19 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
     """Make one optimizer step over the micro-batches; return means over this rank's images, still on the device."""
     sums: dict[str, Tensor] = {}
     before = statistics(run) if run.skip_nonfinite else []
+    with run.distillation.frozen.held(state) if run.distillation.frozen is not None else nullcontext():
+        backward(run, micros, sums)
+    with run.span("optimizer"):
+        sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
+        for tensor, saved in before:
+            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, saved))
+        if run.average is not None:
+            run.average.update(state.step + 1)
+    return sums
+
+
+def backward(run: Run, micros: list[Batch], sums: dict[str, Tensor]) -> None:
+    """Compute the gradients of a step, and add the mean of each score over this rank's images to `sums`."""
     for i, batch in enumerate(micros):
         with run.span("teacher"):
             teacher = run.teacher(batch)  # first, so that no student activations are alive beside it
@@ -101,13 +114,6 @@ def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
             sums[name] = sums[name] + mean if name in sums else mean
-    with run.span("optimizer"):
-        sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
-        for tensor, saved in before:
-            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, saved))
-        if run.average is not None:
-            run.average.update(state.step + 1)
-    return sums
 
 
 def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
@@ -121,11 +127,11 @@ def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpoin
     """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
-        average_buffers(run)
+        average_buffers(run, state)
     if evaluating:
         with run.span("evaluation"):
             state, improved = evaluate(run, state, stop)
-    if checkpointing or improved or stop.agreed:
+    if checkpointing or improved or stop.agreed or run.length.gave_up(state):
         with run.span("checkpoint"):
             snapshot(run, state, improved)
     if stop.agreed:
@@ -146,7 +152,8 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
         return replace(state, unevaluated=True), False
     decisive = values[run.evaluator.decides]
     improved = decisive > state.best
-    state = replace(state, best=max(state.best, decisive), unevaluated=False)
+    no_better = 0 if improved else state.no_better + 1
+    state = replace(state, best=max(state.best, decisive), no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
     return state, improved

@@ -80,6 +80,8 @@ class RunLength:
     log: int
     evaluate: int
     checkpoint: int
+    patience: int = 0
+    """Evaluations in a row without a better score that end the run; 0: none do."""
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
         """Return the share of the run that is done in the middle of the next step, 0 to 1."""
@@ -93,8 +95,14 @@ class RunLength:
             return min(1.0, (state.step - state.step_in_epoch) / self.steps)
         return state.epoch / self.epochs
 
+    def gave_up(self, state: State) -> bool:
+        """Return whether the score has not become better for too long."""
+        return 0 < self.patience <= state.no_better
+
     def finished(self, state: State) -> bool:
         """Return whether nothing is left to train."""
+        if self.gave_up(state):
+            return True
         return state.step >= self.steps if self.steps else state.epoch >= self.epochs
 
     def view(self, epoch: int) -> int:

@@ -21,16 +21,18 @@ DIGEST = 8
 
 
 @torch.no_grad()
-def average_buffers(run: Run) -> None:
+def average_buffers(run: Run, state: State) -> None:
     """Average over the ranks the statistics that each gathers from its own images (batch norm's).
 
     Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
-    which rank is asked. Constants that no checkpoint holds are left alone.
+    which rank is asked. Constants that no checkpoint holds are left alone, and so is what is frozen: a mean of three
+    equal numbers may have other bits.
     """
     if run.backend.world_size == 1:
         return
-    student = run.distillation.student
-    saved = student.state_dict().keys()
+    student, frozen = run.distillation.student, run.distillation.frozen
+    still = {id(tensor) for tensor in frozen.statistics(state)} if frozen is not None else set()
+    saved = {name for name, tensor in student.state_dict(keep_vars=True).items() if id(tensor) not in still}
     named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
     tensors = list(named.values())
     if run.average is not None:

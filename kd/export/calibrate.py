@@ -29,10 +29,9 @@ def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
 
 
 def divide_logits(network: nn.Module, by: float) -> bool:
-    """Divide the weights of a timm network's last layer, in place.
+    """Divide the weights of a timm network's last layer, in place, and return whether it has one.
 
-    Returns:
-        Whether it has one, or a few that are added or averaged, and all of them are linear; else nothing is changed.
+    So it has where a few are added or averaged, and all of them are linear. Else nothing is changed.
     """
     model: Any = network
     found = model.get_classifier() if hasattr(network, "get_classifier") else None

@@ -22,45 +22,34 @@ class Card:
     name: str
     student: str
     student_parameters: int
-    teacher: str
-    """Empty: trained on labels alone."""
-    losses: Sequence[str]
-    """Empty: it is a teacher, and was not distilled."""
+    teacher: str  # empty: trained on labels alone
+    losses: Sequence[str]  # empty: it is a teacher, and was not distilled
     data: str
-    labels: Sequence[str]
-    """Empty: an embedding model."""
+    labels: Sequence[str]  # empty: an embedding model
     thresholds: Mapping[str, Mapping[str, Any]]
     """By label, where an image may have several: threshold, chosen, images, f1. Empty: an image has one label."""
-    defer: Mapping[str, Any]
-    """See `kd.export.defer.choose`; empty: no answer says whether it is sure."""
+    defer: Mapping[str, Any]  # see `kd.export.defer.choose`; empty: no answer says whether it is sure
     calibration: Mapping[str, Any]
     """temperature, images, ece, calibrated_ece. Empty: the logits are those that were trained."""
-    width: int
-    """Of its vectors; 0 of a classifier."""
-    index: bool
-    """Whether its vectors lie in the teacher's space."""
-    scores: Scores
-    """The columns of `metrics` and `baseline`."""
-    metrics: Mapping[str, Any]
-    """The validation row of the exported checkpoint."""
+    width: int  # of its vectors; 0 of a classifier
+    index: bool  # whether its vectors lie in the teacher's space
+    scores: Scores  # the columns of `metrics` and `baseline`
+    metrics: Mapping[str, Any]  # the validation row of the exported checkpoint
     baseline: Mapping[str, Any]
     """The validation row of the same student trained on labels alone; empty where there is none."""
     graphs: Mapping[str, Mapping[str, Any]]
     """For each file: max_difference, images, cpu_ms; cosine, or same_top1 and the score that decides, by its title."""
     variants: list[dict[str, str]]
     """What `--compare` measured, as `kd.text.variant_rows` has it; empty: nothing was compared."""
-    eager_ms: float
-    """CPU milliseconds of PyTorch for one image with one thread; 0: not measured."""
+    eager_ms: float  # CPU milliseconds of PyTorch for one image with one thread; 0: not measured
     processor: str
     size: int
     crop: float
     license: str
-    weights_from: str
-    """Origin of the initial weights, with their licence, as text."""
+    weights_from: str  # origin of the initial weights, with their licence, as text
     version: str
     commands: Mapping[str, str]
-    scored: Scored | None = None
-    """The last score of the exported checkpoint; None: `metrics` are all that is known."""
+    scored: Scored | None = None  # the last score of the exported checkpoint; None: `metrics` are all that is known
     baseline_scored: Scored | None = None
 
 

@@ -34,12 +34,10 @@ class Rule:
 
     wrong: float = 0.0
     """At most this share of wrong answers among the sure ones; of several labels among the sure ones of each label."""
-    share: float = 0.0
-    """This share of images is unsure. Both 0: no threshold."""
+    share: float = 0.0  # this share of images is unsure. Both 0: no threshold.
 
     @property
     def where(self) -> str:
-        """The option, for messages."""
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:
@@ -79,12 +77,8 @@ def choose(
 ) -> dict[str, Any]:
     """Return what manifest.json says of the threshold, as JSON values; nothing without a rule.
 
-    Args:
-        rule: what is asked for.
-        outputs: logits [N, C] of the weights, under "", and of each graph.
-        labels: int [N], or label sets [N, C]; -1 where nobody knows.
-        thresholds: of each class where an image may have several labels, else empty.
-        classes: C names.
+    `outputs` are logits [N, C] of the weights, under "", and of each graph; `labels` int [N], or sets [N, C], -1 where
+    nobody knows; `thresholds` those of each class where an image may have several labels, else empty.
     """
     if not rule.wrong and not rule.share:
         return {}

@@ -77,12 +77,9 @@ class Exported:
     """What was written."""
 
     folder: Path
-    lines: Sequence[str]
-    """One for each graph, for a person."""
-    load: str
-    """Python that loads the student."""
-    manifest: Mapping[str, Any]
-    """What manifest.json says, without files and checksum."""
+    lines: Sequence[str]  # one for each graph, for a person
+    load: str  # Python that loads the student
+    manifest: Mapping[str, Any]  # what manifest.json says, without files and checksum
 
 
 Images = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
@@ -95,19 +92,14 @@ class Subject:
     """A student, and all that its export says of it."""
 
     recipe: Recipe
-    student: Classifier
-    """On the CPU."""
+    student: Classifier  # on the CPU
     classes: Sequence[str]
-    data: str
-    """A hash of the data."""
-    provenance: Mapping[str, Any]
-    """For kd.json: step, metrics, run, `digest` of the weights."""
-    origin: str
-    """Of its initial weights, as text."""
+    data: str  # a hash of the data
+    provenance: Mapping[str, Any]  # for kd.json: step, metrics, run, `digest` of the weights
+    origin: str  # of its initial weights, as text
     images: Callable[[], AbstractContextManager[Images]]
     """Opens the validation images with which the graphs are compared."""
-    baseline: Sequence[Mapping[str, Any]] = ()
-    """Validation rows of the same student trained on labels alone."""
+    baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
     scored: tuple[Scored | None, Scored | None] = (None, None)
     """The last scores of the student and of the one trained on labels alone."""
     train: Train | None = None
@@ -124,13 +116,9 @@ def export(
 ) -> Exported:
     """Export the best student of a run folder, or its teacher.
 
-    Args:
-        path: the run folder.
-        target: where; None: `export` in the run folder, `export-teacher` for the teacher.
-        options: what to write; None: the defaults.
-        overrides: `key=value` over the run's configuration, such as where its data lies now.
-        trust: import modules that the run names, and read images wherever it says.
-        teacher: export the teacher in place of the student.
+    `target` None: `export` in the run folder, `export-teacher` for the teacher. `overrides`: `key=value` over the run's
+    configuration, such as where its data lies now. `trust`: import modules that the run names, and read images wherever
+    it says.
     """
     folder, settings = opened_run(path, trust)
     require_files(path, settings.data)
@@ -178,7 +166,6 @@ def _check_index(student: Classifier, options: Options) -> None:
 
 @contextmanager
 def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
-    """Open the data of a run."""
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):

@@ -41,15 +41,11 @@ def complete(
     provenance: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Write what each export has, and the list of all files.
+    """Write what each export has, and the list of all files, into a folder that may hold graphs and the model card.
 
-    Args:
-        draft: a flat folder that may hold more files: graphs, the model card.
-        config: contents of config.json in timm's form, `label_names` included. With it,
-            `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder.
-        tensors: weights by timm's names.
-        provenance: written to kd.json: metrics, run, hashes.
-        facts: written to manifest.json, beside size and sha256 of every other file and a checksum of all this.
+    With `config`, config.json in timm's form with `label_names`, and `tensors` by timm's names,
+    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder. `provenance` is written to kd.json,
+    `facts` to manifest.json, beside size and sha256 of every other file and a checksum of all this.
     """
     save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
     (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
@@ -81,7 +77,6 @@ def refuse_other(folder: Path) -> None:
 
 
 def _listing(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and sha256 of every file."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files

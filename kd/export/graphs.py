@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 CALIBRATION_IMAGES = 1000
 ONNX, INT8, OPENVINO, PT2 = "model.onnx", int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
-EXACT = (ONNX, OPENVINO, PT2)
-"""What must compute what PyTorch computes. The others may lose a little."""
+EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
 
 
 @dataclass(slots=True)
@@ -46,8 +45,7 @@ class Made:
     """Of each file that an endpoint can serve, where they are compared."""
     image: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first of those with which they were compared, uint8 [3, S, S]."""
-    rungs: list[int8.Rung] = field(default_factory=list)
-    """Of the ladder to int8, those that were tried."""
+    rungs: list[int8.Rung] = field(default_factory=list)  # of the ladder to int8, those that were tried
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each graph answered on validation images: see `kd.shift.Reference`."""
 
@@ -110,7 +108,7 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
     runners: dict[str, parity.Runner] = {}
     program = runtimes.export_program(runtimes.reparameterized(student), size)
     if options.pt2:
-        runtimes.write_program(program, folder / PT2)
+        torch.export.save(program, folder / PT2)
         runners[PT2] = runtimes.program_runner(folder / PT2)
     names = []
     if options.onnx:

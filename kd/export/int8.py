@@ -1,6 +1,7 @@
 """int8 within a budget: a ladder of ways to quantize. The climb stops at the first that loses at most so much.
 
-1. dynamic: int8 weights, activations quantized as they come (onnxruntime).
+1. dynamic: int8 weights, activations quantized as they come (onnxruntime). It leaves convolutions in float32, and
+   does not hold where they have most of the weights.
 2. post-training: weights and activations in OpenVINO's IR, ranges found on training views, with SmoothQuant
    (arXiv:2211.10438) and bias correction (NNCF).
 3. accuracy control: the same, with those layers in float32 that cost the most, one after another (NNCF).
@@ -19,7 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from kd.scores import GraphScores
 from kd.text import percent
 
 ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
-VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default."""
+LEAST = 0.5  # share of the weights that the first rung must make int8
+VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
 """Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
 Train = Callable[[Classifier, Classifier, int], None]
@@ -55,26 +56,22 @@ class Rung:
 
     name: str
     file: str
-    title: str
-    """Of the score that decides."""
+    title: str  # of the score that decides
     score: float
-    drop: float
-    """Against the student in PyTorch."""
-    interval: tuple[float, float]
-    """95 % of the drop: of the difference on the same images."""
-    agreement: float
-    """Share of the images with the same answer as in PyTorch; of an embedding model the mean cosine."""
+    drop: float  # against the student in PyTorch
+    interval: tuple[float, float]  # 95 % of the drop: of the difference on the same images
+    agreement: float  # share of the images with the same answer as in PyTorch; of an embedding model the mean cosine
     bytes: int
-    left_out: tuple[str, ...] = ()
-    """Layers that stayed in float32 by accuracy control."""
+    left_out: tuple[str, ...] = ()  # layers that stayed in float32 by accuracy control
+    share: float = 1.0  # of the weights, that are int8; known of the first rung
 
     def line(self) -> str:
-        """Return it for a person."""
         low, high = (100 * each for each in self.interval)
         text = (
             f"int8, {self.name}: {self.title} {percent(self.score)}, drop {100 * self.drop:.2f} points "
             f"(95 %: {low:.2f} to {high:.2f}), as trained {percent(self.agreement)}, {self.bytes / 1e6:.2f} MB"
         )
+        text += f"; {percent(self.share)} of the weights are int8" if self.share < LEAST else ""
         return text + (f"; in float32: {', '.join(self.left_out)}" if self.left_out else "")
 
 
@@ -83,22 +80,18 @@ class Exam:
     """Says what a graph loses against the student in PyTorch, on the same images."""
 
     task: Task
-    images: Shown
-    """Yields uint8 [B, 3, S, S] and labels [B], always the same N."""
-    reference: torch.Tensor
-    """What the student returns for them in PyTorch: logits [N, C] or vectors [N, D]."""
+    images: Shown  # yields uint8 [B, 3, S, S] and labels [B], always the same N
+    reference: torch.Tensor  # what the student returns for them in PyTorch: logits [N, C] or vectors [N, D]
     labels: torch.Tensor
 
     @classmethod
     def of(cls, task: Task, student: Classifier, images: Shown) -> Exam:
-        """Ask the student."""
         answer = eager_runner(student)
         seen = [(answer(pixels), label) for pixels, label in images()]
         outputs, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
         return cls(task, images, outputs, labels)
 
     def __call__(self, name: str, path: Path, left_out: tuple[str, ...] = ()) -> Rung:
-        """Run the graph on all images."""
         outputs = self.answers(Variant.at(path).runner())
         scores, before = self.scores(outputs), self.scores(self.reference)
         value, facts = scores.facts[scores.decides], scores.facts
@@ -108,7 +101,6 @@ class Exam:
         return Rung(name, path.name, scores.title, value, drop, self._interval(outputs, drop), same, size, left_out)
 
     def answers(self, run: Runner) -> torch.Tensor:
-        """Return what a graph returns for all images."""
         return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
 
     def first(self, images: int) -> Iterator[tuple[np.ndarray, np.ndarray, torch.Tensor]]:
@@ -121,7 +113,6 @@ class Exam:
                 return
 
     def scores(self, outputs: torch.Tensor) -> GraphScores:
-        """Compare outputs with the student's."""
         return self.task.graph_scores(outputs, self.reference, self.labels)
 
     def _interval(self, outputs: torch.Tensor, drop: float) -> tuple[float, float]:
@@ -146,23 +137,16 @@ class Exam:
 class Ladder:
     """What a climb needs."""
 
-    folder: Path
-    """With model.onnx; the quantized files are written beside it."""
+    folder: Path  # with model.onnx; the quantized files are written beside it
     student: Classifier
     size: int
     exam: Exam
-    views: Views
-    """Yields so many training views, uint8 [B, 3, S, S], with labels."""
-    max_drop: float
-    """A share: 0.005 is half a point."""
-    both: bool = False
-    """Go on to the second rung where the first one holds: whoever compares speeds wants both files."""
-    repair: int = 0
-    """Steps of the last rung; 0: there is none."""
-    train: Train | None = None
-    """None: this student cannot be trained on."""
-    temperature: float = 1.0
-    """By which the student's logits were divided after its training."""
+    views: Views  # yields so many training views, uint8 [B, 3, S, S], with labels
+    max_drop: float  # a share: 0.005 is half a point
+    both: bool = False  # go on to the second rung where the first one holds: whoever compares speeds wants both files
+    repair: int = 0  # steps of the last rung; 0: there is none
+    train: Train | None = None  # None: this student cannot be trained on
+    temperature: float = 1.0  # by which the student's logits were divided after its training
     rungs: list[Rung] = field(default_factory=list)
 
     def climb(self) -> list[Rung]:
@@ -171,7 +155,8 @@ class Ladder:
         A file of a rung that does not hold is removed, unless `both` wants it in a table.
         """
         runtimes.write_int8(self.folder / ONNX, self.folder / DYNAMIC)
-        self.rungs.append(self.exam("dynamic", self.folder / DYNAMIC))
+        share = runtimes.int8_share(self.folder / DYNAMIC)
+        self.rungs.append(replace(self.exam("dynamic", self.folder / DYNAMIC), share=share))
         held = self._holds()
         if held and not self.both:
             return self.rungs
@@ -183,15 +168,12 @@ class Ladder:
                 return self.rungs
         remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
         tried = ", ".join(f"{one.name} {100 * one.drop:.2f}" for one in self.rungs)
-        raise ModelError(
-            "--max-drop",
-            f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points",
-            f"A drop of at most {100 * self.max_drop:g} points",
-            f"Nothing was written; raise --max-drop{remedy}",
-        )
+        wrong = f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points"
+        allowed = f"A drop of at most {100 * self.max_drop:g} points"
+        raise ModelError("--max-drop", wrong, allowed, f"Nothing was written; raise --max-drop{remedy}")
 
     def _holds(self) -> bool:
-        return self.rungs[-1].drop <= self.max_drop
+        return self.rungs[-1].drop <= self.max_drop and self.rungs[-1].share >= LEAST
 
     def _post_training(self) -> bool:
         post_training(self.folder / ONNX, self.folder / STATIC, self.views)
@@ -216,19 +198,19 @@ def require(ladder: Ladder) -> None:
     """Require what the rungs above the first one need."""
     for name in ("nncf", "openvino"):
         if not runtimes.installed(name):
-            lost = f"dynamic int8 loses {100 * ladder.rungs[0].drop:.2f} points, "
-            lost += f"at most {100 * ladder.max_drop:g} are allowed (--max-drop), and the next rung needs {name}"
-            raise MissingExtra("--int8", f"{lost}, which is not installed", "", "pip install 'kd[nncf]'")
+            first = ladder.rungs[0]
+            lost = f"dynamic int8 loses {100 * first.drop:.2f} points, "
+            lost += f"at most {100 * ladder.max_drop:g} are allowed (--max-drop)"
+            if first.share < LEAST:
+                lost = f"dynamic int8 leaves convolutions in float32, {percent(1 - first.share)} of the weights"
+            wrong = f"{lost}, and the next rung needs {name}, which is not installed"
+            raise MissingExtra("--int8", wrong, "", "pip install 'kd[nncf]'")
 
 
 def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
-    """Write OpenVINO's IR with int8 weights and activations, ranges from training views.
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations, ranges from training views.
 
-    Args:
-        source: model.onnx.
-        path: the .xml file to write; its .bin beside it.
-        views: see `Ladder.views`.
-        smooth: use SmoothQuant.
+    `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     with _nncf() as nncf:
         openvino = runtimes.require("openvino", "--int8", "nncf")
@@ -303,12 +285,8 @@ def fake_quantized(
 ) -> tuple[Classifier, Classifier]:
     """Return a student with the logits that it was trained for, and the same fake-quantized: as in int8, and trainable.
 
-    Args:
-        student: on the CPU; not changed.
-        size: S of the images.
-        views: see `Ladder.views`.
-        temperature: by which its logits were divided after its training.
-        smooth: use SmoothQuant.
+    The student, on the CPU, is not changed. `size` is S of the images, `temperature` what its logits were divided by
+    after its training. `smooth`: use SmoothQuant. `views`: see `Ladder.views`.
     """
     own = copy.deepcopy(runtimes.reparameterized(student)).eval()
     own.features = ()

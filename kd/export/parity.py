@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,20 @@ from kd.text import percent
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16
-FEWEST_LABELLED = 100
-"""Images with a label below which no temperature is fitted."""
+FEWEST_LABELLED = 100  # images with a label below which no temperature is fitted
 TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
-EAGER = ""
-"""The name of PyTorch among the graphs."""
+EAGER = ""  # the name of PyTorch among the graphs
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
 
-    outputs: Mapping[str, torch.Tensor]
-    """Logits [N, C] or vectors [N, D] by graph."""
-    labels: torch.Tensor
-    """int [N], or label sets [N, C]; -1 where nobody knows."""
-    measures: Sequence[tuple[float, float]]
-    """See `kd.shift.measure`."""
-    cpu_ms: Mapping[str, float]
-    """CPU time of an image with one thread."""
-    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """The first image, uint8 [3, S, S]."""
+    outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
+    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where nobody knows
+    measures: Sequence[tuple[float, float]]  # see `kd.shift.measure`
+    cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
 
     def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
         """Return what a graph answered, for whoever compares later images with these."""
@@ -58,7 +52,6 @@ class Answers:
         return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
 
     def scores(self, name: str, task: Task) -> GraphScores:
-        """Return how a graph answers beside PyTorch."""
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
@@ -83,12 +76,12 @@ class Answers:
 def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    Args:
-        data: of the run.
-        limit: how many, evenly spaced over the split; 0: all.
-        training: of the training split instead, as its first epoch sees them.
+    `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
+    them.
     """
-    shown = data.views()[0] if training else _evaluated(data)
+    section = data.section
+    evaluated = Views(data.val, data.evaluate(), section.image_size, 0, on_corrupt=section.on_corrupt)
+    shown = data.views()[0] if training else evaluated
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):
@@ -99,10 +92,6 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     if not found:
         split = "training" if training else "validation"
         raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
-
-
-def _evaluated(data: Data) -> Views:
-    return Views(data.val, data.evaluate(), data.section.image_size, 0, on_corrupt=data.section.on_corrupt)
 
 
 def compare(
@@ -119,16 +108,16 @@ def compare(
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, _time(first, every), first[0])
+    took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
-    Returns:
-        Temperature, images and the calibration error before and after, the latter on images that did not choose the
-        temperature (see `exchanged`), as JSON values, and a line about them. Where nothing was changed, nothing and
-        the reason.
+    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
+    temperature (see `exchanged`), as JSON values, and a line about them; nothing and the reason where nothing was
+    changed.
     """
     answer = eager_runner(student)
     seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -164,20 +153,20 @@ def eager_runner(student: Classifier) -> Runner:
     return run
 
 
-def _time(image: np.ndarray, runners: Mapping[str, Runner]) -> dict[str, float]:
-    """Return the CPU milliseconds of one image with one thread, measured in turns, as medians."""
+def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        took: dict[str, list[float]] = {name: [] for name in runners}
+        took: dict[str, list[float]] = {name: [] for name in calls}
         begin = time.perf_counter()
         for turn in range(TIMED_ROUNDS + 2):
-            for name, run in runners.items():
+            for name, call in calls.items():
                 start = time.process_time()
-                run(image)
+                call()
                 if turn >= 2:
                     took[name].append(1000 * (time.process_time() - start))
-            if turn > 4 and time.perf_counter() - begin > TIMED_SECONDS:
+            if turn > 4 and time.perf_counter() - begin > seconds:
                 break
     finally:
         torch.set_num_threads(threads)

@@ -6,7 +6,7 @@ features are left out: the student gives logits alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from kd import parts
 from kd.artifacts.run_dir import Memory
 from kd.config.reads import needs
-from kd.config.schema import LossSection, SifterSection
+from kd.config.schema import SifterSection
+from kd.config.tuning import Tuning
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
 from kd.models.classifier import Classifier
@@ -29,8 +30,7 @@ from kd.setup.student import build_criterion
 from kd.setup.teacher import Teachers, load_fitted
 from kd.types import Batch, Dims, Needs, Outputs
 
-RATE = 0.1
-"""Peak learning rate, as a share of the run's."""
+RATE = 0.1  # peak learning rate, as a share of the run's
 SELF = {"softmax": "kl", "sigmoid": "binary_kl"}
 """The loss against the float32 self, by the function that reads a logit."""
 
@@ -55,14 +55,12 @@ class Self(nn.Module):
 def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: Classifier, steps: int) -> None:
     """Train `fake` in place, on the run's views, in float32, with a tenth of the run's learning rate and no sifter.
 
-    Args:
-        recipe: of the run.
-        recorded: what it chose (threads, the teacher's mode), by name.
-        fake: the fake-quantized student.
-        own: the same in float32.
-        steps: optimizer steps.
+    `recorded`: what the run chose (threads, the teacher's mode), by name. `own`: the same student in float32.
     """
-    losses = _on_logits(recipe.student.losses)
+    reads = needs(recipe.student.losses)
+    losses = tuple(
+        one for one, read in zip(recipe.student.losses, reads, strict=True) if read.logits and not read.features
+    )
     needed = any(one.teacher for one in needs(losses))
     teacher = replace(recipe.teacher, needed=needed, logits=needed, features=())
     student = replace(recipe.student, losses=losses, features=(), precision="fp32")
@@ -71,6 +69,8 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         steps=steps,
         every=replace(recipe.loop.every, log=max(1, steps // 5), evaluate=steps, checkpoint=steps),
         optimizer=replace(recipe.loop.optimizer, lr=RATE * recipe.loop.optimizer.lr, weight_decay=0.0, ema=0.0),
+        tuning=Tuning(),
+        patience=0,
         sifter=SifterSection(options=default_options("sifters", "none")),
         profile=(),
     )
@@ -80,7 +80,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         teachers = _teachers(teacher, data) if needed else Teachers(None, data)
         data = teachers.data
         own.to(backend.device).eval()
-        dims = Dims(len(data.classes), 0, 0)
+        dims = Dims(len(data.classes), 0, 0, classes=tuple(data.classes), labels=data.labels)
         base = build_criterion(losses, [dims], loop.seed, labelled=data.labelled_share())
         terms: list[tuple[str, float, nn.Module]] = list(zip(base.names, base.weights, base.terms, strict=True))
         terms.append(("self", 1.0, Self(own, student.task.logits, dims)))
@@ -88,10 +88,6 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         setting = Setting(teachers, backend, recipe.backend)
         train(build_run(teacher, student, loop, setting, Results(Memory(), console, chosen), made).run)
         fake.cpu()
-
-
-def _on_logits(losses: Sequence[LossSection]) -> tuple[LossSection, ...]:
-    return tuple(one for one, read in zip(losses, needs(losses), strict=True) if read.logits and not read.features)
 
 
 def _teachers(plan: TeacherPlan, data: Data) -> Teachers:

@@ -16,8 +16,7 @@ class Graph(NamedTuple):
 
     runtime: str
     precision: str
-    option: str
-    """Of `kd-export`, that writes it."""
+    option: str  # of `kd-export`, that writes it
 
 
 GRAPHS = {

@@ -17,8 +17,7 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'kd[sagemaker]'", "gs": "pip install gcsfs"}
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of this machine's disk."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of this machine's disk
 
 
 def is_url(path: str) -> bool:
@@ -70,11 +69,7 @@ def _version(url: str, info: Any) -> str:
 
 
 def read(url: str, where: str) -> bytes:
-    """Return a whole file.
-
-    Raises:
-        FileNotFoundError, PermissionError: as a local file.
-    """
+    """Return a whole file; FileNotFoundError and PermissionError are raised as of a local one."""
     try:
         with _one_line(url, where, (FileNotFoundError, PermissionError)):
             files, path = _open(url, where)

@@ -7,34 +7,26 @@ imports only Pillow and NumPy, because the endpoint runs without torch and `kd-e
 from __future__ import annotations
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them."""
-MAX_BYTES = 2**30
-"""Of an image file. Within the limit on pixels none needs more, and one that has more is not read."""
-EXIF_ORIENTATION = 0x0112
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel.
+    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is not known.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
     its upper 8 bits, as Pillow does for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first frame. The
-    EXIF orientation is applied and removed. Not handled: colour profiles.
-
-    Raises:
-        ValueError: the range of the pixel values is not known.
+    EXIF orientation is applied, to the opened image too, and removed. Not handled: colour profiles.
     """
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # a broken EXIF block is ignored
+        pass
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
         upper = np.asarray(image).astype(np.uint16) >> 8  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
@@ -46,18 +38,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         rgb = canvas.convert("RGB")
     else:
         rgb = image.convert("RGB")  # a copy, also of RGB, that does not refer to the file
-    turn = _turn(image)
-    if turn is not None:
-        rgb = rgb.transpose(turn)
-    rgb.info.clear()  # it still has the EXIF orientation, which must not be applied twice
+    rgb.info.clear()  # of an EXIF block that was not understood, too
     return rgb
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return TURNS.get(image.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block is ignored
-        return None
 
 
 def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:

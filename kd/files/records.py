@@ -40,8 +40,7 @@ class Records:
     Records are read by `pread`. If a file is cut short while it is mapped, reading it ends the process (SIGBUS).
     """
 
-    HEAD = struct.Struct("<II")
-    """Checksum and length."""
+    HEAD = struct.Struct("<II")  # checksum and length
 
     def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
         """Take over the descriptor of an open file, for records of `size` bytes at most.
@@ -81,7 +80,6 @@ class Records:
             self.stop.set(reason)
 
     def clear(self) -> None:
-        """Remove all records."""
         os.ftruncate(self._file, 0)
 
     def _checksum(self, id: int, content: bytes) -> int:

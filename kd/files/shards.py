@@ -18,12 +18,9 @@ from kd.errors import DataError, did_you_mean
 from kd.files import object_store
 from kd.files.storage import disk_error, lock, log, recover
 
-BLOCK = 512
-"""Bytes of a tar block; headers and contents begin on its multiples."""
-MAX_HEADER = 2**20
-"""Bytes of an extended header. tarfile reads one whole, whatever size it claims."""
-AT_ONCE = 8
-"""Shards that are copied at the same time."""
+BLOCK = 512  # bytes of a tar block; headers and contents begin on its multiples
+MAX_HEADER = 2**20  # bytes of an extended header. tarfile reads one whole, whatever size it claims.
+AT_ONCE = 8  # shards that are copied at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,7 @@ class Shard:
     """A tar file on this machine."""
 
     path: str
-    origin: str
-    """The path, or the URL that it was copied from."""
+    origin: str  # the path, or the URL that it was copied from
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
@@ -59,8 +55,7 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
 def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple[int, int]]]:
     """Return offset and size of every member of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
 
-    Raises:
-        tarfile.TarError, OSError: it cannot be read.
+    tarfile.TarError and OSError: it cannot be read.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
@@ -74,21 +69,16 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
                 continue
             key, ending = f"{folder}/{key}" if folder else key, ending.lower()
             if not member.isreg() or member.sparse is not None:
-                raise DataError(
-                    where, f"'{member.name}' in the shard '{shard}' is a link", "Plain files", "Write it anew"
-                )
+                wrong = f"'{member.name}' in the shard '{shard}' is a link"
+                raise DataError(where, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
                 raise DataError(where, f"the shard '{shard}' has '{member.name}' twice", "", "Write it anew")
             sample[ending] = (member.offset_data, size)
     # tarfile takes a damaged or missing header for the end, and so would lose the images behind it in silence.
     if read(file, end, BLOCK) != bytes(BLOCK):
-        raise DataError(
-            where,
-            f"the shard '{shard}' is cut short or damaged at byte {end}",
-            "Whole .tar files, which end with empty blocks",
-            "Copy or write it again",
-        )
+        wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
+        raise DataError(where, wrong, "Whole .tar files, which end with empty blocks", "Copy or write it again")
     return samples
 
 
@@ -105,13 +95,10 @@ class _Headers:
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member, by its offset and size in the shard at `path`.
+    """Return a member, by its offset and size in the shard at `path`; OSError also where the shard has become shorter.
 
     The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file kept
     in an object would have to survive threads, forks, pickling and the limit on open files.
-
-    Raises:
-        OSError: it cannot be read, or has become shorter.
     """
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)

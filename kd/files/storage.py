@@ -17,9 +17,6 @@ from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 from kd.errors import DataError, RunError
-from kd.files.records import Records as Records  # the caches import these three from here
-from kd.files.records import Stop as Stop
-from kd.files.records import record_bytes as record_bytes
 
 try:
     import fcntl
@@ -29,14 +26,10 @@ except ImportError:  # Windows, where the endpoint runs without locks
 MANIFEST = "manifest.json"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 """The hidden names of drafts and of folders that are being replaced."""
-ABANDONED = 3600.0
-"""Age in seconds from which a draft is taken for that of a killed process, where no lock tells."""
-MANIFEST_WAIT = 10.0
-"""Seconds that a reader waits for the manifest of a folder whose writer has just made the folder."""
-LAST = 2**26
-"""Bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine."""
-LINE = 2**20
-"""Bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time."""
+ABANDONED = 3600.0  # age in seconds from which a draft is taken for that of a killed process, where no lock tells
+MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder whose writer has just made the folder
+LAST = 2**26  # bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine
+LINE = 2**20  # bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time.
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
@@ -152,11 +145,7 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or the list of files of a folder, durable.
-
-    Raises:
-        OSError: the disk is full or damaged. A file system that cannot flush folders is no error.
-    """
+    """Make a file, or a folder's list of files, durable. A file system that cannot flush folders is no error."""
     with _opened(path) as descriptor:
         try:
             os.fsync(descriptor)
@@ -206,11 +195,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
-    """Append rows to a file of JSON lines.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Append rows to a file of JSON lines; an OSError of the disk is raised as it is."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -249,10 +234,7 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
 def lock(path: Path, where: str) -> IO[str] | None:
     """Take the exclusive lock of a file until the result is closed or this process ends; None if another holds it.
 
-    The file holds the process id of the owner, for messages.
-
-    Raises:
-        OSError: the file cannot be opened for writing.
+    The file holds the process id of the owner, for messages. OSError: it cannot be opened for writing.
     """
     file, owned = path.open("a"), False
     try:
@@ -322,8 +304,7 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
 # ------------------------------------------------------------------------------------------------ reading again
 
 
-PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between the tries: a network storage that fails over is back within a second or two."""
+PAUSES = (0.1, 0.4, 1.5)  # seconds between the tries: a network storage that fails over is back within a second or two
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 

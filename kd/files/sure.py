@@ -16,11 +16,7 @@ image may have several labels, one for each class. Empty: the export has no thre
 
 
 def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
-    """Return the bands in `output` of a manifest.
-
-    Raises:
-        KeyError: a label has none.
-    """
+    """Return the bands in `output` of a manifest; KeyError: a label has none."""
     found = output.get("defer")
     if not found:
         return ()
@@ -30,16 +26,10 @@ def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
 
 
 def mark(answers: Sequence[dict], probabilities: np.ndarray, labels: Sequence[str], unsure: Bands) -> None:
-    """Add `sure` to the answers of B images, in place; without bands nothing.
+    """Add `sure` to the answers of B images with probabilities [B, C], in place; without bands nothing.
 
-    An answer with one label is sure where that label is. Of several labels each has its own `sure`, and the image is
-    sure where the presence or absence of every label is.
-
-    Args:
-        answers: with `label` and `top`, or with `labels` and `top`: dicts with `label`.
-        probabilities: [B, C].
-        labels: C names.
-        unsure: one band, or C.
+    An answer with `label` is sure where that label is. Of one with `labels` each of them, and of its `top`, has its own
+    `sure`, and the image is sure where the presence or absence of every label is.
     """
     if not unsure:
         return

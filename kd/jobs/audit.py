@@ -10,21 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kd.audit import lists
 from kd.audit.album import Album
 from kd.audit.copies import Pairs, closely
 from kd.audit.doubts import Answers, doubted, narrow, neighbours
-from kd.audit.lists import (
-    DUPLICATES,
-    FOLDER,
-    Seen,
-    page,
-    present,
-    read_repeats,
-    repeats,
-    worst_first,
-    write_repeats,
-    write_table,
-)
 from kd.contracts import Source
 from kd.data.views import Views
 from kd.engine.run import Run
@@ -35,8 +24,7 @@ from kd.setup.data import Data
 from kd.setup.recipe import Recipe
 from kd.types import Batch, Outputs
 
-BATCH, READ = 64, 1024
-"""Images of a forward; records that are read at once."""
+BATCH, READ = 64, 1024  # images of a forward; records that are read at once
 NAMED = 3
 
 
@@ -55,7 +43,7 @@ def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
         "train": _training(run, data),
         "val": answers_to(_live(run).validation(), data.val, range(len(data.val)), data),
     }
-    target = folder / FOLDER
+    target = folder / lists.FOLDER
     return [
         *_labels(answers, data, target),
         *_repeats(answers, data, target),
@@ -144,13 +132,15 @@ def _labels(answers: dict[str, Answers], data: Data, target: Path) -> list[str]:
         counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
         for rank, row in enumerate(found):
             id, label, answer = int(one.id[row]), classes[int(one.label[row])], classes[int(one.answer[row])]
-            seen, shares = Seen(split, data.splits[split].name(id), label, id), (one.share[row], one.own[row])
+            seen, shares = lists.Seen(split, data.splits[split].name(id), label, id), (one.share[row], one.own[row])
             listed.append((rank, seen, answer, [round(float(share), 4) for share in shares]))
     listed.sort(key=lambda one: one[:2])
     rows = [(*seen[:3], answer, *shares) for _, seen, answer, shares in listed]
-    write_table(target / "labels.csv", [head, *rows])
+    lists.write_table(target / "labels.csv", [head, *rows])
     figures = [(f"{one.label}, or {answer} ({100 * shares[0]:.0f} %)?", [one]) for _, one, answer, shares in listed]
-    write_text(target / "labels.html", page("Labels that the teacher doubts, the surest first", figures, data.splits))
+    write_text(
+        target / "labels.html", lists.page("Labels that the teacher doubts, the surest first", figures, data.splits)
+    )
     lines = [f"labels    doubted by the teacher: {', '.join(counts)}"]
     return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
 
@@ -176,13 +166,13 @@ def _repeats(answers: dict[str, Answers], data: Data, target: Path) -> list[str]
     known = np.array([pair for pair in pairs if None not in pair], np.int64).reshape(-1, 2)
     count = len(known)
     candidates = Pairs(known[:, 0], known[:, 1], np.full(count, -1), np.zeros(count))
-    found = repeats(album, closely(album, candidates), data.splits)
-    before = present(read_repeats(target), data.splits)
-    both = worst_first([*before, *found])
+    found = lists.repeats(album, closely(album, candidates), data.splits)
+    before = lists.present(lists.read_repeats(target), data.splits)
+    both = lists.worst_first([*before, *found])
     if both:
-        write_repeats(target, both, data.splits)
+        lists.write_repeats(target, both, data.splits)
     text = f"repeats   {len(found)} pairs in two splits by the teacher's answers, {len(both) - len(before)} of them new"
-    return [f"{text}; {DUPLICATES} has {len(both)}"]
+    return [f"{text}; {lists.DUPLICATES} has {len(both)}"]
 
 
 def _decoded(wanted: Any, data: Data) -> Iterator[Any]:

@@ -27,8 +27,7 @@ from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
 from kd.types import Outputs, Plan
 
-ROWS = 1024
-"""Records that are read at once."""
+ROWS = 1024  # records that are read at once
 
 log = logging.getLogger("kd")
 
@@ -40,8 +39,7 @@ class Cached:
     folder: str
     records: int
     missing: int
-    computed: int
-    """Images that the teacher's forward ran on."""
+    computed: int  # images that the teacher's forward ran on
     seconds: float
 
 
@@ -189,12 +187,10 @@ def _names(source: Source) -> list[str]:
 
 
 def _answers(opened: _Opened, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
-    """Return the teacher's answers for the images of a source as evaluation shows them."""
     split = shown_split(opened.session, source, torch.arange(len(source)), opened.timeout_seconds)
     batches = opened.session.backend.put(split.loader.epoch(split.plan, 0))
     return torch.cat([_only(live(batch)).cpu() for batch in batches])[: len(source)]
 
 
 def _only(outputs: Outputs) -> Tensor:
-    """Return the one array: logits, or pooled features."""
     return outputs.logits if outputs.logits.shape[1] else outputs.features["pooled"]

@@ -18,8 +18,9 @@ from kd.setup.data import open_sources, train_transform
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
-from kd.setup.student import build_criterion, build_student, sizes, student_spec
+from kd.setup.student import build_criterion, build_student, dims_of, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers
+from kd.setup.tuning import tune
 
 
 def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
@@ -46,7 +47,10 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     data = teachers.data
     with torch.device("meta"):
         student = build_student(student_plan, data.classes, section.image_size, weights=False)
-    dims = sizes(len(data.classes), student, teachers.members, section.image_size)
+        for fit in fits.values():
+            tune(fit.student, build_student(fit.student, data.classes, section.image_size, weights=False))
+    tune(student_plan, student)
+    dims = dims_of(data, student, teachers.members)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
     lines = [
         f"config    {path}: well-formed",
@@ -95,7 +99,7 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
-    per_epoch = num_images // split.batch_size
+    per_epoch = loop.epoch_images(num_images) // split.batch_size
     steps = loop.steps or loop.epochs * per_epoch
     return [
         f"batch     {split}",

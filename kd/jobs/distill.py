@@ -27,39 +27,23 @@ from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.progress.console import Console
-from kd.progress.summary import samples_of, skipped_text
-from kd.scores import Scored, Scores
+from kd.progress.summary import Trained, samples_of, skipped_text
+from kd.scores import Scores
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 from kd.text import html_table
+from kd.types import State
 
 if TYPE_CHECKING:
     from kd.export.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Trained):
     """What a finished run leaves."""
 
-    folder: Path
-    metrics: dict[str, float]
-    """The validation row of the best checkpoint."""
-    parameters: int
-    images_per_second: float
-    """Over all of the training so far, evaluation left out."""
-    teacher_parameters: int = 0
-    scored: Scored | None = None
-    """The best checkpoint, scored once at the end; None: a teacher that was fitted."""
-    sifting: str = ""
-    """What the sifter did, as Markdown."""
-    at_home: tuple[str, ...] = ()
-    """How each teacher's answers differ from those with its own preprocessing."""
-    steps: int = 0
-    skipped: int = 0
-    """Steps whose gradient was not finite."""
-    baseline: Result | None = None
     report: str = ""
 
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
@@ -113,8 +97,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
         observer.conclude(title)
-        skipped = skipped_text(state.skipped_in_all, state.step)
-        console.info(f"{title}: {skipped}" if skipped else "")
+        for line in (skipped_text(state.skipped_in_all, state.step), patience_text(run, state)):
+            console.info(f"{title}: {line}" if line else "")
         if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
             from kd.setup.answers import mistakes  # only where a tracker shows them
 
@@ -188,20 +172,13 @@ def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: C
 
 
 def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
-    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others.
-
-    Raises:
-        RunError: they do not; on all ranks.
-    """
+    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others."""
     choices = known.get("choices", {})
     if not agree(backend, json.dumps(choices, sort_keys=True)):
         found = "finds those of an earlier start" if choices else "finds none"
-        raise RunError(
-            "run.folder",
-            f"the ranks do not read the same manifest.json; rank {backend.rank} {found}",
-            "All ranks of a run share one run folder",
-            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
-        )
+        wrong = f"the ranks do not read the same manifest.json; rank {backend.rank} {found}"
+        remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
+        raise RunError("run.folder", wrong, "All ranks of a run share one run folder", remedy)
 
 
 def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
@@ -219,6 +196,14 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
     return text if backend.world_size > 1 else ""
 
 
+def patience_text(run: Run, state: State) -> str:
+    """Say that a run ended because it did not get better; "" where it did not."""
+    if not run.length.gave_up(state):
+        return ""
+    best = f"{run.evaluator.decides} {state.best:.4g}"
+    return f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
+
+
 def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]) -> list[str]:
     """List the images of both splits that any rank could not decode, now or in an earlier start. All ranks call it."""
     found = set(known.get("unreadable", []))
@@ -232,8 +217,7 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Console) -> dict[str, float]:
     """Score teachers and student before step 1: a wrong teacher must not be found out after a day.
 
-    Returns:
-        The validation row; empty without a teacher that can be scored.
+    Return the validation row; empty without a teacher that can be scored.
     """
     if teachers.model is None or (plan.task.logits and not plan.logits):
         return {}
@@ -274,12 +258,9 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
     if reached < least:
         guessing = f"; guessing has {column.text(chance)}" if chance else ""
-        raise ModelError(
-            where,
-            f"has the {column.title} {column.text(reached)} on the validation images{guessing}",
-            f"At least {column.text(least)} (teacher.min_accuracy)",
-            "Check that its classes stand in the data's order and that its weights were loaded",
-        )
+        wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
+        remedy = "Check that its classes stand in the data's order and that its weights were loaded"
+        raise ModelError(where, wrong, f"At least {column.text(least)} (teacher.min_accuracy)", remedy)
 
 
 def sifting_report(run: Run, source: Source, labels: Callable[[], Tensor], folder: RunDir) -> str:

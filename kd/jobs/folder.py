@@ -45,9 +45,8 @@ def require_own_copy(folder: RunDir, record: Record) -> None:
     keys += [f"{key} (its content hash)" for key in ("data", "teacher") if key in both and facts[key] != here[key]]
     if keys:
         wrong = f"'{record.mirror}' is the copy of another run; it differs in {', '.join(keys)}"
-        raise RunError(
-            "run.mirror", wrong, "One copy, one run", "Choose another run.name or run.mirror, or remove the copy"
-        )
+        allowed = "One copy, one run"
+        raise RunError("run.mirror", wrong, allowed, "Choose another run.name or run.mirror, or remove the copy")
 
 
 def differences(file: Path | str, text: str, record: Record) -> list[str]:
@@ -75,9 +74,6 @@ def changed_values(stored: str, record: Record) -> list[str]:
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
     """Refuse to go on with a run on other data or with another teacher."""
     if key in known and key in facts and known[key] != facts[key]:
-        raise RunError(
-            "run.name",
-            f"this run was started with another {key} (its content hash differs)",
-            "A run goes on with what it began with",
-            "Choose another run.name, or restore what was there",
-        )
+        wrong = f"this run was started with another {key} (its content hash differs)"
+        allowed = "A run goes on with what it began with"
+        raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore what was there")

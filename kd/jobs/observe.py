@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +34,7 @@ ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communic
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
-_reached: list[float] = []
-"""Until when the tables of this command account for its time (`time.perf_counter`)."""
+_reached: list[float] = []  # until when the tables of this command account for its time (`time.perf_counter`)
 
 
 @contextmanager
@@ -114,7 +112,10 @@ class Observer:
 
     def _timelines(self, live: bool = False) -> dict[int, list[dict[str, Any]]]:
         last = LIVE_BYTES if live else LAST
-        return {rank: read_rows(self._file(rank), last) for rank in range(self.backend.world_size)}
+        return {
+            rank: read_rows(self.folder.path / f"timeline_{rank}.jsonl", last)
+            for rank in range(self.backend.world_size)
+        }
 
     def _found(self, timelines: dict[int, list[dict[str, Any]]], live: bool = False) -> list[Finding]:
         from kd.monitor.evidence import Evidence  # these two once there are steps to judge
@@ -123,9 +124,6 @@ class Observer:
         assert self._run is not None
         samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
         return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
-
-    def _file(self, rank: int) -> Path:
-        return self.folder.path / f"timeline_{rank}.jsonl"
 
     def conclude(self, title: str) -> None:
         """Say where the time went and what the rules found, after the end of the context. All ranks must call it."""

@@ -24,18 +24,14 @@ from kd.setup.recipe import resolve
 from kd.setup.teacher import RANDOM, Teachers, load_teachers
 from kd.types import Batch, Plan, State
 
-FEWEST = 3
-"""Steps: the first two may be graphs of their own."""
+FEWEST = 3  # steps: the first two may be graphs of their own
 
 
 def compile_only(settings: Config) -> str:
-    """Make a few steps, two evaluations and a checkpoint's gathering of each run that the configuration holds.
+    """Make a few steps, two evaluations and a checkpoint's gathering of each run that the configuration holds; say so.
 
     No run folder, no checkpoint, no fitted teacher: one that would be fitted has random weights here, since a graph
     does not depend on them. Data that a dataset renders or unpacks is written.
-
-    Returns:
-        What was done, for a person.
     """
     views = replace(settings.data, views=settings.data.views or settings.teacher.cache.views)
     settings = replace(settings, data=views, teacher=replace(settings.teacher, cache=Cache()))
@@ -84,7 +80,7 @@ def precompile(run: Run) -> int:
                 state = meter.flush(state, lr)
             except NonFiniteLoss:
                 meter = Meter(run, state)
-    average_buffers(run)
+    average_buffers(run, state)
     for _ in range(2):  # the first one asks the teacher too
         run.evaluator(run.distillation.student)
     if isinstance(run.evaluator, Sampled):  # as the end of a run asks it

@@ -16,8 +16,7 @@ from types import FrameType
 from kd.errors import Interrupted
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 1.0
-"""Seconds in which two signals count as one: a launcher passes on what its whole group has received too."""
+TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too
 
 
 class Signals:
@@ -51,7 +50,6 @@ class Signals:
             raise Interrupted(self._message())
 
     def requested(self) -> bool:
-        """Return whether a signal has asked to stop."""
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -72,5 +70,4 @@ class Signals:
         return f"stopped by {self._name}; the same command resumes"
 
 
-signals = Signals()
-"""Of this process: it has only one set of handlers."""
+signals = Signals()  # of this process: it has only one set of handlers

@@ -23,8 +23,7 @@ from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
-POLL = 0.5
-"""Seconds between two looks at the folder."""
+POLL = 0.5  # seconds between two looks at the folder
 MINE, FITTED, IN_USE = 0, 1, 2
 log = logging.getLogger("kd")
 
@@ -69,6 +68,9 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             if backend.rank == 0:
                 log.info("teacher: reusing '%s'", target)
             return target
+        if backend.rank == 0:
+            weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.section.init]
+            log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:

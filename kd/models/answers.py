@@ -42,20 +42,15 @@ FAILURES = (OSError, ValueError, KeyError, SafetensorError, UnicodeDecodeError, 
 class Answers:
     """A table of answers."""
 
-    meaning: str
-    """"logits" or "embeddings"."""
+    meaning: str  # "logits" or "embeddings"
     names: Sequence[str]
-    values: Tensor
-    """[V, N, C or D], as stored."""
-    classes: Sequence[str] = ()
-    """C names; empty: the file has none."""
+    values: Tensor  # [V, N, C or D], as stored
+    classes: Sequence[str] = ()  # C names; empty: the file has none
     val_names: Sequence[str] = ()
-    val_values: Tensor | None = None
-    """[M, C or D]: of validation images that are not among `names`."""
+    val_values: Tensor | None = None  # [M, C or D]: of validation images that are not among `names`
     made_for: Mapping[str, Any] = field(default_factory=dict)
     """What the pixels of the views go through; empty: an answer belongs to the whole image."""
-    problem_type: str = ""
-    """One of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say."""
+    problem_type: str = ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say
 
 
 def read(path: str, where: str) -> Answers:
@@ -110,7 +105,6 @@ def _check(found: Answers, path: str, where: str) -> None:
 
 
 def _not_finite(values: Tensor) -> list[int]:
-    """Return the rows of a table [V, N, C or D] that are not finite."""
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 

@@ -1,14 +1,13 @@
 """The teacher is run once: its outputs, kept on a disk, are a Teacher too.
 
 Raw logits and features are kept, so that loss and temperature can change later. There is one file a view and one record
-an image (`kd.files.storage.Records`): named arrays. Outputs without a whole record are computed (again).
+an image (`kd.files.records.Records`): named arrays. Outputs without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,20 +22,16 @@ from torch import Tensor
 from kd.contracts import Teacher
 from kd.errors import ModelError
 from kd.files.records import Records, Stop
-from kd.files.storage import MANIFEST, disk_error, lock, open_folder
+from kd.files.storage import MANIFEST, disk_error, lock, log, open_folder
 from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3
 WHERE = "teacher.cache.path"
-DENSE_CLASSES = 1024
-"""Up to here every logit is kept."""
+DENSE_CLASSES = 1024  # up to here every logit is kept
 TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-WAITING, WAITING_BYTES = 32, 256 << 20
-"""Batches, and bytes, whose outputs may wait on the device for the next flush."""
-READ_BYTES = 64 << 20
-"""Of records that are read at once where only their being whole counts."""
-log = logging.getLogger("kd")
+WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
+READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
 
 
 class Codec:
@@ -65,7 +60,6 @@ class Codec:
         self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
 
     def pack(self, outputs: Outputs) -> list[Tensor]:
-        """Return what a record keeps of outputs, on their device."""
         kind = torch.float16 if self.dtype == np.float16 else torch.float32
         logits = self.compress(outputs.logits) if self.num_classes else []
         return [*logits, *(outputs.features[name].to(kind) for name in self.features)]
@@ -149,13 +143,8 @@ class Store:
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
         """Return what the records [B] hold, as `Codec.expand` takes it.
 
-        Args:
-            view: of the images.
-            ids: B of them.
-            crc: of each image's encoded bytes now; empty, or 0: unknown.
-
-        Returns:
-            The tensors; which records are of these images, bool [B]; how many are of images that have changed since.
+        Also which of them are of these images, bool [B], and how many are of images that have changed since, by the
+        `crc` of each image's encoded bytes now; empty, or 0: unknown.
         """
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)
@@ -218,7 +207,6 @@ class CachedTeacher:
 
     @property
     def images(self) -> int:
-        """How many images the live teacher's forward has run on."""
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:

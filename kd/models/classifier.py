@@ -25,10 +25,8 @@ class Home:
     """The preprocessing that came with a model: what its own library makes of a whole image."""
 
     library: str
-    prepare: Callable[[Image.Image], Tensor]
-    """RGB image -> normalized pixels [3, H, W]."""
-    keys: str
-    """Its keys of size and crop with their values, for messages."""
+    prepare: Callable[[Image.Image], Tensor]  # RGB image -> normalized pixels [3, H, W]
+    keys: str  # its keys of size and crop with their values, for messages
 
 
 class Classifier(nn.Module):
@@ -40,8 +38,7 @@ class Classifier(nn.Module):
     """
 
     runtime, reads_ids = "torch", False
-    home: Home | None = None
-    """None: it came without preprocessing."""
+    home: Home | None = None  # None: it came without preprocessing
 
     def __init__(
         self,
@@ -54,17 +51,12 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`.
+        """Wrap `network`, whose parameter names get the prefix `network.`.
 
-        Args:
-            network: the module; its parameter names get the prefix `network.`.
-            num_classes: C; 0: it has no classifier, and its output [B, D] is its pooled features.
-            input_size: S in pixels; 0: any size.
-            mean: per channel, for pixels in 0..1.
-            std: standard deviation per channel.
-            features: also return these, as `Outputs.features` names them; needs a timm network.
-            architecture: arguments of the network as JSON values; weights alone do not determine the number of heads.
-            classes: C names, where they are known.
+        `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features. `input_size` in pixels; 0:
+        any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are `features`, as `Outputs.features`
+        names them, of a timm network. `architecture`: its arguments as JSON values; weights alone do not determine the
+        number of heads.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
@@ -228,7 +220,6 @@ class LogitsModel(nn.Module):
         return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of the weights."""
         return {"teacher": digest(self.network)}
 
 
@@ -236,18 +227,15 @@ class Ensemble(nn.Module):
     """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble).
 
     It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
-    taken at temperature 1 and softened later, so that a cache stores one record per image. Each model normalizes and
-    resizes its input. Features are not averaged, because the models have no common feature space: each model's stand
-    in the outputs under their own names (see `Outputs.of`).
+    taken at temperature 1 and softened later, so that a cache stores one record per image. Features are not averaged:
+    each model's stand in the outputs under their own names (see `Outputs.of`).
     """
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
-        """Combine K teachers of the same classes.
+        """Combine K teachers of the same classes, each a `kd.contracts.TeacherModel` or a LogitsModel.
 
-        Args:
-            members: each a `kd.contracts.TeacherModel` or a LogitsModel.
-            weights: K numbers > 0; only their ratios matter.
-            average: of the task: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
+        Only the ratios of the K `weights`, each above 0, matter. `average` is the task's: (logits [K, B, C], shares
+        [K]) -> logits [B, C] of the averaged probabilities.
         """
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average
@@ -258,22 +246,18 @@ class Ensemble(nn.Module):
         self.reads_ids = any(member.reads_ids for member in members)
 
     def validation(self, test: bool = False) -> Ensemble:
-        """Return the same, asked with the ids of validation images."""
         members = [one.validation(test) if one.reads_ids else one for one in self.members]  # type: ignore[operator]
         return Ensemble(members, self.shares, self.average)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features of each member."""
         return getattr(self.members[0], "features", ())
 
     @property
     def network(self) -> nn.Module:
-        """The networks, without normalization."""
         return nn.ModuleList([member.network for member in self.members])  # type: ignore[arg-type]
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the outputs, as JSON values: the identity and the share of each member."""
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
         joined = {name: [member.get(name) for member in members] for name in dict.fromkeys(chain(*members))}
         whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runtime != "torch" else ""

@@ -14,8 +14,7 @@ from torch import nn
 from kd.files.storage import lock, log
 
 WHERE = "TORCHINDUCTOR_CACHE_DIR"
-OWN = re.compile(r"kd-\d+")
-"""Name of such a folder, in torch's own: a process takes the first that no other one holds."""
+OWN = re.compile(r"kd-\d+")  # name of such a folder, in torch's own: a process takes the first that no other one holds
 GRAPHS = 64
 """Limit of compiled graphs in a process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
 training, evaluation and the copies of trials each need their own."""
@@ -25,10 +24,7 @@ def compile_forward(module: nn.Module) -> nn.Module:
     """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled.
 
     Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives the
-    same bits as an uninterrupted one.
-
-    Raises:
-        OSError: torch's folder for compiled libraries cannot be written.
+    same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
     """
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 

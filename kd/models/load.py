@@ -37,12 +37,9 @@ class Images:
 
     train: Source
     val: Source
-    seed: int
-    """Of the run; the views depend on it."""
-    views: int
-    """How many views a training image has; 0: a fresh one every epoch."""
-    transform: dict[str, Any]
-    """What a training image goes through, as JSON values."""
+    seed: int  # of the run; the views depend on it
+    views: int  # how many views a training image has; 0: a fresh one every epoch
+    transform: dict[str, Any]  # what a training image goes through, as JSON values
     test: Source | None = None
 
     def shown(self) -> dict[str, Any]:
@@ -54,23 +51,18 @@ class Images:
 class Spec:
     """Which model, with which weights, for which classes."""
 
-    where: str
-    """Config path of the section, `student` or `teacher`, for messages."""
+    where: str  # config path of the section, `student` or `teacher`, for messages
     model: str
     args: dict[str, Any]
     classes: Sequence[str] | None
     """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
     needed, and no classifier."""
-    checkpoint: str = ""
-    """A .safetensors file or a folder."""
-    pretrained: bool = False
-    """Load the weights that come with the name, the folder or the hub id."""
+    checkpoint: str = ""  # a .safetensors file or a folder
+    pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
-    exact_head: bool = False
-    """The pretrained head must have these very classes in this order; otherwise it is replaced."""
-    images: Images | None = None
-    """For a teacher that answers by an image's name."""
+    exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
+    images: Images | None = None  # for a teacher that answers by an image's name
     task: Task | None = None
     """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
 
@@ -105,7 +97,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     own = _own_classes(spec, source, weights) if spec.classes is None else None
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
-    network = _create(spec, source, pretrained, image_size, count)
+    network, sized = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
     if spec.exact_head:
         folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
@@ -118,7 +110,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     made = Classifier(
         _laid_out(network),
         num_classes=len(classes),
-        input_size=_input_size(spec, network, config, image_size),
+        input_size=_input_size(spec, network, config, image_size, sized),
         mean=config["mean"],
         std=config["std"],
         features=features,
@@ -129,11 +121,14 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     return made
 
 
-def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int) -> int:
-    """Return the size of the images that a network sees: that of its weights, or the data's where it is free."""
+def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int, sized: bool) -> int:
+    """Return the size of the images that a network sees: that of its weights, or the data's where it is free.
+
+    `sized`: it was built for `image_size`, which a network of one size then needs.
+    """
     described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
-    fixed = getattr(network, "pretrained_cfg", {}).get("fixed_input_size")
-    return image_size if spec.free_size and not fixed and not described else config["input_size"][-1]
+    free = sized if getattr(network, "pretrained_cfg", {}).get("fixed_input_size") else spec.free_size
+    return image_size if free and not described else config["input_size"][-1]
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
@@ -149,7 +144,6 @@ def _laid_out(network: nn.Module) -> nn.Module:
 
 
 def _home(config: dict[str, Any]) -> Home:
-    """Return timm's own preprocessing of evaluation."""
     from timm.data import create_transform
 
     keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
@@ -197,12 +191,9 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 def _require_safetensors(spec: Spec, folder: Path) -> None:
     """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
     if not (folder / "model.safetensors").is_file():
-        raise ModelError(
-            f"{spec.where}.model",
-            f"no model.safetensors in '{folder}'",
-            "Weights as safetensors; other formats may run code when they are loaded",
-            "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)",
-        )
+        allowed = "Weights as safetensors; other formats may run code when they are loaded"
+        remedy = "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
+        raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
@@ -230,9 +221,8 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
-        raise ModelError(
-            f"{spec.where}.checkpoint", wrong, allowed, "Choose such a teacher, or take losses on features"
-        )
+        remedy = "Choose such a teacher, or take losses on features"
+        raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
     return [f"class_{label}" for label in range(count)]
 
 
@@ -243,7 +233,8 @@ def _numbered(network: nn.Module) -> list[str]:
     return list(config.get("label_names") or [f"class_{label}" for label in range(count)])
 
 
-def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> nn.Module:
+def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
+    """Return the network, and whether it was built for `image_size`."""
     import timm
 
     args = dict(spec.args)
@@ -255,7 +246,7 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     for sized in ({"img_size": image_size}, {}) if "img_size" not in args and not _is_stored(source) else ({},):
         try:
-            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
+            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except TypeError as error:
             errors.append(error)
         # KeyError, AttributeError: of a config.json without what timm expects in it
@@ -271,12 +262,8 @@ def _is_stored(source: str) -> bool:
 def _creation_error(spec: Spec, error: Exception) -> ModelError:
     reason = " ".join(str(error).split())[:300]
     allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
-    return ModelError(
-        f"{spec.where}.model",
-        f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})",
-        allowed,
-        f"Correct {spec.where}.model or {spec.where}.args",
-    )
+    wrong = f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})"
+    return ModelError(f"{spec.where}.model", wrong, allowed, f"Correct {spec.where}.model or {spec.where}.args")
 
 
 def read_tensors(spec: Spec) -> Any:
@@ -292,7 +279,6 @@ def read_tensors(spec: Spec) -> Any:
 
 
 def _weights_file(spec: Spec) -> Path:
-    """Return the file of the checkpoint."""
     path = Path(spec.checkpoint)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -331,24 +317,20 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:
             same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
-            raise ModelError(
-                where,
-                f"class {i} is '{name}', the data's is '{expected}'{same_set}",
-                "Classes and their order must be the data's",
-                "Use a teacher fitted on this data, or `kd-teach` to fit one",
-            )
+            wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
+            allowed = "Classes and their order must be the data's"
+            raise ModelError(where, wrong, allowed, "Use a teacher fitted on this data, or `kd-teach` to fit one")
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
-        raise ModelError(
-            where,
-            f"has {count} classes, the data has {len(classes)}",
-            "Both must be equal: a new head would be random",
+        wrong = f"has {count} classes, the data has {len(classes)}"
+        remedy = (
             f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
             if where.startswith("student")
-            else "Use a teacher fitted on this data, or `kd-teach` to fit one",
+            else "Use a teacher fitted on this data, or `kd-teach` to fit one"
         )
+        raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,8 +32,7 @@ from kd.models.timm_folder import is_timm
 from kd.types import Outputs
 
 OPSET = 20
-OLDEST_EXPORTER = "2.9"
-"""Oldest torch whose exporter was tried."""
+OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
 LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
@@ -96,11 +96,6 @@ def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram
         raise _failed("torch.export", error) from error
 
 
-def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a .pt2 file; `torch.export.load(path).module()` runs it without timm."""
-    torch.export.save(program, path)
-
-
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
     """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
@@ -139,6 +134,14 @@ def write_int8(source: Path, path: Path) -> None:
         quantize_dynamic(
             graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
         )
+
+
+def int8_share(path: Path) -> float:
+    """Return the share of a graph's weights that `write_int8` made int8: not those of convolutions."""
+    onnx = require("onnx", "--int8")
+    weights = [one for one in onnx.load(path, load_external_data=False).graph.initializer if len(one.dims) > 1]
+    counts = [(math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights]
+    return sum(count for count, small in counts if small) / max(1, sum(count for count, _ in counts))
 
 
 def write_openvino(source: Path, path: Path, half: bool = False) -> None:

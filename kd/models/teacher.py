@@ -27,7 +27,6 @@ class Uncached:
     images = 0
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass the batches on: no outputs are stored."""
         yield from batches
 
     def flush(self) -> None:
@@ -54,18 +53,12 @@ class LiveTeacher(Uncached):
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
-        """Freeze a copy of `model` on `device`.
+        """Freeze a copy of `model`, as a part of kd/teachers builds it, on `device`; normalization stays float32.
 
-        Args:
-            model: an nn.Module, as a part of kd/teachers builds it; not changed.
-            device: device of the copy.
-            dtype: of weights and activations; normalization stays float32.
-            micro_batch: images per forward; 0: the whole batch.
-            shard: shards the model over the ranks. Only rank 0's `model` needs weights. All ranks must call the teacher
-                equally often.
-            pipeline: splits the model into stages. All ranks must call the teacher equally often.
-            remake: converts the frozen model on its device: to an exported graph or a compiled network.
-                Not with `shard` or `pipeline`.
+        `micro_batch`: images per forward; 0: the whole batch. `shard` shards the model over the ranks, of which rank
+        0's alone needs weights, `pipeline` splits it into stages: with either, all ranks must call the teacher equally
+        often. `remake`, which goes with neither, converts the frozen model on its device: to an exported graph or a
+        compiled network.
         """
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids
@@ -114,7 +107,6 @@ class NoTeacher(Uncached):
     """The teacher of a run that trains on labels alone: logits of width 0, which no loss reads."""
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return empty outputs."""
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
 
 
@@ -135,9 +127,8 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
         if gap > 1e-3 * spread:
             wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
             wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
-            raise ModelError(
-                f"{where}.model", wrong, "A teacher whose answer depends on pixels alone", "Choose another"
-            )
+            allowed = "A teacher whose answer depends on pixels alone"
+            raise ModelError(f"{where}.model", wrong, allowed, "Choose another")
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:

@@ -63,7 +63,7 @@ def export_files(
     `crop` is the share of the shorter side that evaluation's centre crop keeps; `problem_type` "": there are no logits.
     """
     network: Any = student.network
-    content = _timm_config(network, classes, crop) if is_timm(network) else _own_config(student, classes, crop)
+    content = _timm_config(student, classes, crop) if is_timm(network) else _own_config(student, classes, crop)
     if problem_type:
         content["problem_type"] = problem_type
     network = network if is_timm(network) else getattr(network, "inner", network)
@@ -71,10 +71,11 @@ def export_files(
     return content, tensors
 
 
-def _timm_config(network: nn.Module, classes: Sequence[str], crop: float) -> dict[str, Any]:
+def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
     from timm.models._hub import save_config_for_hf
 
-    config = data_config(network)
+    network, size = student.network, student.input_size  # a network of any size was trained on this one
+    config = {**data_config(network), "input_size": (3, size, size)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         save_config_for_hf(
@@ -103,10 +104,8 @@ def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dic
     }
 
 
-HUB_SECONDS = 2.0
-"""How long a hub may take to answer."""
-WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)
-"""Endings of what is asked for."""
+HUB_SECONDS = 2.0  # how long a hub may take to answer
+WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of what is asked for
 
 
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:

@@ -12,8 +12,7 @@ from kd.types import Loading
 
 Row = Mapping[str, Any]
 
-MIN_SAMPLES = 5
-"""Samples of the machine from which a mean load is formed."""
+MIN_SAMPLES = 5  # samples of the machine from which a mean load is formed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,21 +20,17 @@ class Facts:
     """Facts of a run that its rows do not hold."""
 
     device: str = "cpu"
-    cores: int = 1
-    """Of the machine, for all of its ranks."""
+    cores: int = 1  # of the machine, for all of its ranks
     local_ranks: int = 1
-    workers: int = 0
-    """Data workers of one rank."""
+    workers: int = 0  # data workers of one rank
     batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
-    evaluate: int = 0
-    """Steps between two evaluations; 0: not known."""
+    evaluate: int = 0  # steps between two evaluations; 0: not known
     checkpoint: int = 0
 
     @property
     def share(self) -> int:
-        """Cores of one rank."""
         return max(1, self.cores // self.local_ranks)
 
     @property
@@ -54,8 +49,7 @@ class Finding:
     """One entry of findings.json."""
 
     rule: str
-    severity: str
-    """"warning" where at least a fifth of the time may be saved, else "info"."""
+    severity: str  # "warning" where at least a fifth of the time may be saved, else "info"
     evidence: str
     threshold: str
     advice: str
@@ -63,7 +57,6 @@ class Finding:
     value: Any
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of findings.json."""
         return asdict(self)
 
 
@@ -71,18 +64,14 @@ class Finding:
 class Evidence:
     """The rows of a run."""
 
-    timelines: Mapping[int, Sequence[Row]]
-    """By rank."""
-    samples: Sequence[Row]
-    """Of rank 0's host."""
+    timelines: Mapping[int, Sequence[Row]]  # by rank
+    samples: Sequence[Row]  # of rank 0's host
     facts: Facts = Facts()
 
     def steady(self, rank: int = 0) -> list[Row]:
-        """Return the rows of a rank's steady steps."""
         return [row for row in self.timelines.get(rank, ()) if row["kind"] == "steady" and row["steps"]]
 
     def steps(self, rank: int = 0) -> int:
-        """Return the number of a rank's steady steps."""
         return sum(row["steps"] for row in self.steady(rank))
 
     def step(self, rank: int = 0) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,12 +9,9 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from kd.files.storage import write_text
+from kd.files.storage import log, write_text
 
-log = logging.getLogger("kd")
-
-TOP = 30
-"""Operators that operators.txt lists."""
+TOP = 30  # operators that operators.txt lists
 
 
 class Profiler:
@@ -49,7 +45,6 @@ class Profiler:
         self._running.__enter__()
 
     def close(self) -> None:
-        """Stop, if it runs, and write what was traced."""
         running, self._running = self._running, None
         if running is None:
             return

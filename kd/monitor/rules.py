@@ -16,8 +16,7 @@ from kd.monitor.evidence import MIN_SAMPLES, Evidence, Finding, Row
 from kd.monitor.timeline import summed
 from kd.types import Loading
 
-MIN_STEPS = 20
-"""Steady steps before a rule speaks: one log window by default."""
+MIN_STEPS = 20  # steady steps before a rule speaks: one log window by default
 DATA_WAIT = 0.10
 """Share of a step. Below it at most a tenth can be saved, which is as much as a busy neighbour changes."""
 LOADERS_BUSY = 0.7
@@ -27,29 +26,24 @@ READING = 0.5
 """Share of the loading in which it neither computes nor waits for a core: from here on, bytes are the larger part."""
 CROWDED = 0.10
 """Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
-FULL_CORES = 90.0
-"""Percent. SageMaker's CPUBottleneck has the same default (cpu_threshold)."""
+FULL_CORES = 90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
 LOW_GPU = 70.0
 """Percent, of the mean sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
-HALF_MEMORY = 0.5
-"""Share of a GPU's memory: a batch twice as large still fits."""
+HALF_MEMORY = 0.5  # share of a GPU's memory: a batch twice as large still fits
 FIXED_SHARE = 0.20
 """Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
 tenth of the time of an image."""
-IMBALANCE = 1.2
-"""Slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2."""
+IMBALANCE = 1.2  # slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
 GROWTH, GROWTH_MIB = 0.05, 64.0
 """Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
 while its allocators settle."""
-SHARED = 0.20
-"""Share of the machine's cores. Where other programs use more, they may be why a rank is late."""
+SHARED = 0.20  # share of the machine's cores. Where other programs use more, they may be why a rank is late.
 APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
 """Shares of the time after the set-up. They are for the run's safety, and half of them are seldom missed."""
 FORWARD = 0.5
 """Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass of a usual step has at
 most a third. More, and twice as long as the backward pass: something computes without gradients, or in Python."""
-PROFILED = 6
-"""Steps of a profile that is advised."""
+PROFILED = 6  # steps of a profile that is advised
 SERIOUS = 0.20
 """Share of the time that may be saved; from here on a finding is a warning, and is printed while the run goes."""
 
@@ -85,12 +79,10 @@ class Wait:
 
     ms: float
     step_ms: float
-    loading: Loading
-    """Of a step's images, milliseconds, one after the other."""
+    loading: Loading  # of a step's images, milliseconds, one after the other
 
     @property
     def share(self) -> float:
-        """Share of the step."""
         return self.ms / self.step_ms
 
     @property
@@ -100,7 +92,6 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """The evidence."""
         return f"a step waits {self.ms:.1f} of {self.step_ms:.1f} ms ({100 * self.share:.0f} %) for its data"
 
 
@@ -222,7 +213,6 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
 
 
 def _last_steps(evidence: Evidence) -> list[int]:
-    """Return steps to profile when the run is made again: the last ones that it has made."""
     last = evidence.steady()[-1]["step"]
     return [max(1, last - PROFILED), last - 1]
 

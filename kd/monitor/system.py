@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -13,15 +12,11 @@ from typing import Any
 
 import psutil
 
-from kd.files.storage import append_rows
+from kd.files.storage import append_rows, log
 from kd.host import cores
 
-log = logging.getLogger("kd")
-
-INTERVAL = 1.0
-"""Seconds between two samples; one takes about a millisecond, which is a thousandth of one core."""
-CHILDREN_EVERY = 10
-"""Samples between two looks for child processes: the system lists all of its processes for it."""
+INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
+CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it
 MIB = 2**20
 
 
@@ -114,7 +109,6 @@ class Sampler:
         return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
 
     def close(self) -> None:
-        """Release the devices."""
         self._gpus.close()
 
 
@@ -157,7 +151,6 @@ class Gpus:
         return row
 
     def close(self) -> None:
-        """Release the driver."""
         if self._nvml is not None:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()

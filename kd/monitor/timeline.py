@@ -7,7 +7,6 @@ to the wall-clock, and a span inside another is not counted twice. docs/findings
 from __future__ import annotations
 
 import functools
-import logging
 import statistics
 import threading
 import time
@@ -21,15 +20,11 @@ from typing import Any
 
 import torch
 
-from kd.files.storage import append_rows, keep_rows
+from kd.files.storage import append_rows, keep_rows, log
 from kd.types import UNKNOWN, Loading, State
 
-log = logging.getLogger("kd")
-
-APART = ("evaluation", "checkpoint", "setup", "profile")
-"""Spans that are no part of a step."""
-WARM_UP = 5
-"""Steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill."""
+APART = ("evaluation", "checkpoint", "setup", "profile")  # spans that are no part of a step
+WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
 
 
 @dataclass(slots=True)
@@ -43,7 +38,6 @@ class Step:
     done: bool = False
 
     def ms(self, on_device: bool) -> dict[str, float]:
-        """Return the milliseconds by span, of the device or of the host."""
         return dict(self.device) if on_device else {name: 1000 * seconds for name, seconds in self.host.items()}
 
 
@@ -100,18 +94,13 @@ class Timeline:
         on_step: Callable[[int], None] = lambda step: None,
         since: float | None = None,
     ) -> None:
-        """Start the clock.
+        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now.
 
-        Args:
-            clock: "host" where the device is the host; "device": events of the device; "tracing": the host hands
-                work over that runs later, and no events tell when.
-            path: where rows are appended; None: nowhere.
-            start: steps that an earlier start of this run has made. Later rows of its file are dropped.
-            communication: returns the milliseconds a step since its last call that the backward pass waited for the
-                reduction of gradients.
-            device: the events; None: those of CUDA where `clock` is "device".
-            on_step: called with a step's number before its first span.
-            since: when the set-up began (`time.perf_counter`); None: now.
+        `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
+        "tracing": the host hands work over that runs later, and no events tell when. Rows are appended to `path`, if
+        any; those after the `start` steps that an earlier start of this run has made are dropped. `communication`
+        returns the milliseconds a step since its last call that the backward pass waited for the reduction of
+        gradients; `on_step` gets a step's number before its first span.
         """
         self.clock, self.path, self.start = clock, path, start
         self.totals: dict[str, float] = {}
@@ -196,7 +185,6 @@ class Timeline:
         self.on_step(self.start + self.made + len(self._steps))
 
     def add_region(self, name: str, seconds: float) -> None:
-        """Charge a named region, which lies inside the spans."""
         self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
 
     def window(self, state: State) -> Mapping[str, float]:
@@ -228,7 +216,6 @@ class Timeline:
         return {name: value for name, value in self._times(step).items() if name not in APART}
 
     def _write(self) -> None:
-        """Write the rows of the window that has ended."""
         steps, self._steps, self._ended = self._steps, [], False
         first, warm = max(0, 1 - self.made), max(0, WARM_UP - self.made)
         groups = [("setup", [self._setup] if self._setup is not None else [])]
@@ -317,8 +304,7 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
 
 
-active: list[Any] = []
-"""The timelines of this process; the last one gets the regions."""
+active: list[Any] = []  # the timelines of this process; the last one gets the regions
 
 
 class _Mark:

@@ -19,8 +19,7 @@ from kd.serve.problems import Problem
 
 STAMP, MEASURES = "stamp", "measures"
 """Keys of an image's stamp and of what `kd.shift.measure` returns. Only rows of the journal have them."""
-BY, FIRST, SECOND = "answered_by", "first", "second"
-"""Key of a row where a second model is asked, and its values."""
+BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is asked, and its values
 Row = dict[str, Any]
 Result = TypeVar("Result")
 
@@ -33,8 +32,7 @@ class Classifier:
     model: Model
     limits: Limits
     top: int
-    second: Classifier | None = None
-    """It answers in the place of `model` for images of which that is not sure."""
+    second: Classifier | None = None  # it answers in the place of `model` for images of which that is not sure
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
         """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""

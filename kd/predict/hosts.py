@@ -25,10 +25,8 @@ from kd.serve.model import Description, load
 
 WHERE = "--ray"
 RUNTIMES = ("onnxruntime", "openvino")
-CHUNK = 32
-"""Images of a call."""
-AHEAD = 3
-"""Calls under way for each CPU of the cluster."""
+CHUNK = 32  # images of a call
+AHEAD = 3  # calls under way for each CPU of the cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +35,10 @@ class Job:
 
     images: Images
     description: Description
-    graph: Mapping[str, bytes]
-    """The files of the graph."""
+    graph: Mapping[str, bytes]  # the files of the graph
     limits: Limits
     top: int
-    second: Job | None = None
-    """With the model that is asked where the first is not sure."""
+    second: Job | None = None  # with the model that is asked where the first is not sure
 
     @staticmethod
     def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
@@ -52,7 +48,6 @@ class Job:
         return Job(images, description, graph, limits, top)
 
     def classifier(self) -> Classifier:
-        """Load the model."""
         with tempfile.TemporaryDirectory(prefix="kd-predict-") as folder:
             for name, content in self.graph.items():
                 Path(folder, name).write_bytes(content)
@@ -64,15 +59,13 @@ class Job:
 class Answer(NamedTuple):
     """What a host answers to a call."""
 
-    host: str
-    """Ray's id of it."""
+    host: str  # Ray's id of it
     address: str
     versions: Mapping[str, str]
     rows: list[Row] | KdError
 
 
-_loaded: dict[Any, Classifier] = {}
-"""The classifier of this process of a host, by the reference to its job."""
+_loaded: dict[Any, Classifier] = {}  # the classifier of this process of a host, by the reference to its job
 
 
 def _answer(job: list[Any], ids: range) -> Answer:

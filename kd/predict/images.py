@@ -36,14 +36,11 @@ class Images:
     """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
     stamps: Sequence[str]
     """Size and time of each image when it was listed; "": it was not there, or it is a URL in a list."""
-    path: Callable[[int], str]
-    """Returns the file of an image on this machine; "": there is none."""
-    remote: bool = False
-    """Reading waits for a network."""
+    path: Callable[[int], str]  # returns the file of an image on this machine; "": there is none
+    remote: bool = False  # reading waits for a network
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names in their order."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
@@ -52,8 +49,7 @@ class Images:
     def content(self, id: int) -> bytes:
         """Return the bytes of one image; try again where the storage fails.
 
-        Raises:
-            OSError: one of `GONE`, of an image that cannot be read and is still there, or was not there before.
+        One of `GONE` is raised of an image that cannot be read and is still there, or was not there before.
         """
 
         def read() -> bytes:
@@ -70,11 +66,9 @@ class Images:
 def find(source: str, copies: Path) -> Images:
     """List images.
 
-    Args:
-        source: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
-            paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below
-            it), or "-": an image or a list on the standard input, relative to the working folder.
-        copies: where remote shards are copied to.
+    `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
+    paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below it), or
+    "-": an image or a list on the standard input, relative to the working folder. Remote shards are copied to `copies`.
     """
     if source.endswith(".tar"):
         images = _shards(source, copies)
@@ -172,7 +166,6 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _file(source: str) -> Images:
-    """List one image, or those of a list."""
     if source != STDIN and os.path.isfile(source) and _is_image(source):
         return _files("", [source])
     try:

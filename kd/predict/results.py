@@ -22,12 +22,9 @@ from kd.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
 from kd.predict.images import Images
 
 WHERE = "--to"
-SHOWN = 10
-"""Unreadable images that a message names."""
-ROWS = 65_536
-"""Rows of a group of a Parquet file."""
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that spreadsheets run as a formula."""
+SHOWN = 10  # unreadable images that a message names
+ROWS = 65_536  # rows of a group of a Parquet file
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets run as a formula
 
 
 class Journal:
@@ -68,7 +65,6 @@ class Journal:
             self.flush()
 
     def add(self, row: Row) -> None:
-        """Append the row of the next image."""
         self._write(row)
         self._count(row)
 
@@ -96,11 +92,9 @@ class Journal:
     def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
-        Args:
-            target: a file that does not exist, or has these rows, because an earlier start was killed here.
-            top: labels of each image; 0: as many as exceed their thresholds.
-            scored: labels that have a column of their own with their score, in a CSV.
-            more: keys of rows that have a column of their own.
+        If the file is there, it has these rows: an earlier start was killed here. `top`: labels of each image; 0: as
+        many as exceed their thresholds. Labels in `scored` have a column of their own with their score, in a CSV; so
+        have the keys of rows in `more`.
         """
         self.flush()
         self._file.seek(0)

@@ -25,12 +25,9 @@ from kd.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
-AHEAD = 3
-"""Jobs that run, wait, or wait to be written, per thread."""
-READERS = 32
-"""Threads that wait for a network."""
-PROGRESS_SECONDS = 5.0
-"""Between two lines of progress."""
+AHEAD = 3  # jobs that run, wait, or wait to be written, per thread
+READERS = 32  # threads that wait for a network
+PROGRESS_SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,18 +55,13 @@ class Summary:
     """What was done."""
 
     images: int
-    resumed: int
-    """Images that an earlier start had classified."""
-    unreadable: tuple[str, ...]
-    """Name and error of the first few."""
+    resumed: int  # images that an earlier start had classified
+    unreadable: tuple[str, ...]  # name and error of the first few
     num_unreadable: int
     seconds: float
-    hosts: int
-    """Machines that have classified some."""
-    passed_on: int
-    """Images for which the second model answered."""
-    notes: tuple[str, ...]
-    """The expected accuracy, and how the images differ from those of validation."""
+    hosts: int  # machines that have classified some
+    passed_on: int  # images for which the second model answered
+    notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
 
 
 def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
@@ -142,7 +134,6 @@ def _bands(described: Description) -> list[list[float]]:
 
 
 def _second(settings: Settings, first: Description) -> Description | None:
-    """Read the manifest of the second model."""
     if settings.second is None:
         return None
     if not first.output.unsure:

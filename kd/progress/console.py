@@ -72,7 +72,6 @@ class Console:
             (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
-        """Move the bar."""
         if self._first_progress is None:
             self._first_progress = progress
             self._started = time.monotonic()
@@ -83,7 +82,6 @@ class Console:
             self._page.move(progress, f"step {state.step}{self._brief} {self._left()}")
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Show a row of metrics and pass it to the trackers."""
         if self.quiet:
             return
         if self.trackers is not None:
@@ -154,7 +152,6 @@ class Page:
             self.show()
 
     def row(self, cells: Mapping[str, str]) -> None:
-        """Add a row to the table."""
         self.rows.append(dict(cells))
         self.show()
 
@@ -168,12 +165,10 @@ class Page:
         self.show()
 
     def show(self) -> None:
-        """Replace what is shown."""
         self._shown = time.monotonic()
         self._display.update(self._html(self.html()))  # type: ignore[union-attr]
 
     def html(self) -> str:
-        """Return all of it."""
         bar = f"<progress value='{self.progress:.3f}' max='1'></progress>"
         head = f"<p>{escape(self.title)} {bar} {escape(self.text)}</p>"
         body = escape("\n".join(self.lines))

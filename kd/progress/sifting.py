@@ -17,8 +17,7 @@ from kd.contracts import Source
 from kd.errors import DataError
 from kd.text import percent, table
 
-SHOWN = 24
-"""Number of images of each kind on the sheet."""
+SHOWN = 24  # number of images of each kind on the sheet
 MARGIN = 6
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kd.intervals import Samples
 from kd.scores import Scored, Scores
@@ -16,31 +17,21 @@ ALONE = "student, labels only"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Trained(Protocol):
-    """A finished training, as `kd.jobs.distill.Result` holds it."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a finished training has to show."""
 
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...  # the validation row of the best checkpoint
-    @property
-    def scored(self) -> Scored | None: ...  # the last score; None: metrics are all that is known
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def images_per_second(self) -> float: ...
-    @property
-    def teacher_parameters(self) -> int: ...  # of all teachers
-    @property
-    def sifting(self) -> str: ...  # Markdown
-    @property
-    def at_home(self) -> Sequence[str]: ...  # how teachers answer with their own preprocessing
-    @property
-    def steps(self) -> int: ...
-    @property
-    def skipped(self) -> int: ...  # steps whose gradient was not finite
-    @property
-    def baseline(self) -> Trained | None: ...  # the same student, trained on labels alone
+    folder: Path
+    metrics: Mapping[str, float]  # the validation row of the best checkpoint
+    parameters: int
+    images_per_second: float  # over all of the training so far, evaluation left out
+    teacher_parameters: int = 0  # of all teachers
+    scored: Scored | None = None  # the best checkpoint, scored once at the end; None: a teacher that was fitted
+    sifting: str = ""  # what the sifter did, as Markdown
+    at_home: tuple[str, ...] = ()  # how each teacher's answers differ from those with its own preprocessing
+    steps: int = 0
+    skipped: int = 0  # steps whose gradient was not finite
+    baseline: Trained | None = None  # the same student, trained on labels alone
 
 
 def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:

@@ -43,7 +43,6 @@ class Trackers:
             self._attempt(name, partial(_pictures, name, tracker, step, images))
 
     def close(self) -> None:
-        """Let every tracker write what it holds."""
         for name, tracker in list(self._started.items()):
             self._attempt(name, tracker.finish)
 

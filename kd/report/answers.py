@@ -12,12 +12,9 @@ from kd.report.sections import card, section, table
 from kd.report.svg import esc, legend
 from kd.text import percent
 
-MOST_CLASSES = 24
-"""Classes of a confusion matrix; of more, the most frequent confusions are listed."""
-FEWEST = 20
-"""Images of a class below which its accuracy is marked: the 95 % interval of 10 of 20 is 30 to 70 %."""
-MOST_CONFUSIONS, MOST_LETTERS = 20, 24
-"""Of that list; of a class name that is drawn."""
+MOST_CLASSES = 24  # classes of a confusion matrix; of more, the most frequent confusions are listed
+FEWEST = 20  # images of a class below which its accuracy is marked: the 95 % interval of 10 of 20 is 30 to 70 %
+MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list; of a class name that is drawn
 
 
 def answers(runs: Sequence[RunRecord]) -> str:

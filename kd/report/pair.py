@@ -16,8 +16,7 @@ from kd.report.sections import card, table
 from kd.report.svg import Series, legend, lines
 from kd.text import percent
 
-SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Rows of the table."""
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
 MOST_CLASSES = 40
 
 
@@ -26,10 +25,8 @@ class Half:
     """Some of the images, by the student's confidence, the least sure first."""
 
     label: np.ndarray
-    sure: np.ndarray
-    """The student's confidence, float64 [N]."""
-    student: np.ndarray
-    """Whether it is right, bool [N]."""
+    sure: np.ndarray  # the student's confidence, float64 [N]
+    student: np.ndarray  # whether it is right, bool [N]
     teacher: np.ndarray
 
     @classmethod

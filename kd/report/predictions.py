@@ -28,8 +28,7 @@ from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_fitted
 
 FILE = "answers.json"
-MOST_PICTURES, SIDE = 24, 160
-"""Pictures on which the models differ; their side, pixels."""
+MOST_PICTURES, SIDE = 24, 160  # pictures on which the models differ; their side, pixels
 
 
 def answers(
@@ -52,10 +51,7 @@ def answers(
         if stored is None:
             vouched.check_teacher(teacher)
             vouched.check_student(student)
-            stored = {
-                **_predict(folder, student, load_fitted(teacher, data), data, images),
-                "belongs": belongs,
-            }
+            stored = {**_predict(folder, student, load_fitted(teacher, data), data, images), "belongs": belongs}
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"
@@ -135,7 +131,6 @@ def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
 
 
 def _thumbnail(image: Image.Image) -> str:
-    """Return an image as a data URI of a small JPEG."""
     small = image.copy()
     small.thumbnail((SIDE, SIDE))
     file = io.BytesIO()

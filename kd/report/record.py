@@ -14,21 +14,8 @@ from kd.intervals import Samples, wilson
 from kd.scores import Column, Scored, Scores
 from kd.text import clock, money, percent
 
-SPANS = (
-    "data",
-    "teacher",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "sifting",
-    "wait",
-    "evaluation",
-    "checkpoint",
-    "profile",
-    "setup",
-    "other",
-)
+APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
+SPANS = ("data", "teacher", "forward", "backward", "communication", "optimizer", "sifting", "wait", *APART, "other")
 """The parts of a step's time, in the order in which they are drawn."""
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
@@ -41,12 +28,10 @@ class Picture:
     name: str
     truth: str
     teacher: str
-    teacher_share: float
-    """The teacher's probability for its answer."""
+    teacher_share: float  # the teacher's probability for its answer
     student: str
     student_share: float
-    data: str
-    """A small JPEG as data URI."""
+    data: str  # a small JPEG as data URI
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +41,10 @@ class Answers:
     classes: Sequence[str]
     label: Sequence[int]
     student: Sequence[int]
-    teacher: Sequence[int]
-    """Empty without a teacher."""
-    of: int
-    """Images of the validation split; more than answered where only a part was asked for."""
+    teacher: Sequence[int]  # empty without a teacher
+    of: int  # images of the validation split; more than answered where only a part was asked for
     pictures: Sequence[Picture] = ()
-    student_sure: Sequence[float] = ()
-    """The student's probability for its answer, calibrated on every second image."""
+    student_sure: Sequence[float] = ()  # the student's probability for its answer, calibrated on every second image
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds of an image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
@@ -82,7 +64,6 @@ class Answers:
         return f"{count} (audit/duplicates.csv): the student's accuracy is {shares[0]} with them, {shares[1]} without."
 
     def images(self) -> list[int]:
-        """Return the number of images of each class."""
         counts = Counter(self.label)
         return [counts[label] for label in range(len(self.classes))]
 
@@ -107,30 +88,23 @@ class RunRecord:
     """One run folder."""
 
     name: str
-    keys: Mapping[str, Any]
-    """The configuration as {"section.key": value}; texts from the environment are references."""
+    keys: Mapping[str, Any]  # the configuration as {"section.key": value}; texts from the environment are references
     manifest: Mapping[str, Any]
     train: Sequence[Mapping[str, Any]]
     val: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
-    scores: Scores
-    """The columns of `val`."""
-    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Log windows by rank."""
-    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Samples by host and rank."""
+    scores: Scores  # the columns of `val`
+    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
+    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
     answers: Answers | None = None
     scored: Scored | None = None
     """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
     exported: Mapping[str, Any] = field(default_factory=dict)
     """manifest.json of `export/`, where `kd-export` wrote it there."""
-    sheet: bytes = b""
-    """The contact sheet of a sifted run, JPEG."""
-    baseline: RunRecord | None = None
-    """The same student trained on labels alone."""
-    notes: Sequence[str] = ()
-    """Why something is missing."""
+    sheet: bytes = b""  # the contact sheet of a sifted run, JPEG
+    baseline: RunRecord | None = None  # the same student trained on labels alone
+    notes: Sequence[str] = ()  # why something is missing
 
     @property
     def decides(self) -> Column:
@@ -155,20 +129,25 @@ class RunRecord:
 
     @property
     def split(self) -> str:
-        """The images of `counted`."""
         return "validation" if self.scored is None else self.scored.title
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
         return int(self.train[-1]["step"]) if self.train else 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether so many evaluations in a row were no better (`run.patience`) that it ended early."""
+        patience, decides = int(self.keys.get("run.patience", 0) or 0), str(self.manifest.get("decides"))
+        scores = [float(row[decides]) for row in self.val if decides in row]
+        return 0 < patience < len(scores) - scores.index(max(scores)) if scores else False
 
     @property
     def unfinished(self) -> str:
         """Where a run stands that has not come to its end and its last evaluation; "": it has."""
         steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
         epoch = int(self.train[-1]["epoch"]) if self.train else 0
-        ended = self.steps >= steps if steps else epoch >= epochs
+        ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
         if ended and (not self.steps or (self.val and self.val[-1]["step"] >= self.steps)):
             return ""
         return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"
@@ -180,7 +159,6 @@ class RunRecord:
 
     @property
     def images(self) -> int:
-        """Images trained on."""
         return int(self.train[-1]["images"]) if self.train else 0
 
     @property
@@ -200,7 +178,6 @@ class RunRecord:
 
     @property
     def machines(self) -> int:
-        """Machines of the run."""
         return int(self.manifest.get("machines", 1))
 
     @property

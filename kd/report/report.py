@@ -27,10 +27,8 @@ class Report:
     """What was written, and what to show."""
 
     file: Path
-    size: int
-    """Bytes of the page."""
-    summary: str
-    """Markdown."""
+    size: int  # bytes of the page
+    summary: str  # Markdown
 
 
 def report(

@@ -11,36 +11,24 @@ from dataclasses import dataclass, replace
 
 from kd.instances import Instance
 
-BUCKET_MIB = 25.0
-"""Of DDP, torch's default."""
-LATENCY_MS = 0.02
-"""Of one hop of a ring: an assumption."""
-LAUNCH_MS = 0.006
-"""Of starting one kernel: an assumption."""
-MFU = 0.35
-"""Share of a device's peak rate that training reaches where nothing was measured on it: an assumption."""
+BUCKET_MIB = 25.0  # of DDP, torch's default
+LATENCY_MS = 0.02  # of one hop of a ring: an assumption
+LAUNCH_MS = 0.006  # of starting one kernel: an assumption
+MFU = 0.35  # share of a device's peak rate that training reaches where nothing was measured on it: an assumption
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """What a step costs on one device; times in milliseconds."""
 
-    fixed: float
-    """Of a micro-batch, however small: launches, the optimizer."""
-    image: float
-    """Of an image: teacher, student forward and backward."""
-    backward: float
-    """The part of `image` that is the student's backward pass."""
-    load: float
-    """Of loading an image in one process."""
-    gradient_mib: float
-    """What ranks reduce each step."""
-    launch: float = 0.0
-    """What a micro-batch takes at least, since the host must start so many kernels."""
-    gflop: float = 0.0
-    """Arithmetic of an image, GFLOP; 0: not counted."""
-    kernels: int = 0
-    """Operators of a micro-batch; 0: not counted."""
+    fixed: float  # of a micro-batch, however small: launches, the optimizer
+    image: float  # of an image: teacher, student forward and backward
+    backward: float  # the part of `image` that is the student's backward pass
+    load: float  # of loading an image in one process
+    gradient_mib: float  # what ranks reduce each step
+    launch: float = 0.0  # what a micro-batch takes at least, since the host must start so many kernels
+    gflop: float = 0.0  # arithmetic of an image, GFLOP; 0: not counted
+    kernels: int = 0  # operators of a micro-batch; 0: not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +39,13 @@ class Line:
     devices: int
     compute_ms: float
     communication_ms: float
-    exposed_ms: float
-    """The part of the communication that nothing hides."""
+    exposed_ms: float  # the part of the communication that nothing hides
     load_ms: float
     step_ms: float
-    efficiency: float
-    """Time of one device / (time of this line x devices)."""
+    efficiency: float  # time of one device / (time of this line x devices)
     hours_epoch: float
     hours: float
-    usd: float
-    """0: no price is known."""
+    usd: float  # 0: no price is known
 
 
 def on(instance: Instance, cost: StepCost, mfu: float = MFU) -> StepCost:
@@ -91,12 +76,10 @@ def exposed_ms(communication: float, mib: float, backward: float) -> float:
 class Job:
     """What is to be trained."""
 
-    images: int
-    """Of an epoch."""
+    images: int  # of an epoch
     epochs: float
     batch_size: int
-    micro_batch: int = 0
-    """Images of a forward on one device at most; 0: a device's whole share."""
+    micro_batch: int = 0  # images of a forward on one device at most; 0: a device's whole share
 
 
 def line(job: Job, cost: StepCost, instance: Instance, machines: int, devices: int = 0) -> Line:

@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.progress.sifting import saving_text
-from kd.report.record import SPANS, RunRecord, points, teachers_of, time_parts
+from kd.report.record import APART, SPANS, RunRecord, points, teachers_of, time_parts
 from kd.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 from kd.scores import Column
 from kd.text import VARIANTS_NOTE, clock, percent, variant_rows
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
-APART = ("evaluation", "checkpoint", "profile", "setup")
-"""Parts of the time that are no part of a step."""
-SAMPLES, WINDOWS = 240, 80
-"""Samples of a machine that are drawn at most; bars of the chart of log windows."""
+SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars of the chart of log windows
 
 
 def color(number: int) -> str:
@@ -198,13 +195,11 @@ MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "n
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, list[float]]:
-    """Return the values of those keys that the samples have, by name."""
     sampled = {name: key for name, key in keys.items() if any(key in row for row in rows)}
     return {name: [float(row.get(key) or 0.0) for row in rows] for name, key in sampled.items()}
 
 
 def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
-    """Return the values of a key of each GPU, by name."""
     count = len(rows[0].get("gpu") or ())
     return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
 

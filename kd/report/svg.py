@@ -9,14 +9,11 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
-"""Room around the plot, pixels."""
-WIDE = 600
-"""Pixels above which a chart is not shrunk to a narrow page, but scrolls in it."""
-POINTS = 400
-"""Points of a line at most; more are thinned evenly."""
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30  # room around the plot, pixels
+WIDE = 600  # pixels above which a chart is not shrunk to a narrow page, but scrolls in it
+POINTS = 400  # points of a line at most; more are thinned evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +21,12 @@ class Series:
     """One line or one layer of a stack."""
 
     name: str
-    color: str
-    """A CSS variable, such as `--c1`."""
+    color: str  # a CSS variable, such as `--c1`
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+    label: str = ""
+    """Beside the first point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,10 @@ class Frame:
     high_y: float
 
     def x(self, value: float) -> float:
-        """Return the horizontal position of a value, pixels."""
         span = (self.high_x - self.low_x) or 1.0
         return LEFT + (value - self.low_x) / span * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value, pixels."""
         span = (self.high_y - self.low_y) or 1.0
         return self.height - BOTTOM - (value - self.low_y) / span * (self.height - TOP - BOTTOM)
 
@@ -77,12 +73,21 @@ def number(value: float, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
-def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: str = "", zero: bool = False) -> str:
+def lines(
+    series: Sequence[Series],
+    width: int,
+    height: int,
+    x_name: str,
+    unit: str = "",
+    zero: bool = False,
+    log: bool = False,
+) -> str:
     """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
 
-    `zero`: the vertical axis begins at 0.
+    `zero`: the vertical axis begins at 0. `log`: the other one is logarithmic, and each x above 0; no `data-chart`.
     """
     series = [thinned(one) for one in series if len(one.x)]
+    series = [replace(one, x=[math.log10(x) for x in one.x]) for one in series] if log else series
     values = [value for one in series for value in one.y]
     low, high = (0.0 if zero else min(values)), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -90,8 +95,9 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     low_y, high_y = 0.0 if zero else low - margin, high + margin
     if unit == "%":  # a share is between 0 and 1, and so is its axis
         low_y, high_y = max(low_y, min(low, 0.0)), min(high_y, max(high, 1.0))
-    frame = Frame(width, height, min(xs), max(xs), low_y, high_y)
-    parts = [*_grid(frame, unit), *_x_axis(frame, x_name)]
+    beside = 0.05 * (max(xs) - min(xs)) + 0.1 if log else 0.0  # room for labels
+    frame = Frame(width, height, min(xs) - beside, max(xs) + beside, low_y, high_y)
+    parts = [*_grid(frame, unit), *_x_axis(frame, x_name, log)]
     for one in series:
         points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
         style = f'class="line{" dashed" if one.dashed else ""}" style="stroke:var({one.color})"'
@@ -101,7 +107,9 @@ def lines(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
                 f'<circle cx="{frame.x(one.x[0]):.1f}" cy="{frame.y(one.y[0]):.1f}" r="3.5" '
                 f'style="fill:var({one.color})"/>'
             )
-    return _svg(frame, parts, _numbers(series, frame, unit, x_name))
+        if one.label:
+            parts.append(_text(frame.x(one.x[0]) + 7, frame.y(one.y[0]) - 5, one.label, "start"))
+    return _svg(frame, parts, "" if log else _numbers(series, frame, unit, x_name))
 
 
 def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: str) -> str:
@@ -164,7 +172,7 @@ def evenly(count: int, most: int) -> Sequence[int]:
 def thinned(one: Series) -> Series:
     """Keep at most `POINTS` points of a line."""
     picks = evenly(len(one.x), POINTS)
-    return Series(one.name, one.color, [one.x[i] for i in picks], [one.y[i] for i in picks], one.dashed)
+    return replace(one, x=[one.x[i] for i in picks], y=[one.y[i] for i in picks])
 
 
 def _grid(frame: Frame, unit: str) -> list[str]:
@@ -176,9 +184,13 @@ def _grid(frame: Frame, unit: str) -> list[str]:
     return parts
 
 
-def _x_axis(frame: Frame, name: str) -> list[str]:
-    marks = ticks(frame.low_x, frame.high_x, 5)
-    parts = [_text(frame.x(value), frame.height - BOTTOM + 16, number(value), "middle") for value in marks]
+def _x_axis(frame: Frame, name: str, log: bool = False) -> list[str]:
+    marks = [(value, number(value)) for value in ticks(frame.low_x, frame.high_x, 5)]
+    if log:
+        powers = range(math.floor(frame.low_x), math.ceil(frame.high_x))
+        every = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+        marks = [(math.log10(x), f"{x:g}") for x in every if frame.low_x <= math.log10(x) <= frame.high_x]
+    parts = [_text(frame.x(at), frame.height - BOTTOM + 16, text, "middle") for at, text in marks]
     return [*parts, _text(frame.width - RIGHT, frame.height - 2, name, "end", "axis")]
 
 

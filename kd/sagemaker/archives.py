@@ -17,8 +17,7 @@ from kd.files.storage import atomic_folder, refuse_unlisted
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")
 REQUIREMENTS = "timm>=1.0.26\nsafetensors>=0.4\npillow>=10\n"
-HEAVY = ("model.safetensors", "model.pt2")
-"""What `kd-serve` never reads."""
+HEAVY = ("model.safetensors", "model.pt2")  # what `kd-serve` never reads
 
 
 def sagemaker_archives(export: Path) -> list[Path]:

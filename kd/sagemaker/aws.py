@@ -18,8 +18,7 @@ from kd.sagemaker.archives import container_archive
 
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0
-LATE_MS = 60_000
-"""An event may appear so long after younger events of another host."""
+LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 Request = Mapping[str, Any]
 
@@ -43,8 +42,7 @@ def train(request: Request, follow: bool = True) -> None:
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
     """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
 
-    Returns:
-        What the endpoint answered, and how to remove it.
+    Return what the endpoint answered, and how to remove it.
     """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
@@ -129,7 +127,6 @@ class _Log:
         self._since, self._seen = 0, set[str]()
 
     def __call__(self) -> None:
-        """Print the new events."""
         pages = self._client.get_paginator("filter_log_events").paginate(
             logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
         )
@@ -153,7 +150,6 @@ def _client(service: str) -> Any:
 
 @contextmanager
 def _aws_errors(step: str) -> Iterator[None]:
-    """Turn an error of AWS into one line."""
     try:
         yield
     except Exception as error:

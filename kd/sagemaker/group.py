@@ -34,12 +34,10 @@ from kd.sagemaker.hosts import (
 )
 from kd.sagemaker.meeting import Meeting, Member, say
 
-RAY_MARK = "KD_RAY"
-"""Like `kd.sagemaker.hosts.MARK`, of Ray's processes only."""
+RAY_MARK = "KD_RAY"  # like `kd.sagemaker.hosts.MARK`, of Ray's processes only
 QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 """Ray prints pages about each lost host in the log of a run; `data.loader` prints a line."""
-GRACE_SECONDS = 30.0
-"""How long a trainer may take to end by itself after another one has failed."""
+GRACE_SECONDS = 30.0  # how long a trainer may take to end by itself after another one has failed
 
 
 # ------------------------------------------------------------------------------------------------------------ Ray

@@ -69,11 +69,7 @@ class Student:
 
 
 def verified(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an export.
-
-    Raises:
-        ValueError: it, the weights or the labels are not what was exported.
-    """
+    """Return the manifest of an export; ValueError: it, the weights or the labels are not what was exported."""
     manifest = json.loads((folder / MANIFEST).read_text())
     files = manifest.get("files", {})
     changed = [] if unchanged(manifest) else [MANIFEST]
@@ -89,11 +85,7 @@ def model_fn(model_dir: str, context: Any = None) -> Student:
 
 
 def input_fn(request_body: bytes | str, content_type: str, context: Any = None) -> list[Image.Image]:
-    """Decode a body into RGB images.
-
-    Raises:
-        ValueError: an unknown type, no image, or a limit.
-    """
+    """Decode a body into RGB images; ValueError: an unknown type, no image, or a limit."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind in IMAGE_TYPES:
         return [_decode(request_body.encode() if isinstance(request_body, str) else bytes(request_body))]
@@ -131,11 +123,7 @@ def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> 
 
 
 def output_fn(prediction: dict[str, Any], accept: str, context: Any = None) -> tuple[str, str]:
-    """Write the answer.
-
-    Raises:
-        ValueError: another type than JSON is asked for.
-    """
+    """Write the answer; ValueError: another type than JSON is asked for."""
     kinds = [kind.partition(";")[0].strip() for kind in accept.split(",")]
     if not {"application/json", "application/*", "*/*", ""} & set(kinds):
         raise ValueError(f"accept '{accept}' is not application/json")

@@ -16,10 +16,8 @@ from typing import Any
 from kd.errors import BackendError
 
 INPUT = Path("/opt/ml/input/config")
-MEETING, RAY, TORCH = 6378, 6379, 29500
-"""Ports of the first trainer: the meeting point, Ray, torch's rendezvous."""
-MARK = "KD_HOST"
-"""The environment variable of all processes that a host starts, and of their children."""
+MEETING, RAY, TORCH = 6378, 6379, 29500  # ports of the first trainer: the meeting point, Ray, torch's rendezvous
+MARK = "KD_HOST"  # the environment variable of all processes that a host starts, and of their children
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +26,9 @@ class Hosts:
 
     me: str
     trainers: tuple[str, ...]
-    data: tuple[str, ...]
-    """Hosts that only decode images; may be none."""
+    data: tuple[str, ...]  # hosts that only decode images; may be none
     ports: tuple[int, int, int] = (MEETING, RAY, TORCH)
-    token: str = field(default="", repr=False)
-    """What a host shows at the meeting point: Ray's token."""
+    token: str = field(default="", repr=False)  # what a host shows at the meeting point: Ray's token
 
     @property
     def first(self) -> str:
@@ -67,7 +63,6 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """Return the content of resourceconfig.json, from the variables or from the file."""
     if "SM_CURRENT_HOST" not in environ:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())

@@ -17,10 +17,8 @@ from kd.errors import BackendError
 from kd.host import cores
 from kd.sagemaker.hosts import end_marked, free_ports, marks
 
-RUN_MARK = "KD_RUN"
-"""The environment variable of all processes of a local job."""
-LEAVE_SECONDS = 30.0
-"""How long a host may take to end after the training has ended."""
+RUN_MARK = "KD_RUN"  # the environment variable of all processes of a local job
+LEAVE_SECONDS = 30.0  # how long a host may take to end after the training has ended
 
 
 class LocalJob:
@@ -50,7 +48,6 @@ class LocalJob:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """Start a host, also a second time."""
         command = [sys.executable, "-m", "kd.sagemaker.group", *self.argv]
         self.processes[host] = subprocess.Popen(command, env={**self._environ, "SM_CURRENT_HOST": host})
 
@@ -63,12 +60,10 @@ class LocalJob:
         return next((code for code in codes if code), 0)
 
     def stop(self) -> None:
-        """Send SIGTERM to the trainers."""
         for host in self._trainers():
             self.processes[host].send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End all processes that still run."""
         end_marked(self.mark, RUN_MARK)
         for process in self.processes.values():
             process.wait()

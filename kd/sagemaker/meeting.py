@@ -21,12 +21,9 @@ from kd.sagemaker.hosts import Hosts
 
 BEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0
 """Time between two signs of life, and time without one after which a host is lost."""
-FIRST_LINE_SECONDS = 10.0
-"""How long a connection may take to send its first line."""
-JOIN_SECONDS = 300.0
-"""How long trainers wait for hosts that have not joined; then training begins without them."""
-MEET_SECONDS = 900.0
-"""How long a host tries to reach the first trainer: hosts of a job start minutes apart."""
+FIRST_LINE_SECONDS = 10.0  # how long a connection may take to send its first line
+JOIN_SECONDS = 300.0  # how long trainers wait for hosts that have not joined; then training begins without them
+MEET_SECONDS = 900.0  # how long a host tries to reach the first trainer: hosts of a job start minutes apart
 
 
 def say(host: str, text: str) -> None:
@@ -149,7 +146,6 @@ class Member:
 
     @classmethod
     async def join(cls, hosts: Hosts) -> Member:
-        """Connect to the first trainer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEET_SECONDS
         while True:
@@ -166,11 +162,9 @@ class Member:
             return member
 
     def send(self, line: str) -> None:
-        """Send a line."""
         _send(self._writer, line)
 
     async def close(self) -> None:
-        """Send what is buffered and close the connection."""
         for task in self._tasks:
             task.cancel()
         with suppress(OSError):

@@ -22,14 +22,8 @@ if TYPE_CHECKING:
 CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
 INPUT = "/opt/ml/input/data"
-TRAINERS, LOADERS = "dnn", "data"
-"""The instance groups."""
-RUNS_ON = {
-    "cuda": ("ml.p", "ml.g"),
-    "smddp": ("ml.p4d.", "ml.p4de."),
-    "xla": ("ml.trn",),
-    "neuron": ("ml.trn",),
-}
+TRAINERS, LOADERS = "dnn", "data"  # the instance groups
+RUNS_ON = {"cuda": ("ml.p", "ml.g"), "smddp": ("ml.p4d.", "ml.p4de."), "xla": ("ml.trn",), "neuron": ("ml.trn",)}
 """How the instance types begin that a backend needs."""
 AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))
 """What `backend.kind: auto` becomes on an instance, where it is not the CPU."""
@@ -44,8 +38,7 @@ METRICS = {
     "val:agreement_percent": rf"agreement {NUMBER} %",
 }
 """Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
-SPOT_WAIT_SECONDS = 24 * 3600
-"""How long a job may wait for spot capacity, beside its run time."""
+SPOT_WAIT_SECONDS = 24 * 3600  # how long a job may wait for spot capacity, beside its run time
 PATTERN = re.compile(r"[{*?\[]")
 
 
@@ -53,26 +46,20 @@ PATTERN = re.compile(r"[{*?\[]")
 class Job:
     """A training job."""
 
-    name: str
-    """A new one for each job."""
-    keys: Mapping[str, str]
-    """The configuration as {"section.key": value}; see `kd.config.flat`."""
+    name: str  # a new one for each job
+    keys: Mapping[str, str]  # the configuration as {"section.key": value}; see `kd.config.flat`
     files: Sequence[FileKey] = ()
     """Those that name files. They must be on S3, since a job does not see this machine's files."""
     image: str
     role: str
-    output: str
-    """`s3://bucket/prefix` for results and checkpoints."""
+    output: str  # `s3://bucket/prefix` for results and checkpoints
     instance: str
     count: int = 1
-    data_group: tuple[str, int] | None = None
-    """Instance type and count of the hosts that only decode images."""
+    data_group: tuple[str, int] | None = None  # instance type and count of the hosts that only decode images
     backend: str = ""
     spot: bool = False
-    hours: float = 24.0
-    """Longest run time."""
-    volume: int = 100
-    """GiB of disk of each instance."""
+    hours: float = 24.0  # longest run time
+    volume: int = 100  # GiB of disk of each instance
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Laid over the request: VpcConfig, Tags, ... Its sections and lists are joined to those of the request."""
 
@@ -109,10 +96,7 @@ def training_request(job: Job) -> dict[str, Any]:
         "OutputDataConfig": {"S3OutputPath": f"{job.output}/output"},
         "ResourceConfig": {**_instances(job), "VolumeSizeInGB": job.volume},
         "StoppingCondition": stop,
-        "CheckpointConfig": {
-            "S3Uri": f"{job.output}/checkpoints/{job.keys['run.name']}",
-            "LocalPath": CHECKPOINTS,
-        },
+        "CheckpointConfig": {"S3Uri": f"{job.output}/checkpoints/{job.keys['run.name']}", "LocalPath": CHECKPOINTS},
         "EnableManagedSpotTraining": job.spot,
     }
     if job.data_group:
@@ -213,11 +197,9 @@ class Hosting:
     """An export on SageMaker: an endpoint or a batch transform."""
 
     name: str
-    image: str
-    """With kd-serve: `Dockerfile`."""
+    image: str  # with kd-serve: `Dockerfile`
     role: str
-    model: str
-    """`s3://.../model.tar.gz`."""
+    model: str  # `s3://.../model.tar.gz`
     instance: str
     count: int = 1
 

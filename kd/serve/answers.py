@@ -15,8 +15,7 @@ from kd.serve.problems import Problem
 
 JSON, CSV = "application/json", "text/csv"
 DIGITS = 6
-MAX_ENTRIES = 32
-"""Entries of an Accept header."""
+MAX_ENTRIES = 32  # entries of an Accept header
 
 
 def negotiate(accept: str) -> str:

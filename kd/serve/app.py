@@ -32,8 +32,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5
 HEALTH = "/ping"
 MAX_QUERY = 256
-REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"
-"""What a client may name its request: it is logged and sent back."""
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
 
 
 def build(service: Service, ui: bool = True) -> Starlette:

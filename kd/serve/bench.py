@@ -24,10 +24,8 @@ from kd.errors import KdError
 TURN, FEWEST, COLD = 0.3, 8, 3
 """Seconds that a server is asked before it is the next one's turn, and answers at least; answers at the start of a turn
 that do not count, because the caches still hold another model."""
-ENOUGH = 400
-"""Answers of each server, after which the time does not count."""
-_PDEATHSIG = 1
-"""Of prctl: a server gets a signal when this process ends, also when it is killed."""
+ENOUGH = 400  # answers of each server, after which the time does not count
+_PDEATHSIG = 1  # of prctl: a server gets a signal when this process ends, also when it is killed
 START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0
 
@@ -38,10 +36,8 @@ class Seen:
 
     p50_ms: float
     p99_ms: float
-    per_second: float
-    """Answers."""
-    memory_mb: float
-    """Resident, at the end."""
+    per_second: float  # answers
+    memory_mb: float  # resident, at the end
 
 
 def ask(
@@ -49,13 +45,8 @@ def ask(
 ) -> dict[str, Seen]:
     """Send one picture again and again to a server of each file, from as many clients as twice its slots; one of one.
 
-    Args:
-        folder: an export.
-        files: of its graphs.
-        picture: a JPEG.
-        threads: `kd-serve --threads`.
-        slots: `kd-serve --slots`.
-        seconds: for each server, at most; three turns at least.
+    It is a JPEG; `threads` and `slots` are those of `kd-serve`. Each server takes `seconds` at most, three turns at
+    least.
     """
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}

@@ -63,9 +63,8 @@ class Endpoint:
 def evaluate(url: str, folder: Path) -> dict[str, float]:
     """Evaluate an endpoint on images at `folder/<label>/...`. A label may be a path, as in training.
 
-    Returns:
-        `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
-        endpoint rejected), `images_per_second`.
+    Return `images` (number answered), `accuracy` and `top5` (shares of those), `refused` (number of images that the
+    endpoint rejected), `images_per_second`.
     """
     files = sorted(_listing(folder))
     if not files:

@@ -29,8 +29,7 @@ HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
-FREE_CHUNKS = 64
-"""Chunks of a body that may be smaller than `Limits.min_chunk`."""
+FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`
 
 
 class Parser(h11.Connection):
@@ -80,10 +79,8 @@ class Shared:
     """The state that all connections of a server share."""
 
     limits: Limits
-    health_only: ASGI
-    """The application for connections beyond `Limits.max_connections`."""
-    spare: dict[Connection, None] = field(default_factory=dict)
-    """The open spare connections, oldest first."""
+    health_only: ASGI  # the application for connections beyond `Limits.max_connections`
+    spare: dict[Connection, None] = field(default_factory=dict)  # the open spare connections, oldest first
     _jobs: deque[Callable[[], None]] = field(default_factory=deque)
 
     def parse_later(self, job: Callable[[], None]) -> None:
@@ -187,14 +184,12 @@ class Connection(H11Protocol):
             self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop the deadline: everything is sent."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers and forget the connection."""
         self._stop_reading()
         self.resume_writing()
         self.shared.spare.pop(self, None)

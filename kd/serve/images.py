@@ -25,11 +25,9 @@ Image.MAX_IMAGE_PIXELS = None
 class Picture:
     """One decoded and cropped image, and a summary of it for the log."""
 
-    pixels: np.ndarray
-    """uint8 [3, S, S]."""
+    pixels: np.ndarray  # uint8 [3, S, S]
     summary: str
-    measures: tuple[float, float]
-    """See `kd.shift.measure`."""
+    measures: tuple[float, float]  # see `kd.shift.measure`
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:

@@ -11,34 +11,25 @@ MIB = 2**20
 class Limits:
     """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the server is busy."""
 
-    max_body: int = 6 * MIB
-    """Bytes of a request. SageMaker's real-time endpoints have the same limit."""
-    max_pixels: int = 25_000_000
-    """Width x height of an image. Read from its header, before pixels are decoded."""
-    max_images: int = 16
-    """Images in one request."""
+    max_body: int = 6 * MIB  # bytes of a request. SageMaker's real-time endpoints have the same limit.
+    max_pixels: int = 25_000_000  # width x height of an image. Read from its header, before pixels are decoded.
+    max_images: int = 16  # images in one request
     min_side: int = 4
-    max_aspect: float = 20.0
-    """Longer side over shorter side."""
+    max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = 64
     """Scans of a progressive JPEG. Each is a pass over all pixels, and a crafted file has thousands."""
-    max_in_flight: int = 32
-    """Requests that are being computed or wait for a thread. The next one gets 503 at once."""
-    max_buffered: int = 64 * MIB
-    """Bytes of all request bodies in memory."""
+    max_in_flight: int = 32  # requests that are being computed or wait for a thread. The next one gets 503 at once.
+    max_buffered: int = 64 * MIB  # bytes of all request bodies in memory
     max_connections: int = 512
     spare_connections: int = 256
     """Connections beyond `max_connections`, for health checks only. The oldest is closed to accept a new one."""
     max_header_bytes: int = 16_384
     max_header_lines: int = 100
-    min_chunk: int = 256
-    """Mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller."""
+    min_chunk: int = 256  # mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller
     header_seconds: float = 10.0
     """From the start of a connection, or of the next request on it, to the end of the headers."""
-    body_seconds: float = 10.0
-    """From the end of the headers to the end of the body."""
-    deadline: float = 10.0
-    """From the end of the body to the answer."""
+    body_seconds: float = 10.0  # from the end of the headers to the end of the body
+    deadline: float = 10.0  # from the end of the body to the answer
     write_seconds: float = 10.0
     """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
     drain_seconds: float = 0.0

@@ -32,14 +32,12 @@ class Metrics:
         self.stage(f"{route} total", seconds)
 
     def stage(self, name: str, seconds: float) -> None:
-        """Add a duration to the histogram of a stage."""
         with self._lock:
             buckets = self._buckets.setdefault(name, [0] * (len(BOUNDS) + 1))
             buckets[bisect_left(BOUNDS, seconds)] += 1
             self._sums[name] += seconds
 
     def images(self, count: int) -> None:
-        """Count answered images."""
         with self._lock:
             self._images += count
 

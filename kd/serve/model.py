@@ -28,17 +28,14 @@ WHERE = "export"
 class Output:
     """What the graph returns for an image."""
 
-    name: str
-    """"logits" of the labels, or "embedding": a vector of length 1."""
+    name: str  # "logits" of the labels, or "embedding": a vector of length 1
     width: int
     thresholds: tuple[float, ...] = ()
     """Where an image may have several labels: from which probability it has each. Empty: it has one."""
-    unsure: Bands = ()
-    """See `kd.files.sure`; empty: it does not say which answers are sure."""
+    unsure: Bands = ()  # see `kd.files.sure`; empty: it does not say which answers are sure
 
     @property
     def embeds(self) -> bool:
-        """Whether it is an embedding model, which has no labels."""
         return self.name == "embedding"
 
 
@@ -49,16 +46,12 @@ class Description:
     folder: Path
     file: str
     name: str
-    version: str
-    """First digits of the weights' hash, then the kind of graph unless it is model.onnx."""
+    version: str  # first digits of the weights' hash, then the kind of graph unless it is model.onnx
     labels: tuple[str, ...]
     output: Output
-    size: int
-    """Side of the crop, pixels."""
-    crop: float
-    """Share of the shorter side that the crop keeps."""
-    files: dict[str, str]
-    """The sha256 of each file, as manifest.json has it."""
+    size: int  # side of the crop, pixels
+    crop: float  # share of the shorter side that the crop keeps
+    files: dict[str, str]  # the sha256 of each file, as manifest.json has it
     reference: Reference | None
     """What the graph answered on validation images; None: an older export, or one without them."""
 
@@ -85,9 +78,7 @@ class Model(Description):
 def describe(folder: Path, file: str = "") -> Description:
     """Read an export's manifest and labels, not the graph.
 
-    Args:
-        folder: the export.
-        file: of the graph; "": the one that `kd-export --compare` picked, or model.onnx.
+    `file` is the graph's; "": the one that `kd-export --compare` picked, or model.onnx.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     if isinstance(manifest, dict) and not unchanged(manifest):

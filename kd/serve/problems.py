@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 1
-CLIENT_GONE = 499
-"""The client disconnected. This status is counted in the metrics and never sent; no RFC defines it."""
+CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
 
 class Problem(Exception):
@@ -23,13 +22,11 @@ class Problem(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON document."""
         title = "Client Closed Request" if self.status == CLIENT_GONE else HTTPStatus(self.status).phrase
         content = {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
         return json.dumps(content).encode()
 
     def response(self) -> Response:
-        """Return the HTTP response."""
         return Response(self.body, self.status, self.headers, MEDIA_TYPE)
 
 

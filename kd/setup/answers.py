@@ -14,19 +14,16 @@ from kd.setup.data import Data
 from kd.tasks.single_label import temperature
 from kd.types import Batch
 
-BATCH = 50
-"""Images of a forward."""
-LOOKED, SHOWN = 500, 12
-"""Images among which the surest mistakes are looked for; mistakes."""
+BATCH = 50  # images of a forward
+LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
 def ask(models: Mapping[str, Any], data: Data, images: int, device: torch.device) -> dict[str, Any]:
     """Run models over so many validation images as evaluation shows them, in float32; 0: all.
 
-    Returns:
-        JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and their
-        probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
-        probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
+    Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and
+    their probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
+    probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
     """
     dataset = data.views()[1]
     sampled = evenly_spaced(len(data.val), images or len(data.val))

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from kd import parts
-from kd.config.schema import BackendSection, OptimizerSection
+from kd.config.schema import BackendSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
 from kd.data.views import Views
@@ -24,13 +23,14 @@ from kd.evaluation import Evaluation, Evaluator, Split, Task
 from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.monitor.timeline import region
-from kd.optim import EMA, Schedule, groups
+from kd.optim import EMA, Schedule
 from kd.seeds import evenly_spaced
 from kd.setup.gate import choose_sifter
 from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
+from kd.setup.tuning import parameter_groups
 from kd.types import BackendFacts
 
 BANK = 10_000
@@ -71,13 +71,14 @@ def run_length(plan: LoopPlan, split: BatchSplit, views: int) -> RunLength:
         log=plan.every.log,
         evaluate=plan.every.evaluate,
         checkpoint=plan.every.checkpoint,
+        patience=plan.patience,
     )
 
 
-def build_optimizer(section: OptimizerSection, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
+def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
     """Build the optimizer with fused kernels where the device has them."""
-    network: nn.Module = getattr(module.student, "network", module.student)  # it knows what must not decay
-    parameters = groups([network, module.criterion], section.weight_decay)
+    section = plan.optimizer
+    parameters = parameter_groups(plan.tuning, section.weight_decay, module)
     fused = backend.device.type in ("cpu", "cuda")
     if section.kind == "sgd":
         options: dict[str, Any] = {"momentum": section.momentum, "nesterov": section.momentum > 0}
@@ -126,7 +127,7 @@ def assemble(plan: LoopPlan, length: RunLength, backend: Backend, made: Parts, r
         teacher=made.teacher,
         loader=made.loader,
         sifter=made.sifter,
-        optimizer=build_optimizer(section, distillation, backend),
+        optimizer=build_optimizer(plan, distillation, backend),
         schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
         average=EMA(distillation.student, section.ema) if section.ema else None,
         evaluator=made.evaluator,

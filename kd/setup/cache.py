@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from kd.config.schema import Cache
 from kd.contracts import Dataset, Teacher, TeacherModel
 from kd.errors import ConfigError, CorruptImage, ModelError
 from kd.files.records import record_bytes
-from kd.files.storage import hashed_folder
+from kd.files.storage import hashed_folder, log
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
 from kd.seeds import evenly_spaced
@@ -25,10 +24,8 @@ from kd.setup.recipe import Session, TeacherPlan
 from kd.setup.teacher import TeacherReport
 from kd.types import Batch
 
-CHECKED = 16
-"""Records that are computed again whenever a cache is opened."""
-SEARCHED = 4096
-"""Ids among which these are looked for first: a large cache is not read as a whole."""
+CHECKED = 16  # records that are computed again whenever a cache is opened
+SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole
 TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
 """Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
 BF16_TOLERANCE = 0.05
@@ -37,8 +34,6 @@ TF32_TOLERANCE = 0.01
 """The same where products may be rounded to TensorFloat-32, 10 bits: which are depends on the batch's shape."""
 QUANTIZED_TOLERANCE = 0.1
 """The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
-
-log = logging.getLogger("kd")
 
 
 def cache_identity(
@@ -127,13 +122,10 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
 
 
 def check_records(cached: CachedTeacher, session: Session, tolerance: float) -> None:
-    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes.
+    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes, all get the error.
 
     This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
     forward of `CHECKED` images; of a micro-batch, where each shape of a batch is compiled.
-
-    Raises:
-        ModelError: a record is not what the teacher answers now; on all ranks.
     """
     backend, found = session.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
     ids = _records(cached.store) if backend.rank == 0 else []

@@ -26,12 +26,9 @@ class DataPlan:
     """Which images a run sees, and how."""
 
     section: DataSection
-    seed: int
-    """Of the run; views and order depend on it."""
-    views: int
-    """How many views an image has; 0: a fresh one every epoch."""
-    folder: str
-    """`run.folder`, below which stores and caches lie."""
+    seed: int  # of the run; views and order depend on it
+    views: int  # how many views an image has; 0: a fresh one every epoch
+    folder: str  # `run.folder`, below which stores and caches lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +38,13 @@ class Data:
     plan: DataPlan
     train: Source
     val: Source
-    test: Source | None = None
-    """Images that only the end of a run looks at, where some are named or set aside."""
+    test: Source | None = None  # images that only the end of a run looks at, where some are named or set aside
     stored: tuple[Source, Source] | None = None
     """Training and validation images behind a store of decoded pixels, where there is one."""
-    teacher_classes: tuple[str, ...] = ()
-    """The teacher's classes, where the images have no labels."""
+    teacher_classes: tuple[str, ...] = ()  # the teacher's classes, where the images have no labels
 
     @property
     def section(self) -> DataSection:
-        """The section of the configuration."""
         return self.plan.section
 
     @property
@@ -71,7 +65,6 @@ class Data:
 
     @property
     def splits(self) -> dict[str, Source]:
-        """The splits by name, in the order in which they are used."""
         return {"train": self.train, "val": self.val, **({} if self.test is None else {"test": self.test})}
 
     @property
@@ -91,6 +84,8 @@ class Data:
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
         found = {"image_size": self.section.image_size, **asdict(self.section.augment)}
+        if not found["erase"]:  # the pixels are those from before this key
+            del found["erase"]
         if self.section.store != "none":  # a store changes the pixels
             from kd.setup.store import keep_rules
 
@@ -116,7 +111,6 @@ class Data:
         return torch.from_numpy(labels)
 
     def evaluate(self) -> Evaluate:
-        """Return what evaluation does to an image."""
         return Evaluate(self.section.image_size, self.section.eval_crop)
 
     def views(self) -> tuple[Views, Views]:
@@ -141,18 +135,15 @@ def open_sources(plan: DataPlan) -> Data:
     train = listed("train", None)
     val = listed("val", train.classes)
     if len(train.classes) < 2 and section.labels != "none":
-        raise DataError(
-            "data.kind",
-            f"the training split has {len(train.classes)} class ({', '.join(train.classes)})",
-            "At least two classes",
-            "Check that each class has a folder of its own; without labels, set data.labels=none",
-        )
+        wrong = f"the training split has {len(train.classes)} class ({', '.join(train.classes)})"
+        remedy = "Check that each class has a folder of its own; without labels, set data.labels=none"
+        raise DataError("data.kind", wrong, "At least two classes", remedy)
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
     named = parts.facts("datasets", section.kind, section.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
     if section.exclude:
-        from kd.data.excluded import without  # only where images are left out
+        from kd.data.subset import without  # only where images are left out
 
         splits = without(section.exclude, splits)
     train, val = splits["train"], splits["val"]
@@ -191,4 +182,4 @@ def train_transform(size: int, augment: Augment) -> Train:
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
-    return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy)
+    return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy, augment.erase)

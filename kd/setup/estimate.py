@@ -38,27 +38,17 @@ BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
 class Measured:
     """Milliseconds an image on this device, and what else a plan needs."""
 
-    fixed: float
-    """Of the student's step, whatever its size; milliseconds."""
-    step: float
-    """Student's forward, backward and optimizer."""
-    score: float
-    """Student's forward."""
-    teacher: float
-    """Teacher's forward; 0 without a teacher."""
-    fit: float
-    """A training step of the teacher; 0 where it is not fitted."""
-    load: float
-    """Loading in one process; 0 where the images do not exist yet."""
+    fixed: float  # of the student's step, whatever its size; milliseconds
+    step: float  # Student's forward, backward and optimizer
+    score: float  # Student's forward
+    teacher: float  # teacher's forward; 0 without a teacher
+    fit: float  # a training step of the teacher; 0 where it is not fitted
+    load: float  # loading in one process; 0 where the images do not exist yet
     gradient_mib: float
-    gflop: float
-    """Arithmetic of the student's step, of an image."""
-    teacher_gflop: float
-    """Arithmetic of the teacher's forward, as far as torch runs it."""
-    uncounted: str
-    """What else runs the teacher: "onnxruntime"."""
-    kernels: int
-    """Operators of both."""
+    gflop: float  # arithmetic of the student's step, of an image
+    teacher_gflop: float  # arithmetic of the teacher's forward, as far as torch runs it
+    uncounted: str  # what else runs the teacher: "onnxruntime"
+    kernels: int  # operators of both
     device: str
     accelerator: bool
     precision: str
@@ -140,14 +130,11 @@ def line_through(few: int, few_ms: float, count: int, count_ms: float) -> tuple[
 class Estimate:
     """How long a run takes on this device."""
 
-    seconds: dict[str, float]
-    """By part of the run."""
-    images_per_second: float
-    """Of the distillation."""
+    seconds: dict[str, float]  # by part of the run
+    images_per_second: float  # of the distillation
 
     @property
     def total(self) -> float:
-        """Return the seconds of all parts."""
         return sum(self.seconds.values())
 
 
@@ -169,7 +156,7 @@ def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fo
     if recipe.baseline is not None:
         parts["labels only"] = seconds(images, fixed + found.step)
     runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
-    times = max(1.0, images / split.batch_size / every if every else images / num_images)
+    times = max(1.0, images / split.batch_size / every if every else images / loop.epoch_images(num_images))
     times = runs * times + 1  # one before step 1
     parts["evaluations"] = seconds(times * len(data.val), found.score) + len(data.val) * found.teacher / 1000
     return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
@@ -183,7 +170,6 @@ def _with_loading(compute: float, load: float, workers: int, backend: Backend) -
 
 
 def _fitting(teacher: Classifier, student: StudentPlan, backend: Backend) -> Distillation:
-    """Return the teacher as a student of the labels."""
     ce = LossSection(kind="ce", options=parts.default_options("losses", "ce"))  # bce costs as much
     criterion = build_criterion([ce], [Dims(teacher.num_classes, 0, 0)], student.seed)
     task = build_task(TaskSection(kind="single_label"))

@@ -34,8 +34,7 @@ from kd.types import Dims
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
-MAP_DATASET = "kd.data.map_dataset"
-"""`data.kind` of a run of `kd.distill`."""
+MAP_DATASET = "kd.data.map_dataset"  # `data.kind` of a run of `kd.distill`
 
 
 def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
@@ -117,21 +116,14 @@ def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int)
 class Trust:
     """What a person vouches for who reads a run folder."""
 
-    code: bool
-    """`--trust`: what its configuration names may run."""
-    images: bool
-    """`--trust`, or the command line says where the images lie: they may be others than those of the run."""
+    code: bool  # `--trust`: what its configuration names may run
+    images: bool  # `--trust`, or the command line says where the images lie: they may be others than those of the run
 
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
         """Return what `--trust` and the overrides `key=value` of a command say."""
-        where = {
-            "data",
-            "data.kind",
-            "data.labels",
-            "data.exclude",
-            *(f"data.{field.name}" for field in fields(data.options)),
-        }
+        keys = ("data", "data.kind", "data.labels", "data.exclude")
+        where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
     def check_teacher(self, plan: TeacherPlan) -> None:

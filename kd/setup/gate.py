@@ -19,8 +19,7 @@ from kd.setup.recipe import LoopPlan, Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
 from kd.types import Costs, SiftContext
 
-LOADED, LOADED_SECONDS = 16, 1.0
-"""Images that are loaded to time loading, and when fewer are enough."""
+LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and when fewer are enough
 
 
 def sift_context(
@@ -30,6 +29,7 @@ def sift_context(
     split: BatchSplit,
     seed: int,
     views: int = 0,
+    balance: float = 0.0,
 ) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
     return SiftContext(
@@ -42,6 +42,7 @@ def sift_context(
         labels=labels,
         reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
         views=views,
+        balance=balance,
     )
 
 
@@ -50,10 +51,8 @@ class Gate:
     """The sifter of a run."""
 
     sifter: Sifter
-    decision: str = ""
-    """To record: the sifter's kind, or "none"; "": there was nothing to decide."""
-    summary: str = ""
-    """For a person."""
+    decision: str = ""  # to record: the sifter's kind, or "none"; "": there was nothing to decide
+    summary: str = ""  # for a person
 
 
 def choose_sifter(
@@ -65,7 +64,7 @@ def choose_sifter(
     """
     section, data, split = loop.sifter, session.data, session.split
     views = data.plan.views
-    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views)
+    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views, loop.balance)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
         return Gate(visit_everything(context), recorded)

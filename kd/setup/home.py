@@ -18,16 +18,14 @@ from kd.setup.recipe import TeacherPlan
 from kd.setup.teacher import Teachers, validation_pictures, validation_views
 from kd.types import Outputs
 
-LEAST_EQUAL = 0.5
-"""Share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0."""
+LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """What was found out about one teacher on validation images."""
 
-    where: str
-    """Config path of its section."""
+    where: str  # config path of its section
     text: str
     values: dict[str, float]
     """`images`. Where it came with a preprocessing: `of_std`, the largest difference in standard deviations of its

@@ -16,8 +16,7 @@ from kd.data.workers import require_shared_memory
 from kd.errors import ConfigError
 from kd.host import cores, shared_memory_mib
 
-MOST_WORKERS = 16
-"""Worker processes beside an accelerator at most."""
+MOST_WORKERS = 16  # worker processes beside an accelerator at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +42,13 @@ def split_batch(section: DataSection, world_size: int, num_images: int) -> Batch
     micro = section.micro_batch or share
     if rest or not share or share % micro:
         near = max(1, round(batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
-        raise ConfigError(
-            "data.batch_size",
-            f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}",
-            "batch_size = ranks x micros x micro_batch, all whole",
-            f"Set data.batch_size={near}, or change data.micro_batch",
-        )
+        wrong = f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}"
+        allowed = "batch_size = ranks x micros x micro_batch, all whole"
+        raise ConfigError("data.batch_size", wrong, allowed, f"Set data.batch_size={near}, or change data.micro_batch")
     if num_images < batch_size:
-        raise ConfigError(
-            "data.batch_size",
-            f"is {batch_size}, but the training split has {num_images} images",
-            "At most the size of the training split",
-            f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}",
-        )
+        wrong = f"is {batch_size}, but the training split has {num_images} images"
+        remedy = f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}"
+        raise ConfigError("data.batch_size", wrong, "At most the size of the training split", remedy)
     return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 

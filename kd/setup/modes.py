@@ -22,10 +22,8 @@ from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
 """What a trial of a form costs, with a second compilation where shapes change. A ViT-S at 224 px on two cores: its
 frozen forward compiles in 25 s, its export takes 9 s, and a session is added."""
-TRIAL_SHARE = 0.01
-"""Of the work that could get faster, what a trial may cost."""
-MARGIN = 0.05
-"""Share of the plain candidate's time that another must save to be taken."""
+TRIAL_SHARE = 0.01  # of the work that could get faster, what a trial may cost
+MARGIN = 0.05  # share of the plain candidate's time that another must save to be taken
 
 log = logging.getLogger("kd")
 
@@ -37,8 +35,7 @@ class ExecutionMode:
     """
 
     precision: str
-    kernel: str
-    """The attention kernel of torch, or the runtime of an exported graph."""
+    kernel: str  # the attention kernel of torch, or the runtime of an exported graph
     compiled: bool = False
 
     def __str__(self) -> str:
@@ -46,7 +43,6 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Read what `str` wrote."""
         precision, kernel, *rest = text.split("+")
         known = precision in ("fp32", "bf16", *QUANTIZED) and kernel in ("fused", "unfused", *RUNTIMES)
         if not known or rest not in ([], ["compiled"]):
@@ -93,17 +89,12 @@ class ExecutionMode:
 class Wanted:
     """What a configuration leaves open for one model."""
 
-    precision: str
-    """auto: float32 or bfloat16."""
-    attention: str
-    """auto: fused or unfused."""
+    precision: str  # auto: float32 or bfloat16
+    attention: str  # auto: fused or unfused
     compile: str
-    module: Any
-    """Whose attention layers are counted."""
-    exported: Sequence[ExecutionMode] = ()
-    """Graphs that may be compared with torch."""
-    rebuilt: bool = True
-    """Whether compiled and exported forms may be tried."""
+    module: Any  # whose attention layers are counted
+    exported: Sequence[ExecutionMode] = ()  # graphs that may be compared with torch
+    rebuilt: bool = True  # whether compiled and exported forms may be tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +104,10 @@ class Chosen:
     mode: ExecutionMode
     table: Mapping[ExecutionMode, float] = field(default_factory=dict)
     """Milliseconds of each candidate; empty where nothing was measured."""
-    summary: str = ""
-    """For a person, where a compiler or a runtime was tried; else ""."""
+    summary: str = ""  # for a person, where a compiler or a runtime was tried; else ""
 
     @property
     def record(self) -> dict[str, float]:
-        """The table with modes as text, for manifest.json."""
         return {str(mode): ms for mode, ms in self.table.items()}
 
 
@@ -126,10 +115,8 @@ class Chosen:
 class Workload:
     """What a run will ask of a model on this rank."""
 
-    images: int
-    """That it will run on; 0: unknown, or none."""
-    trial: int
-    """Images of a trial."""
+    images: int  # that it will run on; 0: unknown, or none
+    trial: int  # images of a trial
 
     def seconds(self, milliseconds: float) -> float:
         """Return the seconds of the whole run, where a trial takes so long."""

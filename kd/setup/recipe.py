@@ -18,18 +18,17 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
-    RunSection,
     SifterSection,
     StudentSection,
-    TaskSection,
     TeacherSection,
 )
+from kd.config.tuning import Tuning
 from kd.contracts import Backend
 from kd.errors import RunError
 from kd.evaluation import Task
-from kd.parts import default_options
 from kd.references import Referenced
 from kd.setup.data import Data, DataPlan
+from kd.setup.derived import labels_only, teacher_fit
 from kd.setup.loaders import BatchSplit
 from kd.setup.modes import ExecutionMode
 
@@ -96,6 +95,11 @@ class StudentPlan:
     where: str = "student"
     """Config path of its section, for messages; in a fit that of the teacher."""
 
+    @property
+    def tuned_by(self) -> str:
+        """Config path of `section.tuning`; all fits have one."""
+        return "student.tuning" if self.where == "student" else "teacher.fit.tuning"
+
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
@@ -105,8 +109,14 @@ class LoopPlan:
     steps: int
     """0: `epochs` decides."""
     every: Intervals
+    patience: int
+    """Evaluations in a row without a better score that end it; 0: none do."""
     optimizer: OptimizerSection
+    tuning: Tuning
+    """How single layers of the student learn."""
     sifter: SifterSection
+    balance: float
+    """`data.balance`: share of the images that an epoch draws; 0: all."""
     cached_views: int
     """Views of an image whose teacher outputs are stored; 0: no cache."""
     profile: tuple[int, ...]
@@ -115,7 +125,11 @@ class LoopPlan:
 
     def images(self, num_images: int, batch_size: int) -> int:
         """Return how many images the run trains on, all ranks together, where nothing is sifted."""
-        return self.steps * batch_size if self.steps else self.epochs * num_images
+        return self.steps * batch_size if self.steps else self.epochs * self.epoch_images(num_images)
+
+    def epoch_images(self, num_images: int) -> int:
+        """Return how many images an epoch draws, where nothing is sifted, up to one batch."""
+        return round((self.balance or 1.0) * num_images)
 
     @property
     def teacher_share(self) -> float:
@@ -172,8 +186,11 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         epochs=run.epochs,
         steps=run.steps,
         every=run.every,
+        patience=run.patience,
         optimizer=config.optimizer,
+        tuning=config.student.tuning,
         sifter=config.sifter,
+        balance=config.data.balance,
         cached_views=config.teacher.cache.views,
         profile=config.profile.steps,
         seed=run.seed,
@@ -198,63 +215,6 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
         own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "options")}
         found[where] = replace(section, **own, also=())
     return found
-
-
-def teacher_fit(config: Config, section: TeacherSection) -> Config:
-    """Return the run that fits a teacher: the teacher as a student of the labels."""
-    fit = section.fit
-    return Config(
-        run=RunSection(
-            folder=fit.folder,
-            seed=fit.seed,
-            epochs=max(1, fit.epochs),  # steps alone may say how long it is
-            steps=fit.steps,
-            every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
-            keep=1,
-            mirror=f"{config.run.mirror.rstrip('/')}/teachers" if config.run.mirror else "",
-        ),
-        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
-        data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
-        task=_task_of_labels(config.task),
-        student=StudentSection(
-            kind=section.kind,
-            model=section.model,
-            args=section.args,
-            init="pretrained" if section.pretrained else "scratch",
-            attention=section.attention,
-            options=section.options,
-        ),
-        teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
-        sifter=SifterSection(options=default_options("sifters", "none")),
-        optimizer=OptimizerSection(lr=fit.lr, weight_decay=fit.weight_decay, warmup=fit.warmup),
-        backend=config.backend,
-    )
-
-
-def labels_only(config: Config) -> Config:
-    """Return the same run without its teacher: same student, steps, batches and views; the labels' loss only."""
-    return replace(
-        config,
-        data=replace(config.data, views=config.data.views or config.teacher.cache.views),
-        run=replace(config.run, baseline=False),
-        teacher=TeacherSection(options=default_options("teachers", "timm")),
-        losses=on_labels(config.task),
-        sifter=SifterSection(options=default_options("sifters", "none")),
-    )
-
-
-def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
-    """Return the loss that learns labels alone."""
-    kind = build_task(section).label_loss
-    return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
-
-
-def _task_of_labels(section: TaskSection) -> TaskSection:
-    """Return the task of a model that learns labels: one with a classifier."""
-    if build_task(section).logits:
-        return section
-    return TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -361,12 +321,25 @@ FREE = (
 )
 
 
+# Keys that are younger than fitted teachers: at its default such a key is no part of their hash.
+YOUNGER = (
+    "run.patience",
+    "data.balance",
+    "data.augment.erase",
+    "student.tuning.",
+    "teacher.fit.patience",
+    "teacher.fit.tuning.",
+    "losses.0.class_weights",
+)
+
+
 def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
     """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
-    found = {}
+    found, defaults = {}, flatten(configuration.to_dict(Config()))
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
         free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # `module:function` names the kind
+        keys = {k: v for k, v in keys.items() if not k.startswith(YOUNGER) or v != defaults.get(k)}
         counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]

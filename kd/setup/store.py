@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +12,12 @@ from kd.config.schema import DataSection
 from kd.contracts import Backend, Source
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
 from kd.errors import CorruptImage, RunError
-from kd.files.storage import hashed_folder
+from kd.files.storage import hashed_folder, log
 from kd.host import free_mib
 from kd.seeds import evenly_spaced
 
-SAMPLE = 16
-"""Training images that are decoded to estimate the size of a store."""
-Splits = tuple[Source, Source]
-"""Training and validation images."""
-
-log = logging.getLogger("kd")
+SAMPLE = 16  # training images that are decoded to estimate the size of a store
+Splits = tuple[Source, Source]  # training and validation images
 
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
@@ -84,13 +79,12 @@ def _require_room(
         already = f", {_size(there)} of it there already" if there and not ram else ""
         where = "of memory are left here" if ram else f"are free at '{folder}'"
         remedy = "Set data.store=disk" if ram else "Free space, choose another run.folder"
-        raise RunError(
-            "data.store",
+        wrong = (
             f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
-            f"{_size(left)} {where}",
-            "One of none, ram and disk",
-            f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
+            f"{_size(left)} {where}"
         )
+        remedy = f"{remedy}, or a data.store_size near data.image_size, or data.store=none"
+        raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
         log.info("store: about %s of decoded images %s, %s of it there already", _size(total), where, _size(there))
@@ -109,7 +103,6 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the nearest folder above that is there already."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 

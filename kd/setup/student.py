@@ -21,6 +21,7 @@ from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode,
 from kd.setup.recipe import Session, StudentPlan
 from kd.setup.teacher import Teachers
 from kd.setup.trial import Trial, Work, trial_images
+from kd.setup.tuning import tune
 from kd.types import Dims
 
 
@@ -51,16 +52,19 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
     )
 
 
-def sizes(num_classes: int, student: Classifier, teachers: Sequence[TeacherModel], image_size: int) -> list[Dims]:
-    """Return the sizes from which losses build projectors, one for each teacher; one without teachers too."""
+def dims_of(data: Data, student: Classifier, teachers: Sequence[TeacherModel]) -> list[Dims]:
+    """Return what losses are built for, one for each teacher; one without teachers too."""
+    image_size, classes = data.section.image_size, tuple(data.classes)
     own, none = feature_shapes(student, image_size), (0, 0)
     return [
         Dims(
-            num_classes,
+            len(classes),
             own.get("pooled", (0,))[0],
             shapes.get("pooled", (0,))[0],
             own.get("tokens", none),  # type: ignore[arg-type]
             shapes.get("tokens", none),  # type: ignore[arg-type]
+            classes,
+            data.labels,
         )
         for shapes in [feature_shapes(one, image_size) for one in teachers] or [{}]
     ]
@@ -94,12 +98,12 @@ def build_criterion(
 
 def build_distillation(plan: StudentPlan, data: Data, teachers: Teachers) -> Distillation:
     """Build student and criterion as one nn.Module."""
-    size = data.section.image_size
-    student = build_student(plan, data.classes, size)
-    dims = sizes(len(data.classes), student, teachers.members, size)
+    student = build_student(plan, data.classes, data.section.image_size)
+    frozen = tune(plan, student)
+    dims = dims_of(data, student, teachers.members)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
-    return Distillation(student, criterion, plan.task)
+    return Distillation(student, criterion, plan.task, frozen)
 
 
 def choose_student(

@@ -30,10 +30,8 @@ from kd.setup.trial import Work, noise, trial_images
 from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PLAIN = ExecutionMode("fp32", "unfused")
-"""What other modes are compared with."""
-COMPARED = 16
-"""Validation images on which a teacher is compared with itself in float32."""
+PLAIN = ExecutionMode("fp32", "unfused")  # what other modes are compared with
+COMPARED = 16  # validation images on which a teacher is compared with itself in float32
 REAL, RANDOM, META = "real", "random", "meta"
 """Weights of a teacher: its own; random ones, where only its cost matters; none, on the meta device."""
 
@@ -42,15 +40,12 @@ REAL, RANDOM, META = "real", "random", "meta"
 class Teachers:
     """The teachers of a run as one model, and the data with its classes."""
 
-    model: TeacherModel | None
-    """None: the run learns labels alone."""
+    model: TeacherModel | None  # None: the run learns labels alone
     data: Data
-    members: Sequence[TeacherModel] = ()
-    """Each alone."""
+    members: Sequence[TeacherModel] = ()  # each alone
 
     @property
     def notes(self) -> list[str]:
-        """What they say of themselves, a line each."""
         return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
 
 
@@ -134,8 +129,7 @@ class TeacherReport:
     """The live teacher, and what was found out about it."""
 
     live: LiveTeacher | NoTeacher
-    chosen: Chosen | None = None
-    """Its execution mode, and the summary of what was compared; None without a teacher."""
+    chosen: Chosen | None = None  # its execution mode, and the summary of what was compared; None without a teacher
     error: dict[str, float] = field(default_factory=dict)
     """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
     standard deviation (`of_std`), and `images`; empty where nothing was compared."""
@@ -212,7 +206,6 @@ class TeacherFactory:
         self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
     def __call__(self, mode: ExecutionMode) -> LiveTeacher:
-        """Return the live teacher."""
         if not mode.rebuilt:
             return self._make(mode)
         if mode not in self._rebuilt:

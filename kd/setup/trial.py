@@ -16,13 +16,10 @@ from kd.errors import KdError
 from kd.types import Batch, Outputs
 
 HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
-CPU_TRIAL = 16
-"""Images of a trial on a CPU at most; an accelerator needs the whole micro-batch to be busy."""
+CPU_TRIAL = 16  # images of a trial on a CPU at most; an accelerator needs the whole micro-batch to be busy
 
-Work = Callable[[], torch.Tensor]
-"""Does a piece of work once and returns a tensor that is waited for."""
-Name = TypeVar("Name", bound=Hashable)
-"""Of a candidate: a text, or an execution mode."""
+Work = Callable[[], torch.Tensor]  # does a piece of work once and returns a tensor that is waited for
+Name = TypeVar("Name", bound=Hashable)  # of a candidate: a text, or an execution mode
 
 
 class Trial:
@@ -63,11 +60,9 @@ class Trial:
 
     @cached_property
     def outputs(self) -> Outputs:
-        """What the teacher returns for it."""
         return self.teacher(self.batch)
 
     def ask(self) -> torch.Tensor:
-        """Run the teacher."""
         return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:

@@ -48,11 +48,13 @@ def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator
 
 
 def full_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan a random permutation of all images, cut to a multiple of the global batch size.
+    """Plan a random permutation of all images, cut to a multiple of the global batch size, or a balanced share of them.
 
     Each epoch drops other images, so none is left out for good. Where an image has several views, each view drops a
     fixed set: after one epoch of a view, the teacher's cache has all logits of that view.
     """
+    if context.balance:
+        return balanced_plan(context, epoch)
     count, views = context.num_images, context.views
     remainder = count % context.batch_size
     ids = torch.randperm(count, generator=generator(context, "order", epoch))
@@ -63,6 +65,27 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
         stays[order[dropped % count]] = False
         ids = ids[stays[ids]]
     return Plan(ids=ids[: count - remainder], weights=torch.ones(count - remainder))
+
+
+def balanced_plan(context: SiftContext, epoch: int) -> Plan:
+    """Plan the share `context.balance` of the images, as many of each class as far as a class has so many.
+
+    No image is drawn twice: within an epoch both would have the same pixels.
+    """
+    count = num_selected(context, context.balance)
+    ids = torch.randperm(context.num_images, generator=generator(context, "subset", epoch))
+    ids = ids[torch.argsort(_rank_in_class(context.labels()[ids]), stable=True)]
+    return shuffled(context, epoch, ids[:count], torch.ones(count))
+
+
+def _rank_in_class(label_K: Tensor) -> Tensor:
+    """Return for each image how many images before it have its label, int64 [K]."""
+    by_class = torch.argsort(label_K, stable=True)
+    sizes = torch.bincount(label_K)
+    starts = sizes.cumsum(0) - sizes
+    rank_K = torch.empty_like(by_class)
+    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
+    return rank_K
 
 
 def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:

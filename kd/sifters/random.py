@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
-from kd.types import Plan, SiftContext, SifterFacts
+from kd.types import Plan, SiftContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,10 @@ class Options:
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
     """Last share of the run, in which epochs visit all images."""
-    balance: bool = False
-    """Visit the same number of images of each class, as far as a class has so many."""
+
+    REMOVED: ClassVar[dict[str, str]] = {
+        "balance": "Set data.balance to the share of the images that an epoch draws, without a sifter"
+    }
 
 
 class Random(Planned):
@@ -41,24 +43,7 @@ class Random(Planned):
             return full_plan(self.context, epoch)
         count = num_selected(self.context, self.options.keep)
         ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
-        if self.options.balance:
-            ids = ids[torch.argsort(_rank_in_class(self.context.labels()[ids]), stable=True)]
         return shuffled(self.context, epoch, ids[:count], torch.ones(count))
-
-
-def _rank_in_class(label_K: Tensor) -> Tensor:
-    """Return for each image how many images before it have its label, int64 [K]."""
-    by_class = torch.argsort(label_K, stable=True)
-    sizes = torch.bincount(label_K)
-    starts = sizes.cumsum(0) - sizes
-    rank_K = torch.empty_like(by_class)
-    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
-    return rank_K
-
-
-def facts(options: Options) -> SifterFacts:
-    """Return what others must know of it."""
-    return SifterFacts(by_class=options.balance)
 
 
 def build(options: Options, context: SiftContext) -> Random:

@@ -218,10 +218,8 @@ def _one(parts: list[Any], where: str) -> Any:
     for part in parts[1:]:
         equal = torch.equal(first, part) if isinstance(first, Tensor) and isinstance(part, Tensor) else first == part
         if not equal:
-            raise UnsupportedDataFormatException(
-                where,
-                f"is one value for the whole batch ({first!r}) and another ({part!r}) in the next one",
-                "Sifted samples of several batches share one value",
-                "Give it per sample, drop it, or use your own SiftingBatchTransform (batch_transforms)",
-            )
+            wrong = f"is one value for the whole batch ({first!r}) and another ({part!r}) in the next one"
+            allowed = "Sifted samples of several batches share one value"
+            remedy = "Give it per sample, drop it, or use your own SiftingBatchTransform (batch_transforms)"
+            raise UnsupportedDataFormatException(where, wrong, allowed, remedy)
     return first

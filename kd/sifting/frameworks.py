@@ -64,12 +64,10 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
     try:
         lengths = loader.epoch_lengths(num_full + 1)
     except TypeError:
-        raise SiftConfigValidationException(
-            "enable_sifting.set_epochs",
-            "is True, but the number of batches of an epoch is not known",
-            "It needs pick='fixed' and a dataset with a length",
-            "Set max_steps in the TrainingArguments instead",
-        ) from None
+        wrong = "is True, but the number of batches of an epoch is not known"
+        allowed = "It needs pick='fixed' and a dataset with a length"
+        remedy = "Set max_steps in the TrainingArguments instead"
+        raise SiftConfigValidationException("enable_sifting.set_epochs", wrong, allowed, remedy) from None
     last = int(lengths[num_full] * (epochs - num_full))
     return max(1, sum(length // accumulate for length in [*lengths[:num_full], last]))
 
@@ -81,9 +79,8 @@ def _callback_class() -> type[Any]:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
-    raise MissingExtra(
-        "TrainingMetricsRecorder", "Lightning is not installed", "", "pip install lightning (or pytorch-lightning)"
-    )
+    wrong = "Lightning is not installed"
+    raise MissingExtra("TrainingMetricsRecorder", wrong, "", "pip install lightning (or pytorch-lightning)")
 
 
 class TrainingMetricsRecorder:

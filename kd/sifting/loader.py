@@ -154,11 +154,9 @@ class SiftingDataloader:
     def _transformed(self, original: Any) -> SiftingBatch:
         batch = self.transform.transform(original)
         if not isinstance(batch, SiftingBatch):
-            raise UnsupportedDataFormatException(
-                "batch_transforms",
-                f"transform() returned a {type(batch).__name__}",
-                "It must return a SiftingBatch: ListBatch, TensorBatch or a class derived from SiftingBatch",
-            )
+            wrong = f"transform() returned a {type(batch).__name__}"
+            allowed = "It must return a SiftingBatch: ListBatch, TensorBatch or a class derived from SiftingBatch"
+            raise UnsupportedDataFormatException("batch_transforms", wrong, allowed)
         return batch
 
     def _delays(self) -> bool:

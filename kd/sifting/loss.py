@@ -44,12 +44,8 @@ def method_of(loss_impl: Any) -> LossMethod:
     """
     if loss_impl is None or isinstance(loss_impl, type):
         wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an object of it"
-        raise LossImplementationNotProvidedException(
-            "loss_impl",
-            wrong,
-            "It must be an object of a class derived from kd.sifting.Loss",
-            "Pass loss_impl=MyLoss()",
-        )
+        allowed = "It must be an object of a class derived from kd.sifting.Loss"
+        raise LossImplementationNotProvidedException("loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()")
     method = getattr(type(loss_impl), "loss", None)
     if not callable(method) or method is Loss.loss:
         raise _not_implemented(loss_impl)
@@ -57,12 +53,10 @@ def method_of(loss_impl: Any) -> LossMethod:
 
 
 def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
-    return LossImplementationNotProvidedException(
-        "loss_impl",
-        f"{type(loss_impl).__name__} does not implement loss()",
-        "loss(self, model, transformed_batch, original_batch) must return one value per sample",
-        "Write it as a method; an attribute of that name set in __init__ is not used",
-    )
+    wrong = f"{type(loss_impl).__name__} does not implement loss()"
+    allowed = "loss(self, model, transformed_batch, original_batch) must return one value per sample"
+    remedy = "Write it as a method; an attribute of that name set in __init__ is not used"
+    return LossImplementationNotProvidedException("loss_impl", wrong, allowed, remedy)
 
 
 def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any) -> Tensor:
@@ -77,12 +71,10 @@ def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, origi
     size = len(sifting)
     if not isinstance(losses, Tensor) or losses.numel() != size or (losses.ndim and len(losses) != size):
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise LossImplementationNotProvidedException(
-            "loss_impl",
-            f"loss() returned {shape} for {size} samples",
-            f"One value per sample is needed: [{size}]",
-            'Use reduction="none", and the mean over the other dimensions of a sample',
-        )
+        wrong = f"loss() returned {shape} for {size} samples"
+        allowed = f"One value per sample is needed: [{size}]"
+        remedy = 'Use reduction="none", and the mean over the other dimensions of a sample'
+        raise LossImplementationNotProvidedException("loss_impl", wrong, allowed, remedy)
     return losses.detach().reshape(size)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kd import config, parts
 from kd.config import Config
-from kd.config.flat import alternatives
+from kd.config.flat import alternatives, plain
 from kd.config.reads import reads
 from kd.errors import ConfigError
 from kd.files.storage import write_text
@@ -80,6 +80,9 @@ class Space:
         if not lists and not ranges:
             remedy = "Give a key two values or more: optimizer.lr=1e-3,3e-3"
             raise ConfigError("kd-sweep", "no key has several values", "key=a,b,c or key=LOW..HIGH", remedy)
+        if "student" in lists:  # each mapping is a whole section: no argument of another network stays
+            settings = plain(settings)
+            settings.pop("student", None)
         return cls(settings, fixed, lists, ranges)
 
     def combinations(self, number: int) -> list[dict[str, str]]:
@@ -105,9 +108,9 @@ class Space:
         """Load the configuration with these values, then `more` overrides."""
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
 
-    def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str]) -> Trial:
-        """Return a trial; `name` is that of the sweep's folder, `shared` what all runs of a sweep have in common."""
-        loaded = self.load(values, *shared, "run.baseline=false")
+    def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str], baseline: bool = False) -> Trial:
+        """Return a trial; `name` of the sweep's folder, `shared` overrides; `baseline`: with one, if settings have."""
+        loaded = self.load(values, *shared, *([] if baseline else ["run.baseline=false"]))
         keys = flatten(config.to_dict(loaded, values=True))
         free = (*FREE, "backend.threads")
         counted = {key: keys[key] for key in keys if key.startswith(COUNTED) or not key.startswith(free)}
@@ -147,6 +150,12 @@ def prepared_alike(trial: Trial) -> str:
     """Return a text that is equal for trials with the same teacher, cache and images."""
     one = trial.config
     return repr((one.data, one.teacher, one.task, one.backend, one.run.seed, reads(one.losses)))
+
+
+def student_alike(trial: Trial) -> str:
+    """Return a text that is equal for trials whose students cost the same: one network, at one size of images."""
+    one = trial.config.student
+    return repr((one.kind, one.model, one.args, one.options, trial.config.data.image_size))
 
 
 def write_yaml(trial: Trial, folder: Path) -> Path:

@@ -17,8 +17,9 @@ from kd.errors import FolderInUse, RunError
 from kd.files.storage import disk_error, lock, write_json, write_text
 from kd.host import cores
 from kd.scores import Column
+from kd.sweeps import frontier
 from kd.sweeps.processes import failure
-from kd.sweeps.space import Space, Trial, sharing
+from kd.sweeps.space import Space, Trial, sharing, student_alike
 from kd.sweeps.trials import Trials
 from kd.text import table
 
@@ -32,12 +33,13 @@ class Sweep:
     """What a sweep leaves."""
 
     folder: Path
-    """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml."""
+    """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml; frontier.svg."""
     best: Path
     """The best configuration, which `kd-train` takes."""
     rows: list[dict[str, Any]]
     """Of each trial, the best first: `trial`, `values`, `score` (of validation images), `why` it ended early, `curve`
-    (step, share of the run, score), and `interval` of the score where it is known."""
+    (step, share of the run, score), and `interval` of the score where it is known. Where the students differ also what
+    they cost, see `kd.sweeps.frontier.measured`."""
     fresh: list[dict[str, Any]]
     """The same of the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
     text: str
@@ -65,14 +67,15 @@ def sweep(
     first = space.load(combinations[0])
     folder = Path(first.run.folder) / f"{first.run.name}_sweep"
 
-    def made(values: Mapping[str, str], threads: int) -> Trial:
-        return space.trial(values, folder.name, sharing(space.load(values), threads))
+    def made(values: Mapping[str, str], threads: int, baseline: bool = False) -> Trial:
+        return space.trial(values, folder.name, sharing(space.load(values), threads), baseline)
 
-    every = {one.name: one for one in (made(values, 1) for values in combinations)}  # before anything is written
+    sized = len({student_alike(made(values, 1)) for values in combinations}) > 1
+    every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before anything is written
     Trials(folder, list(every.values()), by)
     with _held(folder):
         threads = _threads(folder, max(1, cores() // jobs))
-        tried = Trials(folder, [made(one.values, threads) for one in every.values()], by)
+        tried = Trials(folder, [made(one.values, threads, sized) for one in every.values()], by)
         log.info("sweep: %d trials in '%s', %d of them done", len(every), folder, len(every.keys() & tried.rows.keys()))
         tried.train(jobs)
         winner, column = _best(tried), tried.column()
@@ -85,7 +88,10 @@ def sweep(
             raise failure(next(iter(again.failed.values())))
         rows, fresh = _ranked(tried), [again.rows[trial.name] for trial in again.trials]
         hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
-        text = "\n\n".join([_table(rows, tried, column), flattery(rows, fresh, column), hints])
+        rows, reference = frontier.measured(tried, rows) if sized else (rows, {})
+        notes = [frontier.write(rows, reference, column, folder)] if sized else []
+        shown = _table(rows, tried, column, reference)
+        text = "\n\n".join([shown, *notes, flattery(rows, fresh, column), hints])
         write_text(folder / "sweep.md", text + "\n")
     return Sweep(folder, best, rows, fresh, text)
 
@@ -137,14 +143,21 @@ def _write_best(space: Space, winner: Trial, name: str, folder: Path) -> Path:
     return folder / "best.yaml"
 
 
-def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column) -> str:
-    title, cells = f"{column.title} (95 %)", []
-    for row in rows:
-        cells.append({**row["values"], title: _shown(row, column), "": row["why"] or "best" * (row is rows[0])})
+def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, reference: dict[str, Any]) -> str:
+    """Return the table of trials; `reference`: the row of their teacher, where the students differ."""
+    title, found = f"{column.title} (95 %)", []
+    more = frontier.cells([*rows, reference] if reference else rows, column)
+    for row, own in zip(rows, more, strict=False):
+        marks = [row["why"], "best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
+        shown = {**frontier.named(row["values"]), title: _shown(row, column), **own}
+        found.append({**shown, "": ", ".join(filter(None, marks))})
+    blank = dict.fromkeys(found[0], "-")
+    if reference:
+        found.append({**blank, title: column.text(reference["score"]), **more[-1], "": "the teacher"})
     for one in tried.trials:
         if one.name in tried.failed:
-            cells.append({**one.values, title: "-", "": f"failed: {tried.failed[one.name]}"})
-    return table(cells)
+            found.append({**blank, **frontier.named(one.values), "": f"failed: {tried.failed[one.name]}"})
+    return table(found)
 
 
 def _shown(found: dict[str, Any], column: Column) -> str:

@@ -17,7 +17,7 @@ from kd.scores import Column
 from kd.setup.recipe import resolve
 from kd.sweeps.median import Point, Verdict, judge
 from kd.sweeps.processes import Processes, failure
-from kd.sweeps.space import Trial, prepared_alike, write_yaml
+from kd.sweeps.space import Trial, prepared_alike, student_alike, write_yaml
 
 POLL = 0.5
 """Seconds between two looks at the trials."""
@@ -33,8 +33,8 @@ class Trials:
         self._journal, names = folder / "journal.jsonl", {trial.name for trial in trials}
         rows = [row for row in read_rows(self._journal, last=None) if row["trial"] in names and row["by"] == by]
         self.rows = {row["trial"]: row for row in rows}
-        self._scores = build_task(trials[0].config.task).scores
-        self._columns = {column.key: column for column in (*self._scores.own, *self._scores.pair)}
+        self.scores = build_task(trials[0].config.task).scores
+        self._columns = {column.key: column for column in (*self.scores.own, *self.scores.pair)}
         if by and by not in self._columns:
             raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", "Choose one of them")
 
@@ -42,7 +42,13 @@ class Trials:
         """Return the column of the score that counts, once a trial was evaluated."""
         key = self.by or next((row["key"] for row in self.rows.values()), "")
         known = (row for trial in self.trials for row in self._evaluations(trial))
-        return self._columns[key] if key else self._scores.deciding(next(known))
+        return self._columns[key] if key else self.scores.deciding(next(known))
+
+    def last_row(self, name: str) -> Mapping[str, Any]:
+        """Return the last scores of a run below the folder; {} where there is no such run."""
+        run = RunDir(self.folder / name)
+        scored = run.scored()
+        return run.best_row() if scored is None else scored.row
 
     def train(self, jobs: int, final: bool = False) -> None:
         """Train what is not recorded yet. `final`: also score the test images, and end no trial early."""
@@ -98,8 +104,15 @@ class Trials:
         if final or not any(curves):
             verdicts = [Verdict(float("inf") if done else 0.0) for done in ended]
         else:
-            recorded = {i for i, trial in enumerate(self.trials) if trial.name in self.rows}
-            verdicts = judge(curves, ended, recorded, self.column().smaller)
+            verdicts = [Verdict(0.0)] * len(curves)
+            alike: dict[str, list[int]] = {}
+            for i, trial in enumerate(self.trials):  # a student that is small is not hopeless because a large one leads
+                alike.setdefault(student_alike(trial), []).append(i)
+            for group in alike.values():
+                recorded = {at for at, i in enumerate(group) if self.trials[i].name in self.rows}
+                found = judge([curves[i] for i in group], [ended[i] for i in group], recorded, self.column().smaller)
+                for i, verdict in zip(group, found, strict=True):
+                    verdicts[i] = verdict
         known = self.rows.keys() | self.failed.keys()
         return [one for one in zip(self.trials, curves, verdicts, strict=True) if one[0].name not in known]
 
@@ -111,7 +124,7 @@ class Trials:
             return [Point(*point) for point in self.rows[trial.name]["curve"]]
         run, curve, best, score = trial.config.run, [], float("-inf"), 0.0
         for row in self._evaluations(trial):
-            decides = self._scores.deciding(row).key
+            decides = self.scores.deciding(row).key
             if row[decides] > best:  # as the loop finds the best checkpoint
                 best, score = row[decides], row[self.by or decides]
             share = row["step"] / run.steps if run.steps else row["epoch"] / run.epochs

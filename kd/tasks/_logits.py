@@ -35,14 +35,7 @@ class LogitsEvaluator:
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks.
-
-        Returns:
-            The row; empty if the evaluation was given up.
-
-        Raises:
-            DataError: no image has a weight, because none could be decoded.
-        """
+        """Evaluate over all ranks; the row is empty if the evaluation was given up."""
         was_training = student.training
         student.eval()
         keep = self.teacher is not None and not self._teacher_logits

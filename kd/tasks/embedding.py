@@ -21,16 +21,13 @@ from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
 from kd.types import Batch, Outputs
 
-NEIGHBOURS, TEMPERATURE = 20, 0.07
-"""Of the search, as in DINO (arXiv:2104.14294)."""
-RECALLED = 10
-"""Images that a search in the teacher's index returns."""
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
+RECALLED = 10  # images that a search in the teacher's index returns
 PROJECTED, TEACHER = "projected", "teacher"
 """Names of vectors: the student's in the first teacher's space, and that teacher's own."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
-MOST_BYTES = 1 << 30
-"""Of the teacher's outputs for validation images that are kept for the next evaluations."""
+MOST_BYTES = 1 << 30  # of the teacher's outputs for validation images that are kept for the next evaluations
 LABELS = "labels"
 SCORES = Scores(
     own=(
@@ -155,11 +152,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks; empty if the evaluation was given up.
-
-        Raises:
-            DataError: no validation image could be decoded.
-        """
+        """Evaluate over all ranks; empty if the evaluation was given up."""
         training = student.training
         student.eval()
         try:
@@ -264,10 +257,9 @@ def recalled(
 ) -> tuple[dict[str, Tensor], float]:
     """Search in a teacher's index with a student's vectors, all of length 1.
 
-    Returns:
-        For each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool [M],
-        of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
-        student finds too.
+    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool
+    [M], of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
+    student finds too.
     """
     count, right, found = min(RECALLED, len(bank_ND)), [], []
     for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):

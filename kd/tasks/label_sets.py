@@ -19,8 +19,7 @@ from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
 
-FEWEST = 10
-"""Images of a class from which its own threshold is chosen; with fewer it would fit chance."""
+FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
 SCORES = Scores(
     own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
     pair=(

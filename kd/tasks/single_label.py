@@ -18,10 +18,8 @@ from kd.scores import Column, GraphScores, Scores
 from kd.tasks._logits import LogitsEvaluator
 from kd.types import Batch
 
-NUM_BINS = 15
-"""Of the calibration error, as in arXiv:1706.04599."""
-LOWEST, HIGHEST = 0.01, 100.0
-"""Of a temperature."""
+NUM_BINS = 15  # of the calibration error, as in arXiv:1706.04599
+LOWEST, HIGHEST = 0.01, 100.0  # of a temperature
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error", smaller=True)),
     pair=(
@@ -92,7 +90,6 @@ class Evaluator(LogitsEvaluator):
     """
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return whether each answer is right."""
         return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
@@ -185,11 +182,7 @@ def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
 def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
     """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood.
 
-    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2.
-
-    Args:
-        logits_NC: float [N, C].
-        label_N: integers [N], each from 0 to C - 1.
+    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2; each label [N] is from 0 to C - 1.
     """
     logits_NC = logits_NC.double()
     logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])

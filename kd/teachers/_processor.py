@@ -25,21 +25,17 @@ from kd.models.load import Spec
 SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long_axis")
 """Switches of size and crop: kd shows every model the same square, resized bicubically."""
 KEYS = ("size", "crop_size", "crop_pct", "resample", "do_center_crop", "do_resize")
-SIDE = 32
-"""Of the noise, pixels."""
+SIDE = 32  # of the noise, pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What a processor does to pixels."""
 
-    size: int
-    """Side of the square that it makes, pixels; 0: any."""
-    mean: tuple[float, ...]
-    """Of each channel of an image in 0..1."""
+    size: int  # side of the square that it makes, pixels; 0: any
+    mean: tuple[float, ...]  # of each channel of an image in 0..1
     std: tuple[float, ...]
-    order: tuple[int, ...]
-    """The channel of the image that stands at each position of the model's input."""
+    order: tuple[int, ...]  # the channel of the image that stands at each position of the model's input
     home: Home
 
 
@@ -56,12 +52,9 @@ def read_processor(spec: Spec, hub: Any) -> Any:
             if there
             else f"'{spec.model}' has no preprocessor_config.json"
         )
-        raise ModelError(
-            f"{spec.where}.model",
-            f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized",
-            "",
-            "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)",
-        ) from error
+        wrong = f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized"
+        remedy = "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
+        raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:
@@ -163,6 +156,5 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
 
 
 def _keys(processor: Any, names: Sequence[str]) -> str:
-    """Return some of the processor's keys with their values."""
     found = processor.to_dict()
     return ", ".join(f"{name} {found[name]}" for name in names if found.get(name) is not None)

@@ -22,10 +22,8 @@ from kd.models.load import Spec
 from kd.teachers._processor import Preparation, measure, read_processor
 from kd.types import Outputs
 
-CLASSIFIER = "ForImageClassification"
-"""In the name of a class with a classifier."""
-HEADS = ("classifier", "head", "fc")
-"""How the names of their last layers end."""
+CLASSIFIER = "ForImageClassification"  # in the name of a class with a classifier
+HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
 
 
 def library(where: str) -> Any:
@@ -127,13 +125,10 @@ class Tower(nn.Module):
     def __init__(
         self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
     ) -> None:
-        """Wrap a model.
+        """Wrap a model of transformers.
 
-        Args:
-            model: of transformers.
-            order: the channel of the image at each position of its input.
-            patch: side of a patch, pixels; 0: it has no patches.
-            pick: picks logits from all.
+        `order`: the channel of the image at each position of its input. `patch`: side of a patch, pixels; 0: it has
+        none.
         """
         super().__init__()
         self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()

@@ -24,8 +24,7 @@ from kd.models.load import Images, Spec
 from kd.teachers._shared import columns, named, require_logits, to_logits
 from kd.types import Outputs, file_key
 
-CHECKED = 64
-"""Answers that are checked at a time."""
+CHECKED = 64  # answers that are checked at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +61,11 @@ class TableTeacher(nn.Module):
         self.notes: tuple[str, ...] = ()
 
     def validation(self, test: bool = False) -> TableTeacher:
-        """Return the same table, asked with the ids of validation images, or of test images."""
         other = copy.copy(self)
         other.split = 2 if test else 1
         return other
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of the answers and of whose they are."""
         digest = hashlib.sha256()
         for tensor in (self.values, *self.rows[:2]):  # no weight depends on answers for test images
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())

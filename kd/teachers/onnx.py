@@ -21,15 +21,7 @@ from kd.models.classifier import resized
 from kd.models.load import Spec
 from kd.models.runtimes import graph_files, open_session
 from kd.models.timm_folder import folder_config
-from kd.teachers._shared import (
-    check_normalization,
-    columns,
-    named,
-    require_logits,
-    require_normalization,
-    require_one_output,
-    to_logits,
-)
+from kd.teachers import _shared as shared
 from kd.types import Outputs, file_key
 
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -53,7 +45,7 @@ class Options:
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
-        check_normalization(self.mean, self.std)
+        shared.check_normalization(self.mean, self.std)
         if self.input_size < 0:
             raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
 
@@ -94,17 +86,16 @@ class GraphTeacher(nn.Module):
             wrong = "is set, but the graph takes uint8 and normalizes by itself"
             raise ModelError(f"{where}.mean", wrong, "", "Leave mean and std out")
         if self.dtype != np.uint8:
-            require_normalization(where, options.mean)
+            shared.require_normalization(where, options.mean)
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of the graph's files, and what its pixels go through."""
         digest = hashlib.sha256()
         for file in self.files:
             with file.open("rb") as opened:
                 while block := opened.read(1 << 24):
                     digest.update(block)
         numbers = [self.input_size, *self.options.mean, *self.options.std]
-        architecture = {"onnx": self.output, "outputs": self.options.outputs, **columns(self.pick)}
+        architecture = {"onnx": self.output, "outputs": self.options.outputs, **shared.columns(self.pick)}
         return {"teacher": digest.hexdigest(), "architecture": architecture, "input": numbers}
 
     def forward(self, image: Tensor) -> Outputs:
@@ -120,7 +111,8 @@ class GraphTeacher(nn.Module):
         if self.dtype == np.uint8:
             pixels = pixels.round().clamp(0, 255).to(torch.uint8)
         else:
-            mean, std = (torch.tensor(one, device=image.device).view(1, 3, 1, 1) for one in self._numbers())
+            numbers = self.options.mean, self.options.std
+            mean, std = (torch.tensor(one, device=image.device).view(1, 3, 1, 1) for one in numbers)
             pixels = (pixels / 255 - mean) / std
         pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
         array = pixels.cpu().numpy().astype(self.dtype, copy=False)
@@ -135,9 +127,6 @@ class GraphTeacher(nn.Module):
         filled = np.concatenate([array, np.repeat(array[:1], missing, 0)]) if missing else array
         return session.run([self.output], {self.input: filled})[0][: len(array)]
 
-    def _numbers(self) -> tuple[Sequence[float], Sequence[float]]:
-        return self.options.mean, self.options.std
-
     def _session(self) -> Any:
         """Return the session of torch's number of threads; a session has a fixed number."""
         threads = torch.get_num_threads()
@@ -151,7 +140,7 @@ class GraphTeacher(nn.Module):
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
     """Open the graph and ask it once."""
-    require_one_output(spec, features, "onnx")
+    shared.require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
@@ -174,9 +163,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not spec.logits:
         made.features = tuple(features)
         return made
-    require_logits(spec, first, options.outputs)
+    shared.require_logits(spec, first, options.outputs)
     spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
-    made.to_logits = to_logits(spec, options.outputs)
-    made.classes, made.pick = named(spec, first.shape[1], (), options.classes)
+    made.to_logits = shared.to_logits(spec, options.outputs)
+    made.classes, made.pick = shared.named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)
     return made

@@ -24,15 +24,7 @@ from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
-from kd.teachers._shared import (
-    check_normalization,
-    found_function,
-    named,
-    require_logits,
-    require_normalization,
-    require_one_output,
-    to_logits,
-)
+from kd.teachers import _shared as shared
 from kd.types import Outputs, TeacherFacts, file_key
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
@@ -55,7 +47,7 @@ class Options:
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
-        check_normalization(self.mean, self.std)
+        shared.check_normalization(self.mean, self.std)
         if self.input_size < 0:
             raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
 
@@ -76,9 +68,9 @@ class Embedder(Classifier):
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
     """Build the module, load its weights, and ask it once."""
-    require_one_output(spec, features, "torch")
-    function = found_function(spec)
-    require_normalization(spec.where, options.mean)
+    shared.require_one_output(spec, features, "torch")
+    function = shared.found_function(spec)
+    shared.require_normalization(spec.where, options.mean)
     try:
         inner = function(**spec.args)
     except TypeError as error:
@@ -92,18 +84,17 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
     described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
-    network = Network(inner.eval(), to_logits(spec, options.outputs))
+    network = Network(inner.eval(), shared.to_logits(spec, options.outputs))
     if not spec.logits:
         return wrap(network, num_classes=0, **described)
     first = _first(spec, inner, size)
-    require_logits(spec, first, options.outputs)
-    names, network.pick = named(spec, first.shape[1], (), options.classes)
+    shared.require_logits(spec, first, options.outputs)
+    names, network.pick = shared.named(spec, first.shape[1], (), options.classes)
     return wrap(network, num_classes=len(names), classes=names, **described)
 
 
 @torch.no_grad()
 def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
-    """Return the module's answer to two images of noise."""
     noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     weight = next(inner.parameters(), noise)
     try:

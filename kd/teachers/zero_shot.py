@@ -134,12 +134,10 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
     except Exception as error:  # transformers raises many types, all caused by the folder
-        raise ModelError(
-            f"{spec.where}.model",
-            f"'{spec.model}' has no tokenizer that can be loaded ({' '.join(str(error).split())[:150]})",
-            "Its tokenizer beside the model, or a file of vectors",
-            f"Add it to the folder, or set {spec.where}.vectors",
-        ) from error
+        wrong = f"'{spec.model}' has no tokenizer that can be loaded ({' '.join(str(error).split())[:150]})"
+        allowed = "Its tokenizer beside the model, or a file of vectors"
+        remedy = f"Add it to the folder, or set {spec.where}.vectors"
+        raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from error
     _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
     siglip = "siglip" in model.config.model_type  # trained on texts that are filled up to their full length
     most = model.config.text_config.max_position_embeddings

@@ -70,3 +70,19 @@ def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     )
     mib = [run.rows("train")[-1]["optimizer_mib"] for run in (whole, sharded)]
     assert mib[1] / mib[0] == pytest.approx(share, rel=0.35)  # whole tensors are dealt out, and these are few
+
+
+def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
+    """Weights and statistics of batch norm, of which a mean of three equal numbers would have other bits."""
+    frozen = "student.tuning={freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 99, layer_decay: 0.75}"
+    norm = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "student.args.depth=2")
+    run = plain(3, frozen, *norm, "optimizer.zero=true", "optimizer.ema=0.9", "optimizer.weight_decay=0.5")
+    first, last = run.checkpoint(5), run.checkpoint()
+    still = {n for n in first if n.startswith(tuple(f"{prefix}network." for prefix in ("model.student.", "average.")))}
+    held = {n for n in still if "network.patch_embed." in n or "network.blocks.0." in n}
+    assert any(n.endswith("running_var") for n in held)
+    bits = [{n: found[n].flatten().view(torch.uint8) for n in still} for found in (first, last)]
+    assert [n for n in held if not torch.equal(bits[0][n], bits[1][n])] == []
+    assert {n for n in still - held if "blocks.1." in n and not torch.equal(bits[0][n], bits[1][n])}
+    untouched = run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json"
+    assert '"lr_scale"' in untouched.read_text()

@@ -19,6 +19,13 @@ NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "
 # most weights are of a convolution: the network then keeps channels last in memory
 CONVOLVED = ("student.args.patch_size=16", "optimizer.ema=0.9")
 LONE = ("optimizer.ema=0.9",)
+# thawed at step 15
+TUNED = (
+    "student.tuning.layer_decay=0.75",
+    "student.tuning={head_lr: 4, freeze: [patch_embed.*], freeze_epochs: 5}",
+    "optimizer.zero=true",
+    *NORM,
+)
 SIFTED = ("sifter.history=true", "optimizer.zero=true")
 
 
@@ -40,6 +47,7 @@ def same_bits(one, other) -> bool:
         pytest.param(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
         pytest.param(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
         pytest.param(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
+        pytest.param(2, TUNED, "1:13", 10, id="two ranks, ZeRO, frozen for a while, rates of layers"),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, die, step):

@@ -240,7 +240,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
             ["losses=[{kind: cosine}]", "run.baseline=false"],
             ("data.labels", "the task embedding is", "data.labels=none"),
         ),
-        (["sifter={kind: random, balance: true}"], ("sifter.balance", "several labels")),
+        (["data.balance=0.5"], ("data.balance", "several labels")),
         (["teacher.cache.topk=2"], ("teacher.cache.topk", "softmax")),
     ],
 )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from kd import config
+from kd.config.flat import plain
 from kd.models.load import Spec, load
+from kd.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import cut
+import frontier
 import proof
 import variants
 
@@ -68,3 +75,37 @@ def test_each_student_of_variants_can_be_built(name):
     loaded = config.load(content, keys)
     student = loaded.student
     load(Spec("student", student.model, dict(student.args), variants.LABELS), loaded.data.image_size)
+
+
+def test_cut_weights_are_evenly_spaced_entries_of_the_teacher():
+    teacher, student = cut.network(40).state_dict(), cut.network(16).state_dict()
+    weights = cut.selected(teacher, student)
+    rows, columns = (np.round(np.linspace(0, many - 1, few)).astype(int) for many, few in ((80, 32), (40, 16)))
+    assert np.array_equal(weights["1.0.weight"], teacher["1.0.weight"].numpy()[np.ix_(rows, columns)])
+    made = cut.network(16)
+    made.load_state_dict(weights)
+    assert torch.isfinite(made(torch.zeros(2, 3, 32, 32))).all()
+
+
+@pytest.mark.parametrize("name", list(frontier.STUDENTS))
+def test_each_student_of_the_frontier_is_a_configuration(name):
+    student, every = frontier.STUDENTS[name], ",".join(map(json.dumps, frontier.STUDENTS.values()))
+    space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
+    (one,) = (space.load(values) for values in space.combinations(0) if json.loads(values["student"]) == student)
+    assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
+    assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
+
+
+def test_the_command_of_the_frontier_names_no_path_of_this_machine():
+    argv = [
+        "x.py",
+        "data.root=/data/c",
+        "teacher.checkpoint=~/t.pth",
+        "run.folder=/tmp/x",
+        "run.epochs=1",
+        "--jobs",
+        "2",
+    ]
+    assert frontier.shown(argv) == (
+        "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER run.epochs=1 --jobs 2"
+    )

@@ -48,7 +48,7 @@ def test_everything_wrong_is_in_one_report():
         "run": {"epoks": 3, "seed": -1, "every": {"log": 0}},
         "data": {"kind": "imagefolder", "batch_size": "many", "augment": {"flip": 2}},
         "student": {"model": "vit_tiny_patch16_224", "init": "magic"},
-        "teacher": {"fit": {"lr": 0}},
+        "teacher": {"fit": {"lr": -1}},
         "losses": [{"kind": "kll"}, {"kind": "ce", "wieght": 2}, {"kind": "kl", "temperature": -1}],
         "optimiser": {"lr": 1},
         "optimizer": {"zero": "perhaps", "betas": "high"},
@@ -56,16 +56,16 @@ def test_everything_wrong_is_in_one_report():
     }
     found = errors_of(raw)
     expected = {
-        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, mirror, name, seed, "
-        "steps, trackers. Did you mean 'epochs'?",
+        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, mirror, name, "
+        "patience, seed, steps, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
         "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1. Change the value.",
         "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1. Change the value.",
         "data.root": "data.root: is missing. Allowed: text. Add it.",
         "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained. Change the value.",
-        "teacher.fit.lr": "teacher.fit.lr: is 0. Allowed: a number > 0. Change the value.",
-        "losses[1].wieght": "losses[1].wieght: no such key. Allowed: kind, label_smoothing, weight. "
+        "teacher.fit.lr": "teacher.fit.lr: is -1. Allowed: a number >= 0. Change the value.",
+        "losses[1].wieght": "losses[1].wieght: no such key. Allowed: class_weights, kind, label_smoothing, weight. "
         "Did you mean 'weight'?",
         "losses[2]": "losses[2]: temperature must be finite and > 0, is -1. Change the value.",
         "optimizer.zero": "optimizer.zero: is 'perhaps'. Allowed: true or false. Change the value.",

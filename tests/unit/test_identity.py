@@ -58,6 +58,13 @@ def test_two_fits_that_differ_never_share_a_teacher(one, other):
     assert fitted(one) == fitted(one)
 
 
+def test_a_fit_is_found_again_by_a_version_with_more_keys():
+    """Hashes of commit 17adf1c, which had neither `tuning`, `patience`, `balance` and `erase` nor a rate of 0."""
+    assert fitted() == fitted("teacher.fit.lr=1e-3") == "vit_tiny_patch16_224-81f8a69e002e"
+    pretrained = [fitted("teacher.pretrained=true", *more) for more in ([], ["teacher.fit.lr=5e-5"])]
+    assert pretrained == 2 * ["vit_tiny_patch16_224-82dbd696f7f0"]
+
+
 def loaded(classes=("apple", "fig"), **args):
     """Return a teacher whose weights are the same whatever the arguments."""
     sizes = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
@@ -148,6 +155,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.seed": ("CR", "1"),
     "run.epochs": ("R", "11"),
     "run.steps": ("R", "7"),
+    "run.patience": ("R", "2"),
     "run.every.log": ("", "3"),
     "run.every.evaluate": ("", "3"),
     "run.every.checkpoint": ("", "3"),
@@ -213,6 +221,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.deadline": ("", "5"),
     "data.store": ("FCR", "none"),
     "data.store_size": ("FCSR", "300"),
+    "data.balance": ("FR", "0.5"),
     "data.views": ("R", "2"),
     "data.on_corrupt": ("FR", "skip"),
     "data.max_skipped": ("", "0.5"),  # it can only end a run
@@ -220,6 +229,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.augment.flip": ("FCR", "0.1"),
     "data.augment.jitter": ("FCR", "0.1"),
     "data.augment.policy": ("FCR", "rand-m9"),
+    "data.augment.erase": ("FCR", "0.5"),
     "data.augment.mixup": ("FCR", "0.5"),
     "data.augment.cutmix": ("FCR", "0.5"),
     "data.augment.mix_probability": ("FCR", "0.5"),
@@ -255,6 +265,11 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.label_smoothing": ("FR", "0.2"),
     "teacher.fit.warmup": ("FR", "0.1"),
     "teacher.fit.evaluate": ("FR", "5"),
+    "teacher.fit.patience": ("FR", "2"),
+    "teacher.fit.tuning.layer_decay": ("FR", "0.75"),
+    "teacher.fit.tuning.head_lr": ("FR", "10"),
+    "teacher.fit.tuning.freeze": ("FR", "[blocks.0.*]"),
+    "teacher.fit.tuning.freeze_epochs": ("FR", "1", "teacher.fit.tuning.freeze=[blocks.0.*]"),
     "teacher.fit.seed": ("FR", "1"),
     "teacher.fit.folder": ("R", "elsewhere"),
     "student.kind": ("R", "torch"),
@@ -264,11 +279,16 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "student.attention": ("R", "fused"),
     "student.compile": ("R", "on"),
     "student.checkpoint": ("R", "a", "student.init=pretrained"),
+    "student.tuning.layer_decay": ("R", "0.75"),
+    "student.tuning.head_lr": ("R", "10"),
+    "student.tuning.freeze": ("R", "[blocks.0.*]"),
+    "student.tuning.freeze_epochs": ("R", "1", "student.tuning.freeze=[blocks.0.*]"),
     "losses[].kind": ("R", "ce"),
     "losses[].weight": ("R", "2"),
     "losses[].label_smoothing [bce]": ("R", "0.1", TRAYS[0], *ALONE, "losses=[{kind: bce}]"),
     "losses[].temperature [binary_kl]": ("R", "3", *TRAYS),
     "losses[].label_smoothing [ce]": ("R", "0.1", *loss("ce")),
+    "losses[].class_weights [ce]": ("R", "balanced", *loss("ce")),
     "losses[].beta [dist]": ("R", "2", *loss("dist")),
     "losses[].gamma [dist]": ("R", "2", *loss("dist")),
     "losses[].temperature [dist]": ("R", "3", *loss("dist")),
@@ -285,7 +305,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.anneal [history]": ("R", "0.2", *HISTORY),
     "sifter.refresh [history]": ("R", "5", *HISTORY),
     "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
-    "sifter.balance [random]": ("R", "true", "sifter.kind=random"),
     "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
     "sifter.anneal [random]": ("R", "0.2", "sifter.kind=random"),
     "sifter.beta_value [relative]": ("R", "2", *RELATIVE),

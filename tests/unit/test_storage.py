@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kd.errors import RunError
+from kd.files.records import Records, Stop
 from kd.files.storage import (
-    Records,
-    Stop,
     atomic_folder,
     hashed_folder,
     lock,

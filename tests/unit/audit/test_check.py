@@ -15,7 +15,7 @@ from kd import config
 from kd.audit.lists import read_repeats
 from kd.contracts import Noted, Source, Stamped
 from kd.errors import CorruptImage, DataError
-from kd.jobs.look import look
+from kd.jobs.forecast import look
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 
@@ -159,7 +159,7 @@ def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp
     with (folder / "audit/duplicates.csv").open("a") as file:
         file.write("a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n")
         file.write("a part,0.9,train,train/fig/gone.jpg,fig,val,val/fig/00.jpg,fig\n")
-    monkeypatch.setattr("kd.jobs.look.MOST_LOOKED", 51)
+    monkeypatch.setattr("kd.jobs.forecast.MOST_LOOKED", 51)
     assert "decoded 51 of 52" in look(splits, "error", folder)[0]
     names = [pair.one.name for pair in read_repeats(folder / "audit")]
     assert "train/fig/00.jpg" in names

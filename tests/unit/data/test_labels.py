@@ -129,7 +129,7 @@ def test_a_mixed_image_counts_where_both_labels_are_known():
         (["run.baseline=true"], r"run\.baseline: needs labels"),
         (["teacher.min_accuracy=0.5"], r"teacher\.min_accuracy: needs labels"),
         (["teacher.fit.epochs=2"], r"teacher\.fit\.epochs: needs labels"),
-        (["sifter.kind=random", "sifter.balance=true"], r"data\.labels: is none, but sifter\.balance"),
+        (["data.balance=0.5"], r"data\.labels: is none, but data\.balance"),
     ],
 )
 def test_what_needs_labels_is_refused(settings, overrides, message):

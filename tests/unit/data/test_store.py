@@ -26,7 +26,7 @@ from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, ope
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.datasets import imagefolder
 from kd.errors import CorruptImage, DataError, RunError
-from kd.files.storage import Records
+from kd.files.records import Records
 from kd.setup.build import build_backend
 from kd.setup.store import open_store
 from kd.types import Decoded, Plan

@@ -7,9 +7,11 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from timm.data.random_erasing import RandomErasing
 
-from kd.data.views import Evaluate, Train, build_policy, random_box
+from kd.data.views import Evaluate, Train, build_policy, erase, random_box
 
 POLICIES = [
     "rand-m9-mstd0.5",
@@ -151,3 +153,51 @@ def test_posterize_to_no_bits_keeps_one():
 def test_policies_that_timm_does_not_know(policy):
     with pytest.raises(ValueError, match="is not a policy that timm knows"):
         build_policy(policy, 16)
+
+
+def test_an_erased_rectangle_is_timms_pixel_mode():
+    """Area, aspect, place and noise of 500 draws against what timm's RandomErasing draws on normalized black images."""
+    size, rng = 96, random.Random(0)
+    black = Image.new("RGB", (size, size))
+    ours, values = [], []
+    for _ in range(500):
+        pixels = np.asarray(erase(black, rng)).astype(float)
+        ours.append(rectangle(np.abs(pixels).sum(2) > 0))
+        values.append(pixels[pixels.sum(2) > 0])
+    random.seed(0)
+    torch.manual_seed(0)
+    erasing, theirs = RandomErasing(1.0, mode="pixel", device="cpu"), []
+    for _ in range(500):
+        theirs.append(rectangle(erasing(torch.zeros(3, size, size)).abs().sum(0).numpy() > 0))
+    assert np.asarray(black).sum() == 0  # what was passed in is left alone
+    for mine, its in zip(np.array(ours).T, np.array(theirs).T, strict=True):
+        assert np.mean(mine) == pytest.approx(np.mean(its), abs=4 * np.hypot(np.std(mine), np.std(its)) / 500**0.5)
+        assert np.std(mine) == pytest.approx(np.std(its), rel=0.15)
+    shares = [height * width / size**2 for _, _, height, width in ours]
+    assert 0.015 < min(shares) < 0.05 < 0.3 < max(shares) < 0.35
+    noise = np.concatenate(values)
+    assert noise.mean(0) == pytest.approx([123.7, 116.3, 103.5], abs=2)
+    assert noise.std(0) == pytest.approx([58.4, 57.1, 57.4], abs=3)  # cut off at 0 and 255
+
+
+def rectangle(erased: np.ndarray) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of what was erased, which must be one rectangle."""
+    rows, columns = np.flatnonzero(erased.any(1)), np.flatnonzero(erased.any(0))
+    height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
+    assert erased.sum() > 0.99 * height * width  # noise may be black
+    return rows[0], columns[0], height, width
+
+
+def test_erasing_is_a_function_of_the_generator_and_leaves_other_draws_alone():
+    picture = noise(64, 48)
+    plain, some, every = (Train(32, 0.35, 0.5, 0.3, erase=share) for share in (0.0, 0.5, 1.0))
+    erased = 0
+    for seed in range(40):
+        images = [np.asarray(each(picture, random.Random(seed))) for each in (plain, some, some, every)]
+        assert np.array_equal(images[1], images[2])
+        changed = (images[0] != images[3]).any(2)
+        assert 0.01 < changed.mean() < 0.36
+        rectangle(changed)
+        assert np.array_equal(images[1], images[0]) or np.array_equal(images[1], images[3])
+        erased += not np.array_equal(images[1], images[0])
+    assert 10 < erased < 30

@@ -257,6 +257,27 @@ RUNS = {
         "run.every.checkpoint=1",
         "student.args.proj_drop_rate=0.3",
     ),
+    "frozen for an epoch, rates of layers": (
+        "student.model=xcit_nano_12_p8_224",
+        "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1, drop_path_rate: 0.3}",
+        "student.tuning={layer_decay: 0.75, head_lr: 4, freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 1}",
+        "optimizer.ema=0.9",
+        "run.every.checkpoint=2",
+    ),
+    "ended by patience": (
+        "run.epochs=9",
+        "optimizer.lr=1e-12",
+        "run.patience=2",
+        "run.every.evaluate=3",
+        "run.every.checkpoint=2",
+    ),
+    "balanced, erased, patches dropped": (
+        "data.balance=0.7",
+        "data.augment.erase=0.5",
+        "student.args.patch_drop_rate=0.5",
+        "losses=[{kind: kl}, {kind: ce, class_weights: balanced}]",
+        "run.every.checkpoint=1",
+    ),
 }
 
 

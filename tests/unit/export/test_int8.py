@@ -14,6 +14,7 @@ import torch
 from pieces import base, paint
 
 from kd import config
+from kd.errors import MissingExtra
 from kd.export import export as _export
 from kd.export import int8
 from kd.export.int8 import DYNAMIC, STATIC, Exam
@@ -23,6 +24,8 @@ from kd.intervals import paired
 from kd.jobs.train import train
 from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.models.load import Spec
+from kd.models.load import load as load_model
 from kd.serve.model import describe, load
 from kd.setup.build import distributed
 from kd.setup.data import open_data
@@ -114,6 +117,26 @@ def test_the_second_rung_holds_and_is_served(distilled, outliers, command, tmp_p
     image = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), np.uint8)
     served = load(describe(target, STATIC), 1, 1).engine(image)
     np.testing.assert_allclose(served, runtimes.openvino_runner(target / STATIC, 1)(image), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_rung_does_not_hold_where_convolutions_stay_as_they_are(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    student = load_model(Spec("student", "lcnet_050", {}, ["a", "b"], free_size=True), 32).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 3, 32, 32), np.uint8)
+
+    def images(limit: int = 0):
+        yield pixels, np.zeros(len(pixels), np.int64)
+
+    runtimes.write_onnx(runtimes.export_program(student, 32), tmp_path / int8.ONNX)
+    exam = Exam.of(SingleLabel(), student, images)
+    ladder = int8.Ladder(folder=tmp_path, student=student, size=32, exam=exam, views=images, max_drop=1.0)
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(MissingExtra, match=r"leaves convolutions in float32, .* % of the weights"):
+        ladder.climb()
+    (first,) = ladder.rungs
+    weights = {name: one.numel() for name, one in student.network.named_parameters() if one.ndim > 1}
+    linear = sum(count for name, count in weights.items() if name.startswith("classifier"))
+    assert first.share == pytest.approx(linear / sum(weights.values()), abs=0.01)
 
 
 @NNCF

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from kd.errors import ModelError, RunError
-from kd.files.storage import Records, record_bytes
+from kd.files.records import Records, record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher

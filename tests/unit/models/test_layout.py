@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 
 from kd.models.load import Spec, load
+from kd.models.timm_folder import export_files
 
 SMALL = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
@@ -48,6 +52,16 @@ def test_a_size_in_the_arguments_stands():
     assert built("resnet18", described, free_size=True).input_size == 96
 
 
-def test_a_network_of_one_size_keeps_it():
-    assert timm.get_pretrained_cfg("levit_128s").fixed_input_size
-    assert built("levit_128s", free_size=True).input_size == 224
+@pytest.mark.parametrize(
+    "model", ["levit_128s", "efficientvit_m0", "mobilevit_xxs", "lcnet_050", "vit_tiny_patch16_224"]
+)
+def test_it_is_built_exported_and_loaded_for_the_images_of_the_data(model, tmp_path):
+    made = built(model, free_size=True).eval()
+    content, tensors = export_files(made, ["a", "b"], 1.0)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = load(Spec("teacher", str(tmp_path), {}, ["a", "b"], pretrained=True, exact_head=True), 96).eval()
+    assert (made.input_size, again.input_size) == (64, 64)
+    image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        torch.testing.assert_close(again(image).logits, made(image).logits)

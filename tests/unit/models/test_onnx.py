@@ -43,7 +43,7 @@ def test_every_graph_is_the_classifier(name, args, size, tmp_path):
     model = student(name, args, size)
     program = onnx.export_program(model, size)
     onnx.write_onnx(program, tmp_path / "model.onnx")
-    onnx.write_program(program, tmp_path / "model.pt2")
+    torch.export.save(program, tmp_path / "model.pt2")
     written = onnx_package.load(tmp_path / "model.onnx")
     assert [entry.version for entry in written.opset_import if entry.domain == ""] == [onnx.OPSET]
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".onnx" or "data" in path.name] == ["model.onnx"]

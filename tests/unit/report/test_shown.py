@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,11 @@ import pytest
 from kd.export.card import Card
 from kd.export.card import render as card_text
 from kd.progress.console import Console
-from kd.progress.summary import curves, summary
+from kd.progress.summary import Trained, curves, summary
 from kd.report.page import render
 from kd.report.record import RunRecord, price_rows
 from kd.report.text import summary as text
-from kd.scores import Column, Scored, Scores
+from kd.scores import Column, Scores
 from kd.tasks import embedding, label_sets, single_label
 from kd.types import State
 
@@ -35,19 +35,8 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@dataclass(frozen=True)
-class Trained:
-    folder: Path = Path("runs/depth")
-    metrics: dict | tuple = ()
-    scored: Scored | None = None
-    parameters: int = 2_000_000
-    images_per_second: float = 40.0
-    teacher_parameters: int = 8_000_000
-    sifting: str = ""
-    steps: int = 40
-    skipped: int = 0
-    at_home: tuple[str, ...] = ()
-    baseline: Trained | None = None
+def trained(metrics: dict, baseline: Trained | None = None) -> Trained:
+    return Trained(Path("runs/depth"), metrics, 2_000_000, 40.0, teacher_parameters=8_000_000, baseline=baseline)
 
 
 def record(name: str = "depth", **changes) -> RunRecord:
@@ -72,32 +61,32 @@ def test_console(capsys):
 
 
 def test_summary():
-    baseline = Trained(metrics=ALONE[0])
-    found = words(summary("depth", 0, Trained(metrics=VAL[0], baseline=baseline), DEPTH))
+    baseline = trained(metrics=ALONE[0])
+    found = words(summary("depth", 0, trained(metrics=VAL[0], baseline=baseline), DEPTH))
     assert "| model | within a quarter | mean absolute error |" in found
     assert "| teacher | 87.5 % | 0.1250 | 8.00 M | - |" in found
     assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in found
     assert "| student, labels only | 25.0 % | 0.8125 |" in found
     assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
     assert "by within a quarter 75.0 %; seed 0" in found
-    assert summary("depth", 0, Trained(metrics={}), DEPTH) == ""
+    assert summary("depth", 0, trained(metrics={}), DEPTH) == ""
     lines = curves(TRAIN, VAL, DEPTH).splitlines()
     assert any(line.startswith("mean absolute error") and line.endswith("0.3750 -> 0.6250") for line in lines)
 
 
 def test_summary_without_labels_and_without_a_teacher():
-    unlabelled = words(summary("depth", 0, Trained(metrics={"gap": 0.5}), DEPTH))
+    unlabelled = words(summary("depth", 0, trained(metrics={"gap": 0.5}), DEPTH))
     assert "| model | parameters | training images/s |" in unlabelled
     assert "| student, distilled | 2.00 M |" in unlabelled
     assert "by gap 0.5000 m; seed 0" in unlabelled
-    alone = words(summary("depth", 0, Trained(metrics=ALONE[0]), DEPTH))
+    alone = words(summary("depth", 0, trained(metrics=ALONE[0]), DEPTH))
     assert "| student | 25.0 % |" in alone
     assert "teacher" not in alone
 
 
 def test_summary_of_several_teachers():
     row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
-    found = words(summary("depth", 0, Trained(metrics=row), DEPTH))
+    found = words(summary("depth", 0, trained(metrics=row), DEPTH))
     assert "| teacher | 87.5 % | 0.1250 | - |" in found  # the parameters are of both together
     assert "| teacher 2 | 100.0 % | 0.0000 | - |" in found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,13 +63,24 @@ def test_the_remainder_is_dropped_per_view(views):
     assert all(one != other for one, other in itertools.pairwise(seen))
 
 
-def test_balanced_random_visits_classes_alike_as_far_as_they_go():
+@pytest.mark.parametrize(
+    ("share", "expected", "digests"),
+    [
+        (0.15, [20, 20, 20], ["f5094e8e01b8", "2297d4a8d3b1"]),
+        (0.3, [50, 50, 20], ["d99ce1003bc3", "62aec3313fda"]),
+        (0.6, [140, 80, 20], ["1a7c876f0dfe", "198b89ad45e9"]),
+    ],
+)
+def test_a_balanced_epoch_draws_classes_alike_as_far_as_they_go(share, expected, digests):
+    """Hashes of the ids of epochs 0 and 3: commit 17adf1c, sifter random with keep, balance, no warmup, no anneal."""
     labels = torch.tensor([0] * 300 + [1] * 80 + [2] * 20)
-    context = SiftContext.alone(labels, batch_size=20)
-    for keep, expected in ((0.15, [20, 20, 20]), (0.3, [50, 50, 20]), (0.6, [140, 80, 20])):
-        ids = random.Random(random.Options(keep=keep, balance=True), context).plan(3, 0.3).ids
-        assert torch.bincount(labels[ids], minlength=3).tolist() == expected
-        assert len(ids.unique()) == len(ids)
+    context = replace(SiftContext.alone(labels, batch_size=20), balance=share)
+    plans = [none.build(none.Options(), context).plan(epoch, 0.3) for epoch in (0, 3)]
+    for plan, digest in zip(plans, digests, strict=True):
+        assert torch.bincount(labels[plan.ids], minlength=3).tolist() == expected
+        assert len(plan.ids.unique()) == len(plan.ids)
+        assert hashlib.sha256(plan.ids.numpy().tobytes()).hexdigest()[:12] == digest
+        assert plan.weights.tolist() == [1.0] * len(plan.ids)
 
 
 def test_whole_epochs_at_the_start_and_at_the_end():

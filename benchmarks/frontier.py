@@ -1,0 +1,111 @@
+"""How small may a student be? kd-sweep over students of CIFAR-10 at 64 px, and its table as a CSV beside the picture.
+
+The networks of `STUDENTS` learn from the answers of one teacher to the same two views of 45,000 images, with one thread
+each; then kd-sweep times all of them in turns. The teacher is that of configs/cifar10.yaml, which looks at 32 px: it is
+fitted first, unless `teacher.checkpoint` names its weights; `teacher.kind=...` begins another teacher. A run that was
+stopped goes on by the same command.
+
+Run, in a checkout: python benchmarks/frontier.py data.root=PATH/cifar10 [key=value ...] [--jobs N] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from typing import Any
+
+import kd
+from _record import write
+from kd.config.flat import plain
+
+PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
+OWN = {"kind": "torch", "model": "examples.residual:network", **PIXELS, "input_size": 32}
+VIT = {"model": "vit_tiny_patch16_224"}
+STUDENTS: dict[str, dict[str, Any]] = {
+    "residual_8": {**OWN, "args": {"width": 8}},
+    "residual_16": {**OWN, "args": {"width": 16}},
+    "lcnet": {"model": "lcnet_050"},
+    "mobilenetv4": {"model": "mobilenetv4_conv_small_050"},
+    "convnext": {"model": "test_convnext"},
+    "vit_16": {**VIT, "args": {"patch_size": 16, "embed_dim": 96, "depth": 6, "num_heads": 3}},
+    "vit_8": {**VIT, "args": {"patch_size": 8, "embed_dim": 96, "depth": 6, "num_heads": 3}},
+    "xcit": {"model": "xcit_nano_12_p8_224", "args": {"embed_dim": 64, "depth": 6, "num_heads": 4}},
+    "repvit": {"model": "repvit_m0_9", "args": {"embed_dim": [24, 48, 96, 192], "depth": [1, 1, 4, 1]}},
+    "efficientvit": {"model": "efficientvit_b0"},
+    "mobilevit": {"model": "mobilevit_xxs"},
+    "tinyvit": {
+        "model": "tiny_vit_5m_224",
+        "args": {"embed_dims": [24, 48, 72, 96], "depths": [1, 1, 2, 1], "num_heads": [1, 2, 3, 4]},
+    },
+}
+TEACHER_SIZE = "teacher.input_size=32"
+KEYS = (
+    "run.name=frontier_cifar10",
+    "run.epochs=2",
+    "run.baseline=false",
+    "data.image_size=64",
+    "data.batch_size=64",
+    "data.val_fraction=0.1",
+    TEACHER_SIZE,
+    "optimizer.lr=2e-3",
+    "backend.kind=cpu",
+    "backend.precision=fp32",
+    "backend.threads=1",
+)
+
+
+def rows_of(found: Any, students: list[str]) -> list[dict[str, Any]]:
+    """Return what a sweep has found as rows of a CSV: each student, the best with other seeds, the teacher."""
+    names = {json.dumps(STUDENTS[name], sort_keys=True): name for name in students}
+    blank = dict.fromkeys(("what", "student", "seed", "score", "low", "high", "test", "labels_only"), "")
+    costs = ("ms", "mb", "parameters", "frontier", "why", "untimed")
+    rows = []
+    for what, one in [*(("student", row) for row in found.rows), *(("best again", row) for row in found.fresh)]:
+        ends = dict(zip(("low", "high"), one.get("interval", ()), strict=False))
+        own = {"student": names[json.dumps(json.loads(one["values"]["student"]), sort_keys=True)]}
+        own |= {"seed": one["values"].get("run.seed", ""), "score": one["score"], **ends}
+        own |= {"test": one.get("test", {}).get("score", ""), "labels_only": one.get("labels_only", "")}
+        own |= {"other": " ".join(f"{key}={text}" for key, text in one["values"].items() if "." in key)}
+        rows.append({**blank, "what": what, **own, **{key: one.get(key, "") for key in costs}})
+    costs_of_all = json.loads((found.folder / "frontier.json").read_text())["costs"]
+    if "teacher" in costs_of_all:
+        scored = json.loads((found.folder / found.rows[0]["trial"] / "scored.json").read_text())["row"]
+        own = {"what": "teacher", "score": scored["teacher_accuracy"], **costs_of_all["teacher"]}
+        rows.append({**dict.fromkeys(rows[0], ""), **own})
+    return rows
+
+
+def shown(argv: list[str]) -> str:
+    """Return a command without the paths of this machine."""
+    pairs = [text.partition("=") for text in argv]
+    hidden = {"data.root": "PATH/cifar10", "teacher.checkpoint": "FILE"}
+    absolute = [value.startswith(("/", "~")) for _, _, value in pairs]
+    return " ".join(
+        f"{key}={hidden.get(key, 'FOLDER')}" if one else text
+        for text, (key, _, _), one in zip(argv, pairs, absolute, strict=True)
+    )
+
+
+def main() -> None:
+    """Sweep over the students and write the CSV and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="students at a time, each on one core")
+    parser.add_argument("--only", nargs="+", choices=list(STUDENTS), default=list(STUDENTS), help="some students")
+    parser.add_argument("overrides", nargs="*", help="key=value for all")
+    given = parser.parse_args()
+    settings, keys = plain("cifar10"), [*KEYS, *given.overrides]
+    if any(text.startswith(("teacher=", "teacher.kind=")) for text in given.overrides):
+        settings.pop("teacher")
+        keys.remove(TEACHER_SIZE)
+    axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in given.only)
+    found = kd.sweep(settings, *keys, axis, jobs=given.jobs)
+    print(found.text)
+    command = shown(["python benchmarks/frontier.py", *sys.argv[1:]])
+    file = write("frontier_cifar10", command, rows_of(found, given.only))
+    shutil.copy(found.folder / "frontier.svg", file.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

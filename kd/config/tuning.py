@@ -1,0 +1,98 @@
+"""How weights move: the optimizer, what fine-tuning does to single layers, and fitting a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kd.config.fields import ranged
+
+FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
+"""Learning rates of `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
+examples fine-tune ViTs with AdamW; not measured here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """How single layers learn, where a network starts from pretrained weights."""
+
+    layer_decay: float = ranged(1.0, above=0.0, high=1.0)
+    """Learning rate of each layer as a share of that of the next one (arXiv:2003.10555), in timm's groups of layers;
+    0.75 is usual for a ViT. 1.0: the same for all."""
+    head_lr: float = ranged(1.0, above=0.0)
+    """Factor of the learning rate of the classifier."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of parameters that do not move, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
+    Batch norm whose parameters are all frozen keeps its statistics."""
+    freeze_epochs: int = ranged(0, low=0)
+    """First epochs in which `freeze` holds. 0: the whole run, in which frozen layers at the input cost no backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection:
+    """How the student's weights move."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer; fused kernels where the device has them."""
+    lr: float = ranged(1e-3, above=0.0)
+    """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
+    min_lr: float = ranged(0.0, low=0.0, high=1.0)
+    """Learning rate at the end, as a share of `lr`."""
+    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    """Share of the run in which the learning rate rises linearly from 0."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up; a function of the share of the run that is done."""
+    weight_decay: float = ranged(0.05, low=0.0)
+    """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    momentum: float = ranged(0.9, low=0.0, high=0.9999)
+    """SGD's momentum (Nesterov)."""
+    clip: float = ranged(1.0, low=0.0)
+    """Largest gradient norm. 0: do not clip."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
+    it and count it. More than 10 such steps in a row end the run, and more than half of all its steps are an error."""
+    zero: bool = False
+    """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
+    ema: float = ranged(0.0, low=0.0, high=0.99999)
+    """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
+
+    epochs: int = ranged(0, low=0)
+    """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
+    steps: int = ranged(0, low=0)
+    """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
+    lr: float = ranged(0.0, low=0.0)
+    """Peak learning rate. 0: 1e-3 from scratch, 5e-5 from pretrained weights."""
+    weight_decay: float = ranged(0.05, low=0.0)
+    """Decoupled weight decay."""
+    batch_size: int = ranged(0, low=0)
+    """Images per optimizer step. 0: as in `data.batch_size`."""
+    label_smoothing: float = ranged(0.1, low=0.0, high=0.999)
+    """Label smoothing of the cross-entropy."""
+    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    """Share of the fit in which the learning rate rises."""
+    evaluate: int = ranged(0, low=0)
+    """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
+    patience: int = ranged(0, low=0)
+    """End after so many evaluations in a row that are no better than the best. 0: never."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """How single layers of the teacher learn."""
+    seed: int = ranged(0, low=0)
+    """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
+    folder: str = "runs/teachers"
+    """Where fitted teachers are kept, one folder a content hash, and found again."""
+
+    @property
+    def length(self) -> str:
+        """How long it is, as text; empty: nothing is fitted."""
+        return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
+
+    def rate(self, pretrained: bool) -> float:
+        """Return the peak learning rate; `pretrained`: the weights are not random."""
+        return self.lr or (FROM_PRETRAINED if pretrained else FROM_SCRATCH)

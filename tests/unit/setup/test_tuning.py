@@ -1,0 +1,362 @@
+"""Fine-tuning: parameter groups against timm's, frozen layers to the bit, early stopping, and the rate of a fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from pieces import merged, without_clocks
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+import kd
+from kd import config
+from kd.config.tuning import Tuning
+from kd.engine.criterion import Criterion, Distillation
+from kd.engine.loop import train
+from kd.errors import ConfigError, KdError, ModelError
+from kd.jobs.check import check
+from kd.models.classifier import Classifier
+from kd.report.report import read
+from kd.setup.build import build_optimizer
+from kd.setup.recipe import resolve
+from kd.setup.tuning import parameter_groups
+from kd.tasks.single_label import SingleLabel
+
+NETWORKS = {
+    "ViT": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}),
+    "two heads": ("deit_tiny_distilled_patch16_224", {"img_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2}),
+    "XCiT": ("xcit_nano_12_p8_224", {"embed_dim": 32, "depth": 2, "num_heads": 2, "cls_attn_layers": 1}),
+    "ConvNeXt": ("convnext_atto", {"depths": (1, 1, 2, 1), "dims": (8, 8, 16, 16)}),
+}
+NORM = ("student.model=xcit_nano_12_p8_224", "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1}")
+FROZEN = "student.tuning.freeze=[patch_embed.*, blocks.0.*]"
+
+
+def distillation(network: nn.Module) -> Distillation:
+    return Distillation(Classifier(network, 3, 16), Criterion([("extra", 1.0, Extra())]), SingleLabel())
+
+
+class Extra(nn.Linear):
+    """A loss that learns a matrix."""
+
+    needs = kd.types.Needs()
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def described(network: nn.Module, groups: list[dict]) -> set[tuple]:
+    """Return (names, rate, decay) of each group, in no order; of the network's parameters alone."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    found = [({names[id(p)] for p in group["params"] if id(p) in names}, group) for group in groups]
+    return {(frozenset(own), group["lr_scale"], group["weight_decay"]) for own, group in found if own}
+
+
+# ----------------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_groups_of_layers_are_timms(name):
+    model, args = NETWORKS[name]
+    network = timm.create_model(model, num_classes=3, **args)
+    made = parameter_groups(Tuning(layer_decay=0.75), 0.05, distillation(network))
+    exempt = getattr(network, "no_weight_decay", set)()
+    timms = param_groups_layer_decay(network, 0.05, exempt, layer_decay=0.75)
+    assert described(network, [group for group in made if "lr_scale" in group]) == described(network, timms)
+    assert len(described(network, timms)) > 4
+    (extra,) = [group["weight_decay"] for group in made if any(p.shape == (2, 2) for p in group["params"])]
+    assert extra == 0.05
+
+
+def test_a_vits_rates_are_powers():
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **NETWORKS["ViT"][1])
+    made = parameter_groups(Tuning(layer_decay=0.5, head_lr=3.0), 0.05, distillation(network))
+    rates = {names: rate for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])}
+    rate_of = {name: rate for names, rate in rates.items() for name in names}
+    expected = {"pos_embed": 0.5**4, "blocks.0.attn.qkv.weight": 0.5**3, "blocks.2.mlp.fc1.bias": 0.5}
+    expected |= {"norm.weight": 0.5, "head.weight": 3.0, "head.bias": 3.0}
+    assert {name: rate_of[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["ViT", "two heads"])
+def test_the_rate_of_the_head_alone(name):
+    model, args = NETWORKS[name]
+    network = timm.create_model(model, num_classes=3, **args)
+    made = parameter_groups(Tuning(head_lr=10.0), 0.05, distillation(network))
+    fast = {n for names, rate, _ in described(network, made) if rate == 10 for n in names}
+    assert fast == {n for n, _ in network.named_parameters() if n.startswith("head")}
+    assert {rate for _, rate, _ in described(network, made)} == {1.0, 10.0}
+
+
+def test_a_step_moves_each_layer_at_its_rate(make):
+    """SGD without momentum: an update is the rate times the gradient."""
+    keys = ("run.steps=1", "optimizer.kind=sgd", "optimizer.momentum=0", "optimizer.clip=0", "optimizer.warmup=0")
+    plain, tuned = (
+        make(*keys, "optimizer.weight_decay=0", f"student.tuning={{layer_decay: {decay}, head_lr: {head}}}")
+        for decay, head in ((1, 1), (0.5, 4))
+    )
+    before = {n: p.detach().clone() for n, p in plain.run.distillation.student.network.named_parameters()}
+    train(plain.run)
+    train(tuned.run)
+    moved = [
+        {n: p.detach() - before[n] for n, p in made.run.distillation.student.network.named_parameters()}
+        for made in (plain, tuned)
+    ]
+    for name, rate in {"pos_embed": 0.25, "blocks.0.mlp.fc1.weight": 0.5, "norm.bias": 0.5, "head.weight": 4}.items():
+        assert moved[0][name].abs().max() > 0
+        torch.testing.assert_close(moved[1][name], rate * moved[0][name], rtol=1e-3, atol=1e-7)
+    assert tuned.store.rows[0]["lr"] == plain.store.rows[0]["lr"]
+
+
+# ---------------------------------------------------------------------------------------------------------- freezing
+
+
+def tensors(made) -> dict[str, torch.Tensor]:
+    student = made.run.distillation.student
+    average = {f"average.{n}": t.clone() for n, t in made.run.average.average.items()} if made.run.average else {}
+    return {n: t.clone() for n, t in student.state_dict().items()} | average
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    bits = [{n: t.flatten().view(torch.uint8) for n, t in each.items()} for each in (before, after)]
+    return {name.replace("network.", "") for name in before if not torch.equal(bits[0][name], bits[1][name])}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("epochs", [0, 9])
+def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
+    """Weights, statistics of batch norm and their average; weight decay does not reach them."""
+    more = (f"optimizer.kind={optimizer}", "optimizer.lr=0.02", "optimizer.ema=0.5", "optimizer.weight_decay=0.5")
+    made = make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", *more)
+    before = tensors(made)
+    norms = {n for n in before if "running_mean" in n and "patch_embed" in n}
+    assert norms
+    train(made.run)
+    found = moved(before, tensors(made))
+    still = {n.replace("network.", "") for n in before} - found
+    parameters = {n for n, _ in made.run.distillation.student.network.named_parameters()}
+    assert {n for n in parameters if n in still} == {
+        n for n in parameters if n.startswith(("patch_embed", "blocks.0."))
+    }
+    assert not any(n.startswith(("patch_embed", "average.patch_embed")) for n in found)
+    assert {"blocks.1.mlp.fc1.weight", "average.head.weight", "blocks.1.local_mp.bn.running_mean"} <= found
+
+
+def test_frozen_for_all_epochs_is_frozen_for_good(make):
+    """Gradients that are dropped, or never computed: the same bits."""
+    both = [make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1") for epochs in (0, 9)]
+    for made in both:
+        train(made.run)
+    assert moved(tensors(both[0]), tensors(both[1])) == set()
+    assert without_clocks(both[0].store.rows)[0]["grad_norm"] == without_clocks(both[1].store.rows)[0]["grad_norm"]
+
+
+def test_layers_thaw_after_so_many_epochs(make, tmp_path):
+    made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.keep=9", folder=tmp_path / "run")
+    before = tensors(made)
+    train(made.run)
+    first = made.store.restore  # the checkpoint of each epoch lies in the folder
+    assert first()[0].epoch == 2
+    made.store.close()
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert len(checkpoints) == 2
+    from safetensors.torch import load_file
+
+    prefix, own = "model.student.", {}
+    for folder in checkpoints:
+        held = load_file(folder / "tensors.safetensors")
+        own[folder.name] = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+    one, two = (moved(before, own[folder.name]) for folder in checkpoints)
+    assert not any(n.startswith(("patch_embed", "blocks.0.")) for n in one)
+    assert {"patch_embed.proj.0.0.weight", "blocks.0.mlp.fc1.weight"} <= two
+    assert any(n.startswith("patch_embed") and n.endswith("running_var") for n in two)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("student.tuning.freeze=[blocks.0.*, block.1.*]", r"^student\.tuning\.freeze: 'block\.1\.\*'.*blocks"),
+        ("student.tuning.freeze=['*']", r"^student\.tuning\.freeze: freezes all"),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_refused(settings, make, override, words):
+    with pytest.raises(ModelError, match=words):
+        make(override)
+    with pytest.raises(ModelError, match=words):
+        check(resolve(config.load(settings, [override])))
+
+
+def test_a_length_of_nothing_is_refused(settings):
+    with pytest.raises(ConfigError, match=r"^teacher\.fit\.tuning\.freeze_epochs: is 2, .*freeze"):
+        config.load(settings, ["teacher.fit.tuning.freeze_epochs=2"])
+
+
+OWN = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, layers=False):
+        super().__init__(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        if layers:
+            self.group_matcher = lambda coarse=False: {"stem": r"^0", "blocks": [(r"^3", (99999,))]}
+            self.get_classifier = lambda: self[3]
+
+def net(layers=False):
+    return Net(layers)
+"""
+
+
+@pytest.mark.parametrize("key", ["layer_decay", "head_lr"])
+def test_a_network_of_ones_own_says_what_its_layers_are(settings, tmp_path, monkeypatch, key):
+    (tmp_path / "nets_to_tune.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    student = {"kind": "torch", "model": "nets_to_tune:net", "mean": [0, 0, 0], "std": [1, 1, 1]}
+    own = {k: v for k, v in settings.items() if k != "student"} | {"student": {**student, "tuning": {key: 0.5}}}
+    with pytest.raises(ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"):
+        kd.train(own)
+    own["student"]["args"] = {"layers": True}
+    assert kd.train(own, "run.steps=2").steps == 2
+    frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
+    assert "well-formed" in check(resolve(frozen))  # names are those of the author
+
+
+# ----------------------------------------------------------------------------------------------------- early stopping
+
+SLOW = ("run.epochs=9", "optimizer.lr=1e-12", "run.patience=2")
+
+
+@pytest.mark.parametrize("checkpoint", [0, 3])
+def test_a_run_ends_after_so_many_evaluations_that_are_no_better(make, tmp_path, checkpoint):
+    """And stays ended: entered again, it trains nothing."""
+    keys = (*SLOW, f"run.every.checkpoint={checkpoint}")
+    made = make(*keys, folder=tmp_path / "run")
+    state = train(made.run)
+    made.store.close()
+    assert (state.epoch, state.no_better) == (3, 2)
+    again = make(*keys, folder=tmp_path / "run")
+    assert train(again.run) == state
+    again.store.close()
+    assert moved(tensors(made), tensors(again)) == set()
+    patient = make(*SLOW, "run.patience=0", "run.epochs=3")
+    assert train(patient.run).no_better == 2  # ended by its length
+
+
+def test_a_better_score_begins_anew(make):
+    made = make("run.epochs=6", "run.patience=2")
+    best, scores = [], iter([0.3, 0.2, 0.4, 0.4, 0.3, 0.9])
+
+    class Scripted:
+        """Stands for a student whose accuracy goes up and down."""
+
+        def __init__(self, inner) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __call__(self, student, stop=lambda: False):
+            best.append(next(scores))
+            return {**self.inner(student, stop=stop), "accuracy": best[-1]}
+
+    state = train(replace(made.run, evaluator=Scripted(made.run.evaluator)))
+    assert best == [0.3, 0.2, 0.4, 0.4, 0.3]
+    assert (state.epoch, state.best, state.no_better) == (5, 0.4, 2)
+
+
+def test_a_run_that_ended_early_says_so_and_is_finished(settings, capsys):
+    result = kd.train(merged(settings, {"run": {"epochs": 9, "patience": 2}, "optimizer": {"lr": 1e-12}}))
+    assert "2 evaluations in a row were no better" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["epoch"] for row in rows) == 3
+    assert read(result.folder, 0).unfinished == ""
+    text = (result.folder / "config.yaml").read_text()
+    (result.folder / "config.yaml").write_text(text.replace("patience: 2", "patience: 3"))
+    assert "epoch 3 of 9" in read(result.folder, 0).unfinished
+
+
+# --------------------------------------------------------------------------------------------------------------- fits
+
+
+def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
+    fit = {"epochs": 9, "lr": 1e-12, "patience": 1, "folder": str(tmp_path / "teachers")}
+    fit["tuning"] = {"layer_decay": 0.5, "freeze": ["patch_embed.*"]}
+    own = {**settings, "teacher": {**settings["student"], "min_accuracy": 0, "fit": fit}}
+    with caplog.at_level(logging.INFO, "kd"):
+        kd.train(own, "run.steps=1")
+    assert "teacher: learning rate 1e-12, from random weights" in caplog.messages
+    (rows,) = (tmp_path / "teachers").glob("*/metrics.jsonl")
+    assert max(json.loads(line)["epoch"] for line in rows.read_text().splitlines()) == 2
+    own["teacher"]["fit"]["tuning"]["freeze"] = ["patch.*"]
+    with pytest.raises(KdError, match=r"^teacher\.fit\.tuning\.freeze: 'patch\.\*'"):
+        check(resolve(config.load(own)))
+
+
+@pytest.mark.parametrize(("pretrained", "lr", "expected"), [(False, 0, 1e-3), (True, 0, 5e-5), (True, 2e-4, 2e-4)])
+def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expected):
+    teacher = {"model": "test_vit", "pretrained": pretrained, "fit": {"epochs": 1, "lr": lr}}
+    (fit,) = resolve(config.load({**settings, "teacher": teacher})).teacher.fits.values()
+    assert fit.optimizer.lr == expected
+
+
+# ------------------------------------------------------------------------------------------- depth and patches dropped
+
+
+def test_dropped_paths_and_patches_belong_to_training_alone(make):
+    dropped = ("student.args.drop_path_rate=0.5", "student.args.patch_drop_rate=0.5")
+    keys = ("student.args.depth=2", "data.image_size=32")
+    plain, made = make(*keys), make(*keys, *dropped)
+    one, other = (each.run.distillation.student for each in (plain, made))
+    image = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one.eval()(image).logits, other.eval()(image).logits)
+    torch.manual_seed(0)
+    assert not torch.equal(one.train()(image).logits, other.train()(image).logits)
+    modes = []
+    inner = made.run.teacher.model if hasattr(made.run.teacher, "model") else None
+    assert inner is not None
+    inner.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
+    state = train(made.run)
+    assert state.epoch == 2
+    assert set(modes) == {False}
+
+
+def test_dropped_patches_have_no_place_in_a_grid_of_tokens(settings):
+    """Of 16 patches 4 may be left: a square grid, whose places would be compared with others."""
+    with pytest.raises(ConfigError, match=r"^student\.args\.patch_drop_rate: is 0\.75, but a loss compares the tokens"):
+        config.load({**settings, "losses": [{"kind": "tokens"}]}, ["student.args.patch_drop_rate=0.75"])
+
+
+def test_thawing_under_torch_xlas_zero_is_refused(settings):
+    keys = ["optimizer.zero=true", FROZEN, "student.tuning.freeze_epochs=1"]
+    with pytest.raises(KdError, match=r"student\.tuning\.freeze_epochs: is 1, but torch_xla"):
+        config.load({**settings, "backend": {"kind": "xla"}}, keys, here=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sifter.kind=history"], r"^data\.balance: is 0\.5, but sifter\.kind is history"),
+        (["data.labels=some"], r"^data\.labels: is some, but data\.balance reads"),
+    ],
+)
+def test_balanced_drawing_is_refused_beside_what_it_cannot_go_with(settings, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        config.load(settings, ["data.balance=0.5", *overrides])
+
+
+def test_the_sifters_key_says_what_replaces_it(settings):
+    with pytest.raises(ConfigError, match=r"^sifter\.balance: no such key.*data\.balance"):
+        config.load(settings, ["sifter.kind=random", "sifter.balance=true"])
+    config.load(settings, ["sifter.kind=random", "sifter.balance=false"])  # the record of an older run
+
+
+def test_the_optimizer_of_a_run_has_the_groups(settings, make):
+    made = make("student.tuning.layer_decay=0.5")
+    plan = resolve(config.load(settings, ["student.tuning.layer_decay=0.5"])).loop
+    groups = build_optimizer(plan, made.run.distillation, made.run.backend).param_groups
+    assert {group.get("lr_scale") for group in groups} == {0.25, 0.5, 1.0}

@@ -1,0 +1,227 @@
+"""How small a student may be: the frontier, its picture, what the clock says, and which trials are compared."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from pieces import Asks
+from torch import nn
+
+from kd.config.flat import plain
+from kd.errors import ModelError
+from kd.models import runtimes
+from kd.models.classifier import Classifier
+from kd.scores import Column
+from kd.sweeps.frontier import cells, members, named, picture, timed, write
+from kd.sweeps.space import Space, student_alike
+from kd.sweeps.trials import Trials
+
+ACCURACY = Column("accuracy", "accuracy")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def rows_of(seed: int, count: int, smaller: bool = False) -> list[dict]:
+    """Return rows as `measured` does, from chance; costs and scores are apart."""
+    draw = random.Random(seed)
+    costs = sorted(0.3 * 1.37 ** (i + draw.random() / 2) for i in range(count))
+    scores = [draw.randint(10, 90) / 100 for _ in costs]
+    holds = members(list(zip(costs, scores, strict=True)), smaller)
+    return [
+        {
+            "trial": f"t{i}",
+            "values": {"student": json.dumps({"model": "a<b", "args": {"width": i}})},
+            "score": score,
+            "interval": [score - 0.02, score + 0.03],
+            "why": "",
+            "ms": ms,
+            "mb": 1.5,
+            "parameters": 1000 + i,
+            "number": i + 1,
+            "frontier": hold,
+        }
+        for i, (ms, score, hold) in enumerate(zip(costs, scores, holds, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_the_frontier_is_what_its_definition_gives(seed, smaller):
+    draw = random.Random(seed)
+    points = [(draw.randint(1, 6), draw.randint(1, 6)) for _ in range(draw.randint(1, 12))]
+
+    def better(one: float, other: float) -> bool:
+        return one < other if smaller else one > other
+
+    expected = []
+    for ms, score in points:
+        beaten = False
+        for other_ms, other in points:
+            as_good = other_ms <= ms and not better(score, other)
+            beaten |= as_good and (other_ms < ms or better(other, score))
+        expected.append(not beaten)
+    assert members(points, smaller) == expected
+    assert any(expected)
+
+
+def place_of(root: ElementTree.Element, anchor: str) -> list[tuple[float, float]]:
+    """Return position and number of each mark of an axis."""
+    found = []
+    for one in root.iter(f"{SVG}text"):
+        if one.get("class") == "tick" and one.get("text-anchor") == anchor:
+            at = float(one.get("x")) if anchor == "middle" else float(one.get("y")) - 4
+            found.append((at, float(one.text.removesuffix(" %"))))
+    return found
+
+
+def read_off(marks: list[tuple[float, float]], at: float) -> float:
+    """Return the number at a position, from the first and the last mark."""
+    (low, a), (high, b) = marks[0], marks[-1]
+    return a + (at - low) / (high - low) * (b - a)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
+    rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
+    rows[3]["labels_only"] = 0.07
+    root = ElementTree.fromstring(picture([*rows, {"trial": "gone", "why": "ended early"}], teacher, ACCURACY))
+    x_marks = [(at, torch.tensor(value).log10().item()) for at, value in place_of(root, "middle")]
+    y_marks = place_of(root, "end")
+    drawn = [
+        (10 ** read_off(x_marks, float(one.get("cx"))), read_off(y_marks, float(one.get("cy"))) / 100, one.get("style"))
+        for one in root.iter(f"{SVG}circle")
+    ]
+    expected = [(row["ms"], row["score"], "--c1" if row["frontier"] else "--rest") for row in rows]
+    expected += [(rows[3]["ms"], 0.07, "--c2"), (30.0, 0.95, "--teacher")]
+    assert len(drawn) == len(expected)
+    for (ms, score, style), one in zip(sorted(drawn), sorted(expected), strict=True):
+        assert ms == pytest.approx(one[0], rel=0.01)
+        assert score == pytest.approx(one[1], abs=0.005)
+        assert one[2] in style
+    texts = [one.text for one in root.iter(f"{SVG}text")]
+    for row in rows:
+        line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
+        assert f"{row['ms']:.3g} ms, {100 * row['score']:.1f} %" in line
+
+
+def test_the_line_has_no_student_above_it():
+    rows = rows_of(1, 9)
+    root = ElementTree.fromstring(picture(rows, {}, ACCURACY))
+    assert "--teacher)" not in ElementTree.tostring(root, encoding="unicode")
+    stairs = max((one.get("points").split() for one in root.iter(f"{SVG}polyline")), key=len)
+    corners = [tuple(map(float, point.split(","))) for point in stairs]
+    assert len(corners) == 2 * sum(row["frontier"] for row in rows) - 1
+    assert corners == sorted(corners, key=lambda point: (point[0], -point[1]))
+    for circle in root.iter(f"{SVG}circle"):
+        x, y = float(circle.get("cx")), float(circle.get("cy"))
+        assert y >= min((b for a, b in corners if a <= x), default=0) - 0.1
+
+
+def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_path):
+    rows = rows_of(2, 2)
+    rows[0]["labels_only"] = 0.5
+    ended = {"trial": "slow", "why": "ended at step 7"}
+    first, second, third = cells([*rows, ended], ACCURACY)
+    assert first == {
+        "point": "1",
+        "ms": f"{rows[0]['ms']:.3g}",
+        "MB": "1.50",
+        "parameters": "1,000",
+        "labels only": "50.0 %",
+    }
+    assert second["labels only"] == "-"
+    assert set(third.values()) == {"-"}
+    assert cells([ended, ended], ACCURACY) == [{}, {}]
+    assert "could be timed" in write([ended], {}, ACCURACY, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert str(tmp_path / "frontier.svg") in write(rows, {}, ACCURACY, tmp_path)
+
+
+def test_a_student_is_named_by_its_model_and_arguments():
+    text = (
+        '{"kind": "torch", "model": "mine:net", "args": {"width": 8, "depths": [1, 2]}, "mean": [0, 0, 0], "init": "a"}'
+    )
+    values = {"student": text, "optimizer.lr": "1e-3"}
+    assert named(values) == {"student": "mine:net width=8 depths=[1, 2] init=a", "optimizer.lr": "1e-3"}
+    assert named({"student.model": "vit"}) == {"student.model": "vit"}
+    assert values["student"] == text
+
+
+def linear(features: int) -> Classifier:
+    """Return a network whose cost is that of a product with so many features."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, features), nn.ReLU(), nn.Linear(features, 3))
+    return Classifier(network, 3, 16)
+
+
+def test_models_are_timed_as_the_graphs_that_are_exported():
+    torch.manual_seed(0)
+    small, large = linear(8), linear(4096)
+
+    def gone() -> Classifier:
+        raise ModelError("student", "is gone")
+
+    loads = {"small": lambda: small, "large": lambda: large, "none": lambda: Classifier(Asks(), 3, 16), "gone": gone}
+    before = torch.get_num_threads()
+    costs = timed(loads, dict.fromkeys(loads, 16))
+    assert torch.get_num_threads() == before
+    assert costs["gone"] == {"untimed": "student: is gone."}
+    assert "cannot express" in costs["none"]["untimed"]
+    for name, model in (("small", small), ("large", large)):
+        assert costs[name]["parameters"] == sum(one.numel() for one in model.parameters())
+        assert costs[name]["mb"] == len(runtimes.exported(model, 16)) / 1e6
+    assert 0 < costs["small"]["ms"] < costs["large"]["ms"]  # 512 times the arithmetic
+
+
+STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"
+
+
+def test_each_mapping_is_a_student_of_its_own(settings, tmp_path, monkeypatch):
+    settings["student"] |= {"attention": "fused"}
+    space = Space.read(settings, [STUDENTS, "student.compile=off", "run.seed=3"])
+    sections = [space.load(values).student for values in space.combinations(0)]
+    assert [(one.model, one.args, one.attention, one.compile) for one in sections] == [
+        ("resnet10t", {"width": 3}, "auto", "off"),
+        ("lcnet_050", {}, "auto", "off"),
+    ]
+    assert settings["student"]["attention"] == "fused", "what was passed in stays"
+
+
+def test_contents_keep_references_and_the_name_of_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {root: '${oc.env:PHOTOS}'}\nstudent: {model: a}\n")
+    assert plain(file) == {"data": {"root": "${oc.env:PHOTOS}"}, "student": {"model": "a"}, "run": {"name": "mine"}}
+    assert plain({"run": {"name": "own", "seed": 1}})["run"] == {"name": "own", "seed": 1}
+    file.write_text("run: {name: other}\n")
+    assert plain(file)["run"]["name"] == "other"
+
+
+def test_students_that_cost_the_same_are_alike(settings):
+    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2", "run.baseline=true"])
+    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations(0)]
+    for (i, one), (j, other) in product(enumerate(trials), repeat=2):
+        assert (student_alike(one) == student_alike(other)) == (i % 2 == j % 2)
+    assert not any(trial.config.run.baseline for trial in trials)
+    assert space.trial(trials[0].values, "tiny_sweep", [], baseline=True).config.run.baseline
+    other = Space.read(settings, ["data.image_size=16,32"])
+    assert len({student_alike(other.trial(values, "", [])) for values in other.combinations(0)}) == 2
+
+
+@pytest.mark.parametrize("axis", ["optimizer.lr=1e-3,2e-3,3e-3,4e-3", "student.args.depth=4,3,2,1"])
+def test_a_small_student_is_not_ended_because_larger_ones_lead(axis, settings, tmp_path):
+    space = Space.read(settings, [axis, "run.epochs=4"])
+    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations(0)]
+    tried = Trials(tmp_path, trials, "")
+    for trial, score in zip(trials, (0.9, 0.8, 0.7, 0.2), strict=True):
+        folder = tmp_path / trial.name
+        folder.mkdir()
+        row = {"kind": "val", "step": 6, "epoch": 2, "accuracy": score}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    ends = [verdict.end for _, _, verdict in tried._judged(set(), final=False)]
+    if axis.startswith("student"):
+        assert ends == [None] * 4
+    else:
+        assert [end and end.step for end in ends] == [None, None, None, 6]
