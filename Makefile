@@ -1,5 +1,6 @@
 # make run       set up and run the main job: a ViT teacher distilled into a small ViT, on this machine, in minutes
-# make test      set up and run the tests, then lint and types
+# make test      set up and run the tests but the slow ones, then lint and types
+# make test-slow   the tests that take more than ten seconds each
 # make test-xla  the same engine on real torch_xla (CPU), in an environment of its own (7 GB)
 # make test-floor  the core with the oldest packages that pyproject.toml allows, in an environment of its own (6 GB)
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
@@ -16,16 +17,20 @@ FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contra
 	tests/unit/engine tests/unit/tasks tests/unit/optim tests/unit/sifters tests/unit/artifacts/test_checkpoint.py \
 	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
 	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
+PYTEST := -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-xla test-floor gpu soak compare proof bench lint clean
+.PHONY: run test test-slow test-xla test-floor gpu soak compare proof bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	$(VENV)/bin/python $(PYTEST) -m "not slow"
 	@$(MAKE) --no-print-directory lint
+
+test-slow: $(VENV)/.dev
+	$(VENV)/bin/python $(PYTEST) -m slow
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

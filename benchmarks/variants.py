@@ -3,7 +3,8 @@
 Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0] [--part table client]
 
 Students: `xcit` is the one of configs/vit_food.yaml (64 px), `vit_ti` has the shape of ViT-Ti (192 wide, 12 deep, 197
-tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px. Part `table`
+tokens) and `repvit` is repvit_m0_9; the last two learn labels of CIFAR-10 (JPEG folders) at 112 and 64 px, for 500
+steps and one epoch, and are scored on 5,000 images that are set aside. Part `table`
 trains each with each seed and exports it with `--compare`; in part `client` the table's client and another one ask
 the same `kd-serve --threads 1` in turns, for each file.
 
@@ -35,14 +36,14 @@ Rows = list[dict[str, Any]]
 CONFIGS = Path(__file__).parent.parent / "configs"
 LABELS = [f"class_{i:02d}" for i in range(12)]
 ON_LABELS = """
-run: {epochs: 2, baseline: false, every: {evaluate: 0}}
-data: {kind: imagefolder, root: data/cifar10, val_split: test, batch_size: 32, augment: {crop: 0.5}}
+run: {epochs: 1, baseline: false, every: {evaluate: 0}}
+data: {kind: imagefolder, root: data/cifar10, val_fraction: 0.1, batch_size: 32, augment: {crop: 0.5}}
 losses: [{kind: ce}]
 """
 VIT_TI = "{model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}}"
 STUDENTS: dict[str, tuple[str, list[str]]] = {
     "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
-    "vit_ti": ("", [f"student={VIT_TI}", "data.image_size=112", "optimizer.lr=5e-4"]),
+    "vit_ti": ("", [f"student={VIT_TI}", "data.image_size=112", "optimizer.lr=5e-4", "run.steps=500"]),
     "repvit": ("", ["student.model=repvit_m0_9", "data.image_size=64", "optimizer.lr=1e-3"]),
 }
 """Configuration, "": ON_LABELS, and keys by name."""
@@ -96,7 +97,7 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     config, keys = STUDENTS[name]
     keys = [*keys, f"run.seed={seed}", f"run.name={name}_{seed}", f"run.folder={given.work}", *given.overrides]
     if name != "xcit":
-        keys += [f"data.root={given.cifar10}"]
+        keys += [f"data.root={given.cifar10 / 'train'}"]
     run = kd.train(CONFIGS / config if config else yaml.safe_load(ON_LABELS), *keys)
     options = Options(compare=True, max_drop=1.0, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
@@ -156,7 +157,7 @@ def main() -> None:
     """Train, export and measure what is not there yet, and write one CSV a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="runs and exports, kept")
-    parser.add_argument("--cifar10", type=Path, help="train/CLASS and test/CLASS")
+    parser.add_argument("--cifar10", type=Path, help="train/CLASS")
     parser.add_argument("--students", nargs="*", default=list(STUDENTS), help="none with --random alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
@@ -176,7 +177,8 @@ def main() -> None:
                     load = {"load": round(os.getloadavg()[0], 1)}
                     done.write_text("\n".join(json.dumps({**row, **load}) for row in PARTS[part](name, seed, folder)))
                 rows += [json.loads(line) for line in done.read_text().splitlines()]
-        write(f"variants_{part}", " ".join(["python benchmarks/variants.py", *sys.argv[1:]]), rows)
+        shown = ["FOLDER" if text in (str(given.work), str(given.cifar10)) else text for text in sys.argv[1:]]
+        write(f"variants_{part}", " ".join(["python benchmarks/variants.py", *shown]), rows)
 
 
 if __name__ == "__main__":

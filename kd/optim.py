@@ -140,8 +140,8 @@ class Frozen:
         """
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-        self.epochs = epochs
-        self.parameters = [parameter for parameter in network.parameters() if id(parameter) in matching]
+        self.network, self.epochs = network, epochs
+        self.names = {name for name, parameter in network.named_parameters() if id(parameter) in matching}
         self.norms = [
             module
             for module in network.modules()
@@ -151,6 +151,11 @@ class Frozen:
         if not epochs:
             for parameter in self.parameters:
                 parameter.requires_grad_(False)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are held, as they are now: a network that moves to an XLA device gets others."""
+        return [parameter for name, parameter in self.network.named_parameters() if name in self.names]
 
     def holds(self, state: State) -> bool:
         """Return whether it is frozen in the step after this state."""

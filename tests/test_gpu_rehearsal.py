@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import gpu  # noqa: E402
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
     kept = gpu.row("kept from an earlier call", 1, "rows")
     (tmp_path / "export.json").write_text(json.dumps([kept]))

@@ -186,13 +186,14 @@ def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results,
     several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
     model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
     live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
+    known = partial(known_labels, train, labels, num_classes)
     if not isinstance(criterion, Criterion):
-        labelled = (known_labels(train) >= 0).float().mean().item() if labels == "some" else 1.0
-        dims = Dims(num_classes, 0, 0, classes=tuple(models.classes), labels=partial(known_labels, train))
+        labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0
+        dims = Dims(num_classes, 0, 0, classes=tuple(models.classes), labels=known)
         criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
     distillation = Distillation(models.student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
-        known = partial(known_labels, train) if labels != "none" else partial(torch.full, (num_images,), -1)
+        known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
         kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
         sifter = parts.build("sifters", kind, options, "sifter", context=context)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kd import config
 from kd.contracts import Backend, Loader, Sifter
 from kd.data.loader import LocalLoader, evaluation_plan
-from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
 from kd.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError
 from kd.models.classifier import LogitsModel
@@ -28,7 +28,7 @@ OWN_WORDS = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
     (r"\b(losses\[\d+\]|sifter|backend)\.kind\b", r"\1"),
-    (r"\b(losses\[\d+\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
+    (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
     (r"\blabels=(\w+)", r"labels='\1'"),
 )
 """From the keys of a configuration to the arguments of `kd.distill`."""
@@ -167,10 +167,17 @@ def batch_of(items: Any, otherwise: int) -> int:
     return own if own and isinstance(items, DataLoader) else otherwise
 
 
-def known_labels(items: Any) -> Tensor:
-    """Return the class of every item; `targets`, where a dataset has them, spare reading the images."""
+def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
+    """Return the class of every training item; `targets`, where a dataset has them, spare reading the images."""
+    labels = Labels("train", kind, num_classes)
+    if isinstance(items, DataLoader):
+        batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
+        return torch.cat([labels.check(labels.split(batch, subject)[1], subject) for subject, batch in batches])
     targets = getattr(items, "targets", None)
-    return torch.as_tensor(targets if targets is not None else [int(items[i][1]) for i in range(len(items))])
+    if targets is not None:
+        return labels.check(targets, "targets")
+    dataset = MapDataset(items, 0, "train", kind, num_classes)
+    return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
 def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:

@@ -38,7 +38,8 @@ def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a YAML file, or a copy of such, with the name of the run; references stay."""
     found: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
     own = {} if isinstance(path, dict) else {"name": Path(path).stem}
-    return {**found, "run": {**own, **(found.get("run") or {})}}
+    run = found.get("run") or {}
+    return {**found, "run": {**own, **run} if isinstance(run, dict) else run}  # `load` says what a section is
 
 
 def alternatives(override: str) -> list[str]:

@@ -6,7 +6,7 @@ A step whose gradient is not finite changes no weight (see `Backend.step`), so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,10 @@ def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: s
 def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
     """Return the error with the first layer that is not finite on this rank. All ranks must call it."""
     run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
-    first = _first(run, micros)
+    frozen = run.distillation.frozen
+    run.distillation.train()
+    with frozen.held(error.at[0]) if frozen is not None else nullcontext():
+        first = _first(run, micros)
     text = f"{error.wrong}; first in {first}" if first else f"{error.wrong}; not in this rank's images"
     return type(error)(error.where, text, error.allowed, error.remedy)
 
@@ -63,7 +66,6 @@ def _first(run: Run, micros: list[Batch]) -> str:
     for name, tensor in named.items():
         note(f"weight '{name}'", tensor)
     trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
-    run.distillation.train()
     for batch in micros:
         for id, image in zip(batch.ids.tolist(), batch.image, strict=True):
             note(f"image {id}", image)

@@ -167,7 +167,8 @@ class Ladder:
             if held := rung() or held:
                 return self.rungs
         remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
-        tried = ", ".join(f"{one.name} {100 * one.drop:.2f}" for one in self.rungs)
+        few = {one.name: f" ({percent(one.share)} of the weights)" for one in self.rungs if one.share < LEAST}
+        tried = ", ".join(f"{one.name} {100 * one.drop:.2f}{few.get(one.name, '')}" for one in self.rungs)
         wrong = f"no int8 graph holds it: on {len(self.exam.labels)} validation images they lose {tried} points"
         allowed = f"A drop of at most {100 * self.max_drop:g} points"
         raise ModelError("--max-drop", wrong, allowed, f"Nothing was written; raise --max-drop{remedy}")

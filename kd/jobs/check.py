@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kd.config.schema import DataSection, OptimizerSection
+from kd.config.schema import DataSection, OptimizerSection, TeacherSection
 from kd.contracts import TeacherModel
 from kd.errors import DataError
 from kd.models.classifier import feature_shapes
@@ -45,11 +45,13 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
             require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
-    with torch.device("meta"):
-        student = build_student(student_plan, data.classes, section.image_size, weights=False)
-        for fit in fits.values():
-            tune(fit.student, build_student(fit.student, data.classes, section.image_size, weights=False))
-    tune(student_plan, student)
+    phases = {"distillation": recipe, **{f"the fit of {where}": fit for where, fit in fits.items()}}
+    built = {}
+    for name, phase in phases.items():
+        with torch.device("meta"):
+            built[name] = build_student(phase.student, data.classes, section.image_size, weights=False)
+        tune(phase.student, built[name])
+    student = built["distillation"]
     dims = dims_of(data, student, teachers.members)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
     lines = [
@@ -70,7 +72,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
-        _memory(recipe, fits, student, teachers, num_ranks),
+        _memory(recipe.teacher.section, teachers, phases, built, num_ranks),
     ]
     return "\n".join(lines)
 
@@ -99,7 +101,7 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
-    per_epoch = loop.epoch_images(num_images) // split.batch_size
+    per_epoch = loop.epoch_images(num_images, split.batch_size) // split.batch_size
     steps = loop.steps or loop.epochs * per_epoch
     return [
         f"batch     {split}",
@@ -146,15 +148,15 @@ def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(recipe: Recipe, fits: Mapping[str, Recipe], student: Any, teachers: Teachers, num_ranks: int) -> str:
+def _memory(
+    section: TeacherSection, teachers: Teachers, phases: Mapping[str, Recipe], built: Mapping[str, Any], num_ranks: int
+) -> str:
     """Say what weights, gradients and optimizer take in the largest phase, and in which."""
-    section, models = recipe.teacher.section, dict(zip(recipe.teacher.members, teachers.members, strict=True))
-    frozen = sum(count_parameters(model) for model in models.values() if model.runtime == "torch")
+    frozen = sum(count_parameters(model) for model in teachers.members if model.runtime == "torch")
     frozen *= (2 if section.precision == "bf16" else 4) / (num_ranks if section.shard or section.pipeline else 1)
-    phases = {"distillation": _state_mib(recipe.loop.optimizer, student, num_ranks) + frozen / 2**20}
-    for where, fit in fits.items():
-        phases[f"the fit of {where}"] = _state_mib(fit.loop.optimizer, models[where], num_ranks)
-    largest, *rest = sorted(phases.items(), key=lambda pair: -pair[1])
+    sizes = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
+    sizes["distillation"] += frozen / 2**20
+    largest, *rest = sorted(sizes.items(), key=lambda pair: -pair[1])
     others = "".join(f", {mib:.0f} in {name}" for name, mib in rest)
     text = f"{largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, gradients and optimizer"
     return f"memory    {text}; activations come on top"
@@ -163,5 +165,6 @@ def _memory(recipe: Recipe, fits: Mapping[str, Recipe], student: Any, teachers: 
 def _state_mib(section: OptimizerSection, model: Any, world_size: int) -> float:
     moments = 2 if section.kind == "adamw" else 1
     shared = world_size if section.zero else 1
-    floats = 2 + moments / shared + (1 if section.ema else 0)
-    return count_parameters(model) * 4 * floats / 2**20
+    moving = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    floats = count_parameters(model) * (2 if section.ema else 1) + moving * (1 + moments / shared)
+    return 4 * floats / 2**20

@@ -29,6 +29,7 @@ from kd.contracts import Loss
 from kd.errors import ConfigError, did_you_mean
 from kd.types import Batch, Dims, Needs, Outputs
 
+KEY = "losses[].class_weights"
 WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
 
 
@@ -96,17 +97,17 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
         for name in (str(one) for one in wanted):
             if name not in names:
                 remedy = did_you_mean(name, names) or "Correct it"
-                raise ConfigError("losses", f"class_weights has '{name}', which is no class", "The data's", remedy)
+                raise ConfigError(KEY, f"has '{name}', which is no class", "The classes of the data", remedy)
         weight_of = {str(name): float(value) for name, value in wanted.items()}
         raw_C = torch.tensor([weight_of.get(name, 1.0) for name in names], dtype=torch.float64)
     else:
         raw_C = torch.tensor(wanted, dtype=torch.float64)
     if len(raw_C) != dims.num_classes:
-        wrong = f"class_weights has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
-        raise ConfigError("losses", wrong, "A number a class", "Correct the list, or name the classes")
+        wrong = f"has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
+        raise ConfigError(KEY, wrong, "A number a class", "Correct the list, or name the classes")
     total = (raw_C * count_C).sum()
     if not total > 0:
-        raise ConfigError("losses", "class_weights leaves no training image a weight", "One > 0", "Raise one")
+        raise ConfigError(KEY, "leaves no training image a weight", "One > 0", "Raise one")
     return (raw_C * count_C.sum() / total).float()
 
 

@@ -156,8 +156,8 @@ def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fo
     if recipe.baseline is not None:
         parts["labels only"] = seconds(images, fixed + found.step)
     runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
-    times = max(1.0, images / split.batch_size / every if every else images / loop.epoch_images(num_images))
-    times = runs * times + 1  # one before step 1
+    between = every * split.batch_size if every else loop.epoch_images(num_images, split.batch_size)
+    times = runs * max(1.0, images / between) + 1  # one before step 1
     parts["evaluations"] = seconds(times * len(data.val), found.score) + len(data.val) * found.teacher / 1000
     return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
 

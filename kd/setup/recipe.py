@@ -125,11 +125,13 @@ class LoopPlan:
 
     def images(self, num_images: int, batch_size: int) -> int:
         """Return how many images the run trains on, all ranks together, where nothing is sifted."""
-        return self.steps * batch_size if self.steps else self.epochs * self.epoch_images(num_images)
+        return self.steps * batch_size if self.steps else self.epochs * self.epoch_images(num_images, batch_size)
 
-    def epoch_images(self, num_images: int) -> int:
-        """Return how many images an epoch draws, where nothing is sifted, up to one batch."""
-        return round((self.balance or 1.0) * num_images)
+    def epoch_images(self, num_images: int, batch_size: int) -> int:
+        """Return how many images an epoch draws, where nothing is sifted: all, or those of `data.balance`."""
+        if not self.balance:
+            return num_images
+        return min(max(1, round(self.balance * num_images / batch_size)), num_images // batch_size) * batch_size
 
     @property
     def teacher_share(self) -> float:

@@ -15,6 +15,7 @@ from kd.contracts import Backend, Teacher, TeacherModel
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.load import Spec
+from kd.models.teacher import require_repeatable
 from kd.seeds import seed_from
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
@@ -34,7 +35,10 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, we
     spec = student_spec(plan, classes)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    return parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
+    student = parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
+    training = student.training
+    require_repeatable(student, plan.where, plan.section.model, image_size)
+    return student.train(training)
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:

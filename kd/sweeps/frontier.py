@@ -61,7 +61,10 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     trials = {trial.name: trial for trial in tried.trials}
     ended = {row["trial"]: trials[row["trial"]] for row in rows if not row["why"]}
     file, of = tried.folder / "frontier.json", {"trials": sorted(ended), "processor": processor()}
-    known = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        known = dict(json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # damaged is as good as not there: the clock runs again
+        known = {}
     if known.get("of") != of:
         known = {"of": of, "costs": _costs(tried, ended)}
         write_json(file, known)

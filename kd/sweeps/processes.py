@@ -57,7 +57,10 @@ class Processes:
             if code in (Interrupted.exit_code, -15, -2) and name not in self._asked:
                 raise Interrupted(f"'{name}' was stopped; the same command resumes")
             stopped = name in self._asked and code in (Interrupted.exit_code, -15)
-            found[name] = "" if code == 0 or stopped else _last_line(output) or f"ended with exit code {code}"
+            if code < 0 and not stopped:  # what it wrote last is no error
+                found[name] = f"was ended by signal {-code}"
+            else:
+                found[name] = "" if code == 0 or stopped else _last_line(output) or f"ended with exit code {code}"
         return found
 
 

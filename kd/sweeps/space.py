@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ class Space:
             ConfigError: a list or a range that is none, a key that changes no weight, or nothing that varies.
         """
         fixed, lists, ranges = [], {}, {}
-        for override in overrides:
+        keys = [re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0]) for override in overrides]
+        for i, override in enumerate(overrides):
             key, _, text = override.partition("=")
             values, ends = alternatives(override), RANGE.fullmatch(text)
             if ends is None and len(values) == 1:
@@ -71,6 +72,9 @@ class Space:
             if key.startswith(FREE):
                 wrong, allowed = "changes no weight of a student, but has several values", "One value"
                 raise ConfigError(key, wrong, allowed, "Sweep a key that is learned with, such as optimizer.lr")
+            if keys[i] in keys[i + 1 :]:
+                wrong, allowed = "stands again behind its list or range", "One list or range of a key, standing last"
+                raise ConfigError(key, wrong, allowed, "Leave one out")
             if ends is None:
                 lists[key] = values
                 continue
@@ -118,6 +122,21 @@ class Space:
         texts = "_".join(f"{key.rpartition('.')[2]}-{text}" for key, text in values.items())
         own = f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', texts)[:SHOWN]}_{hashed}"
         return Trial(own, values, replace(loaded, run=replace(loaded.run, name=f"{name}/{own}")))
+
+
+def require_different(trials: Iterable[Trial]) -> None:
+    """Refuse two trials whose values make the same run.
+
+    Raises:
+        ConfigError: naming a key in which they differ.
+    """
+    seen: dict[str, Trial] = {}
+    for trial in trials:
+        other = seen.setdefault(trial.name.rpartition("_")[2], trial)
+        for key, text in trial.values.items():
+            if text != other.values[key]:
+                wrong = f"'{other.values[key]}' and '{text}' make the same run"
+                raise ConfigError(key, wrong, "Values of which each changes the run", "Leave one out")
 
 
 def _drawn(low: str, high: str, seed: int) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 
 from kd import config
 from kd.config import Config
-from kd.errors import FolderInUse, RunError
+from kd.errors import ConfigError, FolderInUse, RunError
 from kd.files.storage import disk_error, lock, write_json, write_text
 from kd.host import cores
 from kd.scores import Column
 from kd.sweeps import frontier
 from kd.sweeps.processes import failure
-from kd.sweeps.space import Space, Trial, sharing, student_alike
+from kd.sweeps.space import Space, Trial, require_different, sharing, student_alike
 from kd.sweeps.trials import Trials
 from kd.text import table
 
@@ -62,16 +62,21 @@ def sweep(
         ConfigError: a key or value is wrong, nothing varies, or no such score.
         RunError: no trial came to its end, or another sweep writes the folder.
     """
+    for key, value, least in (("trials", trials, 0), ("jobs", jobs, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(key, f"is {value!r}", f"A whole number >= {least}", "Change the value")
     space = Space.read(config.to_dict(settings) if isinstance(settings, Config) else settings, overrides)
     combinations = space.combinations(trials)
     first = space.load(combinations[0])
-    folder = Path(first.run.folder) / f"{first.run.name}_sweep"
+    name = f"{first.run.name}_sweep"
+    folder = Path(first.run.folder) / name
 
     def made(values: Mapping[str, str], threads: int, baseline: bool = False) -> Trial:
-        return space.trial(values, folder.name, sharing(space.load(values), threads), baseline)
+        return space.trial(values, name, sharing(space.load(values), threads), baseline)
 
     sized = len({student_alike(made(values, 1)) for values in combinations}) > 1
     every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before anything is written
+    require_different(every.values())
     Trials(folder, list(every.values()), by)
     with _held(folder):
         threads = _threads(folder, max(1, cores() // jobs))
@@ -115,7 +120,11 @@ def _threads(folder: Path, threads: int) -> int:
     file = folder / "sweep.json"
     if not file.is_file():
         write_json(file, {"threads": threads})
-    return int(json.loads(file.read_text())["threads"])
+    try:
+        return int(json.loads(file.read_text())["threads"])
+    except (ValueError, TypeError, KeyError) as error:
+        wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
+        raise RunError("run.folder", wrong, "", "Remove the file") from error
 
 
 def _ranked(tried: Trials) -> list[dict[str, Any]]:
@@ -131,7 +140,8 @@ def _best(tried: Trials) -> Trial:
     rows = [row for row in _ranked(tried) if not row["why"]]
     if len({row.get("data") for row in rows}) > 1:
         wrong = "the trials were not all scored on the same validation images"
-        raise RunError("data", wrong, "One validation split", f"Remove '{tried.folder}' and start anew")
+        remedy = f"Sweep no key that changes them; where the images have changed, remove '{tried.folder}'"
+        raise RunError("data", wrong, "One validation split", remedy)
     return next(trial for trial in tried.trials if trial.name == rows[0]["trial"])
 
 

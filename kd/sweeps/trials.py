@@ -21,6 +21,7 @@ from kd.sweeps.space import Trial, prepared_alike, student_alike, write_yaml
 
 POLL = 0.5
 """Seconds between two looks at the trials."""
+CHOOSE = "Choose one of them"
 log = logging.getLogger("kd")
 
 
@@ -36,7 +37,7 @@ class Trials:
         self.scores = build_task(trials[0].config.task).scores
         self._columns = {column.key: column for column in (*self.scores.own, *self.scores.pair)}
         if by and by not in self._columns:
-            raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", "Choose one of them")
+            raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", CHOOSE)
 
     def column(self) -> Column:
         """Return the column of the score that counts, once a trial was evaluated."""
@@ -76,7 +77,7 @@ class Trials:
                         processes.start(trial.name, words, self.folder / f"{trial.name}.log")
                 time.sleep(POLL if len(processes.running) or waiting else 0)
         for name, line in self.failed.items():
-            log.info("sweep: %s failed: %s", name, line)
+            log.info("sweep: %s failed: %s ('%s' has all that it said)", name, line, self.folder / f"{name}.log")
 
     def _prepare(self, waiting: Sequence[Trial]) -> None:
         """Fit each teacher and fill each cache that several trials share, before the first of them begins."""
@@ -125,6 +126,9 @@ class Trials:
         run, curve, best, score = trial.config.run, [], float("-inf"), 0.0
         for row in self._evaluations(trial):
             decides = self.scores.deciding(row).key
+            if self.by and self.by not in row:
+                known = ", ".join(key for key in self._columns if key in row)
+                raise ConfigError("--by", f"is '{self.by}', which these runs do not have", f"Allowed: {known}", CHOOSE)
             if row[decides] > best:  # as the loop finds the best checkpoint
                 best, score = row[decides], row[self.by or decides]
             share = row["step"] / run.steps if run.steps else row["epoch"] / run.epochs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+import pytest
 import torch
 import yaml
 from pieces import tiny
@@ -15,6 +16,7 @@ from world_runs import STEPS
 RANKS = 2
 
 
+@pytest.mark.slow
 def test_a_terminated_run_is_resumed_elsewhere_with_the_same_bits(aws, config_file, tmp_path):
     """The fitted teacher comes from the copy too."""
     content = yaml.safe_load(config_file.read_text())

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})])
+@pytest.mark.slow
 def test_every_rank_gets_the_whole_teachers_answers(tmp_path, ranks, cut):
     start("pipelining:main", [tmp_path], ranks, path=(HERE,)).ended_well()
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -30,6 +31,7 @@ def test_every_rank_gets_the_whole_teachers_answers(tmp_path, ranks, cut):
 
 
 @pytest.mark.parametrize("more", [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")])
+@pytest.mark.slow
 def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
     whole = plain(2, *more)
     cut = train(f"pipelined-{len(more)}", 2, "teacher.pipeline=2", *more)
@@ -44,6 +46,7 @@ def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
     assert "MiB on this rank, divided over 2" in cut.world.logs[0]
 
 
+@pytest.mark.slow
 def test_the_probe_tries_pipelined_teachers_and_a_run_resumes_without(train):
     auto = ("teacher.precision=auto", "teacher.attention=auto")
     killed = train("pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"})

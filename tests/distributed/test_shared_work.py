@@ -31,6 +31,7 @@ def fit_file(config_file, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks):
     """The fit takes longer than the deadline, which counts only while it makes no progress."""
     argv = [sys.executable, "-m", "kd.cli", "teach", str(fit_file), OURS]

@@ -40,6 +40,7 @@ def rows(run: Trained, kind: str) -> list[dict]:
         pytest.param(2, "SIGTERM:val:23", "", STEPS, id="two ranks, in the last evaluation"),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, request):
     name = f"signalled-{request.node.callspec.id.replace(' ', '-')}"
     more = () if ranks == 1 else ("data.eval_batch=2",)  # more batches than one, so that the evaluation is given up
@@ -60,6 +61,7 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, "SIGTERM:train:50"), (1, "SIGTERM:val:20"), (2, "SIGTERM:train:40")])
+@pytest.mark.slow
 def test_a_signal_in_the_fit_of_the_teacher(config_file, tmp_path, ranks, sent):
     content = yaml.safe_load(config_file.read_text())
     fit = {"epochs": 4, "lr": 3e-3, "folder": str(tmp_path / "signalled")}
@@ -129,6 +131,7 @@ def launched(argv: list[str], rows_file: Path, send, steps: int = 4, **env: str)
     return process.returncode, log.read_text(), time.monotonic() - asked
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(config_file, tmp_path):
     argv = [sys.executable, "-m", "kd.cli", "train", str(config_file), *OURS]
     argv += [f"run.folder={tmp_path}", "run.name=twice"]
@@ -145,6 +148,7 @@ def test_a_second_signal_ends_at_once(config_file, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(config_file, plain, tmp_path, workers):
     """`timeout`, Slurm and others send it so. With two threads torch has a pool, which a worker starts anew."""
     threads = "backend.threads=2"

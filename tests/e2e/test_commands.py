@@ -122,6 +122,7 @@ def test_the_best_weights_are_exported(written, command, tmp_path, decay, prefix
     assert all(torch.equal(tensors[prefix + name], tensor) for name, tensor in exported.items())
 
 
+@pytest.mark.slow
 def test_the_second_start_only_prints_the_table(written, command, tmp_path):
     path = written(run={"epochs": 1, "baseline": True})
     first = command("train", path)
@@ -234,6 +235,7 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
     ],
     ids=["resnet, averaged", "features", "mixed", "policy, worker", "sgd", "no teacher", "measured"],
 )
+@pytest.mark.slow
 def test_kinds_of_runs(written, command, tmp_path, sections):
     """Each trains, is evaluated and exported; what each computes is tested elsewhere."""
     answer = command("train", written(**{"run": {"epochs": 1}, **sections}))

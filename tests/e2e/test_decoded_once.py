@@ -24,6 +24,7 @@ def rows(tmp_path, name: str, kind: str) -> list[dict]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.slow
 def test_small_images_train_to_the_same_bits(written, command, tmp_path, store, workers):
     """The photos of 20 px are not larger than training at 16 px needs: nothing differs, from no worker on."""
     for name, kind, count in (("without", "none", 0), ("with", store, workers), ("again", store, 0)):
@@ -60,6 +61,7 @@ def test_the_fit_of_the_teacher_and_the_baseline_share_it(settings, written, com
     assert done.out.count("store: about") == 1
 
 
+@pytest.mark.slow
 def test_filling_that_was_killed_goes_on(written, command, tmp_path):
     """kill -9 as soon as the first slot is there; torn or not, what follows is the run without a store."""
     argv = [written(), "data.store=disk", "data.workers=1", "run.name=killed", "run.epochs=3"]

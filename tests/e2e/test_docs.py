@@ -271,6 +271,7 @@ def folder(photos: Path, distilled: Path) -> None:
 
 @pytest.mark.timeout(900)  # deploy.md exports a student in every form: 86 s beside two other tests
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
 def test_commands_and_snippets_work(page, photos, distilled, command, inside, monkeypatch):
     folder(photos, distilled)
     for name, value in LAUNCHED.items():
@@ -374,6 +375,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     score = ([float(row["accuracy"]) for row in one] for one in (rule, whole))
     cost = [sum(float(row["job_cpu_seconds"]) for row in one) for one in (rule, whole)]
     assert f"CPU time {cost[0] / cost[1]:.2f}, {against(*score)}" in text
+    shipped = rows("variants_table", student="vit_ti", file="openvino.int8.xml", threads="1")
+    faster, lost = (statistics.mean(float(row[key]) for row in shipped) for key in ("times_float32", "drop"))
+    assert f"{faster:.2f} times as fast as float32 in onnxruntime, {100 * lost:.2f} points lost" in text
 
 
 def test_every_csv_is_listed_with_its_command_and_commit():

@@ -242,6 +242,7 @@ def test_archives_replace_archives_alone(distilled, refused, command, tmp_path):
     assert files(beside) == {"container/model.tar.gz", "pytorch/model.tar.gz"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_path):
     for name in ("temporary", "out"):
         (tmp_path / name).mkdir()

@@ -51,6 +51,7 @@ kd.distill(teacher=models[0], student=models[1], train=items, val=items, epochs=
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_one_display_with_a_bar_and_a_table(tmp_path, kernel):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN)])
     outputs = kernel(notebook).cells[0].outputs

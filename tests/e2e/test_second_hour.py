@@ -64,6 +64,7 @@ def project(photos, inside, monkeypatch) -> Path:
     return inside
 
 
+@pytest.mark.slow
 def test_the_second_hour(project, command, refused):
     settings = {
         "run": {"epochs": 2, "every": {"log": 2}},

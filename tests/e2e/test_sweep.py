@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,16 +22,16 @@ PATIENCE = 1200.0
 """Seconds: on a machine that does much else a process takes minutes to start."""
 
 
-def started(folder: Path) -> subprocess.Popen:
+def started(folder: Path, axes: Sequence[str]) -> subprocess.Popen:
     """Start the command in a process group of its own."""
-    argv = [sys.executable, "-m", "kd", "sweep", "tiny.yaml", *AXES]
+    argv = [sys.executable, "-m", "kd", "sweep", "tiny.yaml", *axes]
     with (folder / "out.txt").open("ab") as out:
         return subprocess.Popen(argv, cwd=folder, stdout=out, stderr=out, start_new_session=True)
 
 
-def killed_when(folder: Path, moment: Callable[[Path], object]) -> None:
+def killed_when(folder: Path, moment: Callable[[Path], object], axes: Sequence[str] = AXES) -> None:
     """Start the sweep, and kill it and its trials once `moment` is true."""
-    process, until = started(folder), time.monotonic() + PATIENCE
+    process, until = started(folder, axes), time.monotonic() + PATIENCE
     try:
         while not moment(folder / "runs" / "tiny_sweep"):
             assert process.poll() is None, (folder / "out.txt").read_text()
@@ -66,7 +66,7 @@ def test_killed_three_times_the_table_is_the_same(photos, tmp_path):
             killed_when(folder, lambda sweep: len(lines(sweep)) == 2 and len(list(sweep.glob("*/metrics.jsonl"))) == 3)
             killed_when(folder, lambda sweep: len(lines(sweep)) == 4 and list(sweep.glob("*/metrics.jsonl"))[4:])
             assert len(lines(folder / "runs" / "tiny_sweep")) == 4
-        process = started(folder)
+        process = started(folder, AXES)
         assert process.wait(PATIENCE) == 0, (folder / "out.txt").read_text()
         outs.append(folder / "runs" / "tiny_sweep")
     calm, killed = outs

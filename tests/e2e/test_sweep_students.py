@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
 from test_own_network import CODE
+from test_sweep import PATIENCE, killed_when
 
 import kd
 from kd.setup.recipe import BASELINE
@@ -24,25 +19,6 @@ STUDENTS = (
     "student={model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 24, depth: 1, num_heads: 2}},"
     "{kind: torch, model: mine:small, args: {width: 8}, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}"
 )
-PATIENCE = 1200.0
-"""Seconds: on a machine that does much else a process takes minutes to start."""
-
-
-def killed_after_one_trial(folder: Path) -> None:
-    """Start the sweep, and kill it and its trials once the first is recorded."""
-    argv = [sys.executable, "-m", "kd", "sweep", "tiny.yaml", STUDENTS]
-    journal, until = folder / "runs" / "tiny_sweep" / "journal.jsonl", time.monotonic() + PATIENCE
-    with (folder / "out.txt").open("wb") as out:
-        process = subprocess.Popen(argv, cwd=folder, stdout=out, stderr=out, start_new_session=True)
-    try:
-        while not journal.is_file():
-            assert process.poll() is None, (folder / "out.txt").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert len(journal.read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -56,7 +32,8 @@ def test_two_students_are_compared_and_after_a_kill_alike(settings, tmp_path, mo
         (folder / "mine.py").write_text(CODE)
         (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
         if name == "killed":
-            killed_after_one_trial(folder)
+            killed_when(folder, lambda sweep: (sweep / "journal.jsonl").is_file(), [STUDENTS])
+            assert len((folder / "runs" / "tiny_sweep" / "journal.jsonl").read_text().splitlines()) == 1
             shutil.copy(found["calm"].folder / "frontier.json", folder / "runs" / "tiny_sweep")  # the same clock
         monkeypatch.chdir(folder)
         found[name] = kd.sweep("tiny.yaml", STUDENTS)

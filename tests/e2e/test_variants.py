@@ -60,6 +60,7 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
 
 
 @pytest.mark.usefixtures("brief")
+@pytest.mark.slow
 def test_what_loses_too_much_is_in_the_table_and_not_in_the_folder(distilled, command, tmp_path, monkeypatch):
     write = runtimes.write_int8
 

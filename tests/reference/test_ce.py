@@ -92,7 +92,7 @@ def test_what_is_no_weight_is_refused(wrong):
     [({"figg": 2}, "'figg', which is no class.*'fig'"), ([1, 2], "2 numbers, .* 4 classes"), ([0] * 4, "no training")],
 )
 def test_weights_of_other_classes_are_refused(wrong, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"^losses\[\]\.class_weights: .*{words}"):
         ce.build(ce.Options(class_weights=wrong), Dims(4, 0, 0, classes=NAMES, labels=lambda: torch.arange(4)))
 
 

@@ -162,6 +162,7 @@ class Fixed:
         return Outputs(self.logits[image[:, 0, 0, 0].long()])
 
 
+@pytest.mark.slow
 def test_the_interval_of_map_holds_that_of_all_images():
     """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is too high by itself."""
     rng = np.random.default_rng(4)

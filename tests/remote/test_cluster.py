@@ -32,6 +32,7 @@ def living(job: LocalJob) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_images_of_data_hosts_whatever_happens_to_them():
     """With KD_SOAK=1 two data hosts, and whole runs."""
     script = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "checks.py")]
@@ -39,7 +40,7 @@ def test_images_of_data_hosts_whatever_happens_to_them():
     try:
         assert job.wait() == 0
         assert {host: process.poll() for host, process in job.processes.items()} == dict.fromkeys(job.processes, 0)
-        for _ in range(300):  # Ray's own helpers end when they notice that their node is gone
+        for _ in range(1200):  # Ray's own helpers end when they notice that their node is gone
             if not living(job):
                 break
             time.sleep(0.1)

@@ -87,6 +87,7 @@ def test_sigterm_and_the_same_command_with_and_without_hosts(cluster, exported, 
     assert target.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_two_hosts_write_the_file_of_one_machine_and_one_may_be_lost(cluster, exported, photos, tmp_path):
     listed = tmp_path / "listed.txt"
     names = [str(path) for path in sorted(photos.rglob("*.jpg"))]

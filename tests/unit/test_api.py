@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import kd
+from kd.api.arguments import known_labels
 from kd.errors import ConfigError, KdError
 from kd.sifters.none import Everything
 from kd.types import SiftContext
@@ -198,6 +199,7 @@ def test_a_dataloader_cannot_be_sifted_by_id():
 
 
 @pytest.mark.parametrize(("name", "check"), [("own_modules", lambda r: r > 0.6), ("plain_loop", lambda r: r < 1.0)])
+@pytest.mark.slow
 def test_the_examples_run(name: str, check: object, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, "own_modules", raising=False)
@@ -262,11 +264,29 @@ def test_images_alone_are_distilled_like_labelled_ones():
     assert "agreement" in again.metrics
 
 
-def test_some_labels_are_skipped():
+@pytest.mark.parametrize("batches", [False, True])
+def test_some_labels_are_skipped(batches):
     train = data(40, 3)
     train.tensors[1][::2] = -1
-    found = distill(network(16, 1), network(4, 2), train, labels="some")
+    items = DataLoader(train, batch_size=16) if batches else train
+    found = distill(network(16, 1), network(4, 2), items, labels="some")
     assert 0 < found.rows[0]["ce"] < 3
+
+
+@pytest.mark.parametrize("how", ["items", "targets", "batches"])
+def test_class_weights_count_the_labels_that_are_there(how):
+    train = data(40, 3)
+    train.targets = train.tensors[1] if how == "targets" else None
+    items = DataLoader(train, batch_size=16) if how == "batches" else train
+    assert torch.equal(known_labels(items, "all", 3), train.tensors[1])
+    losses = [{"kind": "ce", "class_weights": "balanced"}]
+    plain, weighted = (distill(network(16, 1), network(4, 2), items, losses=each) for each in ("ce", losses))
+    assert plain.rows[0]["ce"] != weighted.rows[0]["ce"]
+    with pytest.raises(ConfigError, match=r"^losses\[\]\['class_weights'\]: has 'class_7', which is no class"):
+        distill(network(16, 1), network(4, 2), items, losses=[{"kind": "ce", "class_weights": {"class_7": 2}}])
+    train.tensors[1][3] = 7
+    with pytest.raises(KdError, match=r"^train: .* has the label 7"):
+        distill(network(16, 1), network(4, 2), items, losses=losses)
 
 
 def test_a_folder_resumes(tmp_path: Path):

@@ -158,6 +158,15 @@ def test_orientation_of_a_jpeg():
     assert read(stored(NOISE, "JPEG", exif=exif)).size == (NOISE.height, NOISE.width)
 
 
+def test_turning_an_image_does_not_write_its_exif_anew(monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = {kind: stored(NOISE, kind, exif=exif) for kind in ("JPEG", "PNG", "WEBP")}
+    monkeypatch.setattr(Image.Exif, "tobytes", lambda *_: pytest.fail("written"))
+    for content in data.values():
+        assert read(content).size == (NOISE.height, NOISE.width)
+
+
 @pytest.mark.parametrize(
     "exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01", b"Exif\0\0MM\0*\0\0\xff\0"]
 )

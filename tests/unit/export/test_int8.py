@@ -14,7 +14,7 @@ import torch
 from pieces import base, paint
 
 from kd import config
-from kd.errors import MissingExtra
+from kd.errors import MissingExtra, ModelError
 from kd.export import export as _export
 from kd.export import int8
 from kd.export.int8 import DYNAMIC, STATIC, Exam
@@ -137,6 +137,24 @@ def test_the_first_rung_does_not_hold_where_convolutions_stay_as_they_are(tmp_pa
     weights = {name: one.numel() for name, one in student.network.named_parameters() if one.ndim > 1}
     linear = sum(count for name, count in weights.items() if name.startswith("classifier"))
     assert first.share == pytest.approx(linear / sum(weights.values()), abs=0.01)
+
+
+def test_a_rung_with_few_int8_weights_is_no_drop_that_holds(tmp_path, monkeypatch):
+    for name in ("require", "post_training", "controlled"):
+        monkeypatch.setattr(int8, name, lambda *given: ())
+    monkeypatch.setattr(runtimes, "write_int8", lambda source, path: path.touch())
+    monkeypatch.setattr(runtimes, "int8_share", lambda path: 0.01)
+
+    class Fixed:
+        labels = torch.zeros(10)
+
+        def __call__(self, name, path, left_out=()):
+            drop = 0.0 if name == "dynamic" else 0.05
+            return int8.Rung(name, path.name, "accuracy", 0.5, drop, (0.0, 0.1), 1.0, 1)
+
+    given: dict = {"student": None, "size": 8, "exam": Fixed(), "views": None}
+    with pytest.raises(ModelError, match=r"dynamic 0\.00 \(1\.0 % of the weights\), post-training 5\.00, "):
+        int8.Ladder(folder=tmp_path, max_drop=0.005, **given).climb()
 
 
 @NNCF

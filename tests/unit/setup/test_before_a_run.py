@@ -147,6 +147,14 @@ def test_a_fit_that_fails_names_the_teacher(settings, monkeypatch, tmp_path):
         teach(config.load(settings, FITTED))
 
 
+def test_a_network_that_fails_on_the_images_is_one_line(settings):
+    crossvit = {"model": "crossvit_9_240"}  # two patch sizes, of which one does not divide the images
+    with pytest.raises(ModelError, match=r"^student\.model: 'crossvit_9_240' fails on images of "):
+        lines({**settings, "student": crossvit}, "data.image_size=64")
+    with pytest.raises(ModelError, match=r"^teacher\.model: 'crossvit_9_240' fails on images of "):
+        teach(config.load({**settings, "teacher": {**crossvit, "fit": {"steps": 1}}}, ("data.image_size=64",)))
+
+
 def test_a_checkpoint_that_is_not_there_is_found_before_the_fit(settings):
     gone = ("student.init=pretrained", "student.checkpoint=gone.safetensors")
     with pytest.raises(ModelError, match=r"^student\.checkpoint: no file 'gone\.safetensors'"):

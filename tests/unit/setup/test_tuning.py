@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,11 +22,13 @@ from kd.engine.loop import train
 from kd.errors import ConfigError, KdError, ModelError
 from kd.jobs.check import check
 from kd.models.classifier import Classifier
+from kd.optim import Frozen
 from kd.report.report import read
 from kd.setup.build import build_optimizer
 from kd.setup.recipe import resolve
 from kd.setup.tuning import parameter_groups
 from kd.tasks.single_label import SingleLabel
+from kd.types import State
 
 NETWORKS = {
     "ViT": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}),
@@ -156,6 +159,14 @@ def test_frozen_for_all_epochs_is_frozen_for_good(make):
     assert without_clocks(both[0].store.rows)[0]["grad_norm"] == without_clocks(both[1].store.rows)[0]["grad_norm"]
 
 
+def test_what_is_frozen_for_good_needs_no_gradients(settings):
+    vit = ["student.args={embed_dim: 384, depth: 12, num_heads: 6}"]
+    frozen = ["student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"]
+    told = [check(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)]
+    whole, weights = (int(re.search(r"memory +(\d+) MiB", text)[1]) for text in told)
+    assert whole == pytest.approx(4 * weights, rel=0.05)  # weights; gradients and AdamW's two averages
+
+
 def test_layers_thaw_after_so_many_epochs(make, tmp_path):
     made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.keep=9", folder=tmp_path / "run")
     before = tensors(made)
@@ -175,6 +186,28 @@ def test_layers_thaw_after_so_many_epochs(make, tmp_path):
     assert not any(n.startswith(("patch_embed", "blocks.0.")) for n in one)
     assert {"patch_embed.proj.0.0.weight", "blocks.0.mlp.fc1.weight"} <= two
     assert any(n.startswith("patch_embed") and n.endswith("running_var") for n in two)
+
+
+def test_layers_are_held_where_their_parameters_are_replaced():
+    """As those of a network that moves to an XLA device are."""
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    frozen = Frozen(network, ["0.*"], 1)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        network.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    with frozen.held(State()):
+        network(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    assert [parameter.grad is None for parameter in network.parameters()] == [True, True, False, False]
+
+
+def test_a_layer_that_is_frozen_is_named_where_it_diverges(make):
+    made = make(*NORM, FROZEN)
+    statistics = {n: b for n, b in made.run.distillation.student.named_buffers() if "patch_embed" in n}
+    next(b for n, b in statistics.items() if n.endswith("running_var")).fill_(float("nan"))
+    with pytest.raises(KdError, match=r"became NaN.*first in the output of layer 'network\.patch_embed"):
+        train(made.run)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +236,7 @@ class Net(nn.Sequential):
     def __init__(self, layers=False):
         super().__init__(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
         if layers:
-            self.group_matcher = lambda coarse=False: {"stem": r"^0", "blocks": [(r"^3", (99999,))]}
+            self.group_matcher = lambda coarse=False: {"stem": r"^0", "blocks": r"^3"}
             self.get_classifier = lambda: self[3]
 
 def net(layers=False):
@@ -223,6 +256,49 @@ def test_a_network_of_ones_own_says_what_its_layers_are(settings, tmp_path, monk
     assert kd.train(own, "run.steps=2").steps == 2
     frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
     assert "well-formed" in check(resolve(frozen))  # names are those of the author
+
+
+WRONG = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, how):
+        super().__init__(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        if how == "arguments":
+            self.group_matcher = self.get_classifier = lambda which: self[3]
+        elif how == "pattern":
+            self.group_matcher = lambda coarse=False: {"stem": "^(0"}
+        elif how == "one layer":
+            self.group_matcher = lambda coarse=False: {"all": "."}
+        else:
+            self[0].requires_grad_(False)
+
+def net(how):
+    return Net(how)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "override", "words"),
+    [
+        ("arguments", "layer_decay=0.5", "layer_decay: needs group_matcher of .*TypeError"),
+        ("arguments", "head_lr=2", "head_lr: needs get_classifier of .*TypeError"),
+        ("pattern", "layer_decay=0.5", "layer_decay: needs group_matcher of"),
+        ("one layer", "layer_decay=0.5", "layer_decay: is 0.5, but .* has one layer by its group_matcher"),
+        ("held", "freeze=['3.*']", "freeze: freezes all"),
+        ("held", "{freeze: ['3.*'], freeze_epochs: 1}", "freeze: freezes all"),
+    ],
+)
+def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(
+    settings, tmp_path, monkeypatch, how, override, words
+):
+    (tmp_path / "nets_that_fail.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(tmp_path)
+    student = {"kind": "torch", "model": "nets_that_fail:net", "mean": [0, 0, 0], "std": [1, 1, 1]}
+    own = settings | {"student": {**student, "args": {"how": how}}}
+    key = f"student.tuning={override}" if override.startswith("{") else f"student.tuning.{override}"
+    with pytest.raises(ModelError, match=rf"^student\.tuning\.{words}"):
+        check(resolve(config.load(own, [key])))
 
 
 # ----------------------------------------------------------------------------------------------------- early stopping
@@ -347,6 +423,13 @@ def test_thawing_under_torch_xlas_zero_is_refused(settings):
 def test_balanced_drawing_is_refused_beside_what_it_cannot_go_with(settings, overrides, words):
     with pytest.raises(ConfigError, match=words):
         config.load(settings, ["data.balance=0.5", *overrides])
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.01, 1), (0.1, 1), (0.6, 3), (1, 4)])
+def test_the_length_of_a_balanced_run_is_told(settings, make, share, steps):
+    key = f"data.balance={share}"
+    assert f"{2 * steps} steps of 8 images (2 epochs)" in check(resolve(config.load(settings, [key])))
+    assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps
 
 
 def test_the_sifters_key_says_what_replaces_it(settings):

@@ -13,12 +13,14 @@ from pieces import Asks
 from torch import nn
 
 from kd.config.flat import plain
-from kd.errors import ModelError
+from kd.errors import ModelError, RunError
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.scores import Column
+from kd.sweeps import frontier
 from kd.sweeps.frontier import cells, members, named, picture, timed, write
 from kd.sweeps.space import Space, student_alike
+from kd.sweeps.sweep import sweep
 from kd.sweeps.trials import Trials
 
 ACCURACY = Column("accuracy", "accuracy")
@@ -176,6 +178,24 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     assert 0 < costs["small"]["ms"] < costs["large"]["ms"]  # 512 times the arithmetic
 
 
+@pytest.mark.parametrize("text", ["", '{"of": {"tri', "5"])
+def test_damaged_files_of_a_sweep(text, settings, tmp_path, monkeypatch):
+    settings["run"]["folder"] = str(tmp_path)
+    space = Space.read(settings, ["student.args.depth=1,2"])
+    trial = space.trial(space.combinations(0)[0], "tiny_sweep", [])
+    row = {"trial": trial.name, "by": "", "key": "accuracy", "score": 0.5, "why": "", "curve": []}
+    folder = tmp_path / "tiny_sweep"
+    folder.mkdir()
+    for name in ("sweep.json", "frontier.json"):
+        (folder / name).write_text(text)
+    (folder / "journal.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:40])
+    monkeypatch.setattr(frontier, "_costs", lambda tried, ended: {trial.name: {"untimed": "again"}})
+    tried = Trials(folder, [trial], "")
+    assert frontier.measured(tried, list(tried.rows.values())) == ([{**row, "untimed": "again"}], {})
+    with pytest.raises(RunError, match=r"^run\.folder: '.*sweep\.json' is damaged .* Remove the file\."):
+        sweep(settings, "student.args.depth=1,2")
+
+
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"
 
 
@@ -197,6 +217,7 @@ def test_contents_keep_references_and_the_name_of_the_file(tmp_path, monkeypatch
     assert plain({"run": {"name": "own", "seed": 1}})["run"] == {"name": "own", "seed": 1}
     file.write_text("run: {name: other}\n")
     assert plain(file)["run"]["name"] == "other"
+    assert plain({"run": 5})["run"] == 5
 
 
 def test_students_that_cost_the_same_are_alike(settings):

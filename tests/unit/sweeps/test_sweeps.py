@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -18,7 +19,8 @@ from kd.setup.recipe import resolve
 from kd.sweeps.median import BEGIN, LEAST, Point, judge
 from kd.sweeps.processes import Processes, failure
 from kd.sweeps.space import Space, prepared_alike, sharing
-from kd.sweeps.sweep import flattery
+from kd.sweeps.sweep import flattery, sweep
+from kd.sweeps.trials import Trials
 
 # ----------------------------------------------------------------------------------------------------- what is tried
 
@@ -29,6 +31,11 @@ def test_all_combinations_in_the_order_of_the_command(settings):
     loaded = [space.load(values) for values in space.combinations(0)]
     found = [(one.losses[0].kind, one.optimizer.lr, one.run.epochs) for one in loaded]
     assert found == [("kl", 1e-3, 3), ("kl", 1e-2, 3), ("dkd", 1e-3, 3), ("dkd", 1e-2, 3)]
+
+
+def test_a_list_behind_a_value_is_what_counts(settings):
+    space = Space.read(settings, ["optimizer.lr=5e-3", "optimizer.lr=1e-3,1e-2"])
+    assert [space.load(values).optimizer.lr for values in space.combinations(0)] == [1e-3, 1e-2]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +176,10 @@ def test_by_how_much_the_best_flatters():
         (["optimizer.lr=1e-3..1e-1"], "optimizer.lr", "--trials N"),
         (["optimizer.lr=1e-1..1e-3", "--trials", "2"], "optimizer.lr", "LOW < HIGH"),
         (["optimizer.lr=1e-3,1e-2", "--by", "speed"], "--by", "agreement"),
+        (["optimizer.lr=1e-3,1e-2", "optimizer.lr=1e-4,1e-1"], "optimizer.lr", "stands again"),
+        (["losses.0.weight=1,2", "losses[0].weight=3"], "losses.0.weight", "stands again"),
+        (["optimizer.lr=1,1.0"], "optimizer.lr", "'1' and '1.0' make the same run"),
+        (["run.baseline=true,false"], "run.baseline", "make the same run"),
     ],
 )
 def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, written, refused, tmp_path):
@@ -176,6 +187,45 @@ def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, wr
     assert line.startswith(f"{where}: ")
     assert words in line
     assert not list(tmp_path.rglob("*_sweep"))
+
+
+@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": "2"}, {"trials": -1}])
+def test_a_wrong_number_is_named(wrong):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: is .* A whole number >= "):
+        sweep({}, "optimizer.lr=1,2", **wrong)
+
+
+def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch):
+    seen = []
+
+    def train(tried, jobs):
+        seen.extend((resolve(one.config).record.path, tried.folder / one.name) for one in tried.trials)
+        raise Interrupted
+
+    monkeypatch.setattr(Trials, "train", train)
+    with pytest.raises(Interrupted):
+        sweep(settings, "optimizer.lr=1e-3,1e-2", "run.name=mine/first")
+    assert len(seen) == 2
+    assert all(path == expected for path, expected in seen)
+
+
+def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
+    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
+    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations(0)]
+    (tmp_path / trials[0].name).mkdir()
+    row = {"kind": "val", "step": 6, "epoch": 1, "accuracy": 0.5, "agreement": 0.4}
+    (tmp_path / trials[0].name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. "):
+        Trials(tmp_path, trials, "agreement_ece")._judged(set(), final=False)
+
+
+def test_a_process_that_is_killed_is_told_by_the_signal(tmp_path):
+    with Processes() as processes:
+        processes.start("served", ["serve", str(tmp_path)], tmp_path / "log")
+        (tmp_path / "log").write_text("step 12\n")
+        processes.running["served"][0].kill()
+        processes.running["served"][0].wait()
+        assert processes.ended() == {"served": "was ended by signal 9"}
 
 
 def test_a_process_that_fails_is_told_by_its_last_line(tmp_path):
