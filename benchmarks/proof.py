@@ -9,11 +9,16 @@ row is added to WORK/proof.jsonl when its run has ended, and is not made again; 
 `resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold all
 but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which its
 arms share.
+
+The runs take longer than a machine may be free. Rows of a CSV beside this file count as made if their `teacher`, the
+first digits of the SHA-256 of its weights, is the teacher at hand: the same machine fits the same one again.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import hashlib
 import json
 import os
 import statistics
@@ -28,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from _record import write
+from _record import HERE, commit, write
 from kd.intervals import wilson
 from kd.text import table
 
@@ -37,6 +42,7 @@ CONFIG = ROOT / "configs" / "cifar10.yaml"
 Row = dict[str, Any]
 CE: Row = {"kind": "ce", "label_smoothing": 0.1}
 CACHE = ("teacher.cache.views=8",)
+TEXTS = ("arm", "split", "teacher", "commit")  # columns that are no numbers
 
 
 def kl(temperature: float) -> list[Row]:
@@ -129,7 +135,14 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
         **minutes,
         "cache_cpu_minutes": filled(options, seed)["cpu_minutes"] if overrides else 0.0,
         "resumed": resumed,
+        "teacher": digest(options.teacher),
+        "commit": commit(),
     }
+
+
+def digest(teacher: Path) -> str:
+    """Return the first digits of the SHA-256 of a teacher's weights."""
+    return hashlib.sha256((teacher / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def filled(options: argparse.Namespace, seed: int) -> Row:
@@ -149,7 +162,7 @@ def summary(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["arm"] == arm]
         whole = [row["cpu_minutes"] for row in own if not row["resumed"]]
         gains = [row["accuracy"] - plain[row["seed"]] for row in own if row["seed"] in plain]
-        mean = {key: statistics.mean(row[key] for row in own) for key in own[0] if key not in ("arm", "split")}
+        mean = {key: statistics.mean(row[key] for row in own) for key in own[0] if key not in TEXTS}
         lines.append(
             {
                 "trained by": arm,
@@ -166,9 +179,16 @@ def summary(rows: Sequence[Row]) -> str:
     return table(lines)
 
 
-def earlier(file: Path) -> list[Row]:
-    """Return the rows that were made before."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
+    """Return the rows that were made before with this teacher: in this folder, and in the CSVs beside this file."""
+    file = options.work / f"{theme}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    for path in HERE.glob(f"{theme}_*.csv"):
+        with path.open() as opened:
+            lines = csv.DictReader(line for line in opened if not line.startswith("#"))
+            rows += [{key: text if key in TEXTS else json.loads(text) for key, text in line.items()} for line in lines]
+    own = [row for row in rows if row.get("teacher") == digest(options.teacher)]
+    return list({(row["arm"], row["seed"]): row for row in reversed(own)}.values())
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -196,8 +216,7 @@ def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
     """Make what is missing of the arms; write the CSV and print the table."""
     options = arguments(argv)
     options.teacher = fitted(options)
-    file = options.work / f"{theme}.jsonl"
-    done = {(row["arm"], row["seed"]) for row in earlier(file)}
+    done = {(row["arm"], row["seed"]) for row in earlier(options, theme)}
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
     failed = []
 
@@ -208,7 +227,7 @@ def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
             failed.append(str(error))
             print(error, flush=True)
             return
-        with file.open("a") as opened:
+        with (options.work / f"{theme}.jsonl").open("a") as opened:
             opened.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
@@ -216,7 +235,7 @@ def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
         list(pool.map(partial(filled, options), sorted({seed for arm, seed in missing if ARMS[arm][1]})))
         list(pool.map(make, missing))
     order = list(ARMS)
-    rows = sorted(earlier(file), key=lambda row: (order.index(row["arm"]), row["seed"]))
+    rows = sorted(earlier(options, theme), key=lambda row: (order.index(row["arm"]), row["seed"]))
     if rows:
         print(summary(rows))
         start = "make proof DATA=FOLDER" if theme == "proof" else f"python benchmarks/{theme}.py --data FOLDER"

@@ -39,33 +39,48 @@ def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
     assert loaded.teacher.checkpoint  # else each run fits a teacher of its own: its threads are not those of `teach`
 
 
-def test_a_run_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
+def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teacher(tmp_path, monkeypatch):
+    export = tmp_path / "teachers" / "one" / "export"
+
     def call(options, command, content, name, overrides):
-        (options.work / f"{name}.log").write_text("some line\n/teachers/one/export\n")
+        (options.work / f"{name}.log").write_text(f"some line\n{export}\n")
         return {"wall_minutes": 0.0, "cpu_minutes": 0.0}
 
     def filled(options, seed):
         (options.work / f"cache-{seed}.json").touch()
 
     def one(options, arm, seed):
-        assert options.teacher == Path("/teachers/one/export")
+        assert options.teacher == export
         made.append(arm)
-        if arm == "kl":
-            raise SystemExit("kl failed")
+        if arm in failing:
+            raise SystemExit(f"{arm} failed")
         numbers = ("images", "accuracy", "low", "high", "agreement", "ece", "teacher_share", "cpu_minutes", "resumed")
-        return {"arm": arm, "seed": seed, "split": "test", **dict.fromkeys(numbers, 0.0)}
+        fields = {"arm": arm, "seed": seed, "split": "test", **dict.fromkeys(numbers, 0.0)}
+        return {**fields, "teacher": proof.digest(export), "commit": "1234e56"}
 
     made: list[str] = []
+    failing = {"kl"}
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(proof, "HERE", tmp_path)
     monkeypatch.setattr(proof, "call", call)
     monkeypatch.setattr(proof, "filled", filled)
     monkeypatch.setattr(proof, "one", one)
-    words = ["--data", str(tmp_path), "--work", str(tmp_path), "--jobs", "1", "--seeds", "0"]
+    export.mkdir(parents=True)
+    (export / "model.safetensors").write_bytes(b"weights")
+    words = ["--data", str(tmp_path), "--jobs", "1", "--seeds", "0", "--arms", "kl", "wttm", "--work"]
     with pytest.raises(SystemExit, match="kl failed"):
-        proof.main([*words, "--arms", "kl", "wttm"])
+        proof.main([*words, str(tmp_path / "work")])
     assert made == ["kl", "wttm"]
-    assert len(proof.earlier(tmp_path / "proof.jsonl")) == 1
-    assert (tmp_path / "cache-0.json").is_file()
+    assert (tmp_path / "work" / "cache-0.json").is_file()
+
+    failing.clear()
+    proof.main([*words, str(tmp_path / "later")])  # only the CSV is left of the work
+    assert made == ["kl", "wttm", "kl"]
+    proof.main([*words, str(tmp_path / "later")])
+    assert made == ["kl", "wttm", "kl"]
+    (export / "model.safetensors").write_bytes(b"other weights")
+    proof.main([*words, str(tmp_path / "later")])
+    assert made == ["kl", "wttm", "kl", "kl", "wttm"]
 
 
 @pytest.mark.parametrize("name", variants.STUDENTS)
