@@ -132,7 +132,8 @@ def test_weights_out_of_reach_name_their_key(settings, answering, monkeypatch, c
     assert "pretrained" in lines(settings, *overrides)["student"] or key == "teacher"
 
 
-def test_weights_in_reach_are_not_downloaded(settings, answering, cached):
+def test_weights_in_reach_are_not_downloaded(settings, answering, monkeypatch, cached):
+    monkeypatch.setattr(timm_folder, "HUB_SECONDS", 60)  # a busy machine
     asked = answering(200)
     assert lines(settings, *PRETRAINED)["student"].endswith("init pretrained")
     repository = timm.get_pretrained_cfg("test_vit").hf_hub_id
