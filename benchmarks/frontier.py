@@ -3,7 +3,8 @@
 The networks of `STUDENTS` learn from the answers of one teacher to the same two views of 45,000 images, with one thread
 each; then kd-sweep times all of them in turns. The teacher is that of configs/cifar10.yaml, which looks at 32 px: it is
 fitted first, unless `teacher.checkpoint` names its weights; `teacher.kind=...` begins another teacher. A run that was
-stopped goes on by the same command.
+stopped goes on by the same command. All scores are of the test images: weights of a teacher that was fitted elsewhere
+may have seen the validation images. Those choose a student's checkpoint, and the best student.
 
 Run, in a checkout: python benchmarks/frontier.py data.root=PATH/cifar10 [key=value ...] [--jobs N] [--only NAME ...]
 """
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from typing import Any
 
 import kd
 from _record import write
 from kd.config.flat import plain
+from kd.intervals import wilson
+from kd.jobs.evaluate import evaluate
+from kd.sweeps.frontier import members, picture
+from kd.tasks.single_label import SCORES
 
 PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
 OWN = {"kind": "torch", "model": "examples.residual:network", **PIXELS, "input_size": 32}
@@ -56,25 +60,28 @@ KEYS = (
 )
 
 
-def rows_of(found: Any, students: list[str]) -> list[dict[str, Any]]:
-    """Return what a sweep has found as rows of a CSV: each student, the best with other seeds, the teacher."""
-    names = {json.dumps(STUDENTS[name], sort_keys=True): name for name in students}
-    blank = dict.fromkeys(("what", "student", "seed", "score", "low", "high", "test", "labels_only"), "")
+def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a trial with its scores of the test images."""
+    scored = evaluate(found.folder / row["trial"], trust=True, split="test")
+    accuracy, teacher = scored.row["accuracy"], scored.row["teacher_accuracy"]
+    low, high = wilson(accuracy, scored.images)
+    own = {"val": row["score"], "score": accuracy, "interval": [low, high], "teacher": teacher}
+    return {**row, **{key: round(value, 4) for key, value in own.items() if key != "interval"}, "interval": [low, high]}
+
+
+def rows_of(rows: list[dict[str, Any]], fresh: list[dict[str, Any]], teacher: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a CSV: each student, the best with other seeds, the teacher."""
+    names = {json.dumps(student, sort_keys=True): name for name, student in STUDENTS.items()}
     costs = ("ms", "mb", "parameters", "frontier", "why", "untimed")
-    rows = []
-    for what, one in [*(("student", row) for row in found.rows), *(("best again", row) for row in found.fresh)]:
-        ends = dict(zip(("low", "high"), one.get("interval", ()), strict=False))
-        own = {"student": names[json.dumps(json.loads(one["values"]["student"]), sort_keys=True)]}
-        own |= {"seed": one["values"].get("run.seed", ""), "score": one["score"], **ends}
-        own |= {"test": one.get("test", {}).get("score", ""), "labels_only": one.get("labels_only", "")}
-        own |= {"other": " ".join(f"{key}={text}" for key, text in one["values"].items() if "." in key)}
-        rows.append({**blank, "what": what, **own, **{key: one.get(key, "") for key in costs}})
-    costs_of_all = json.loads((found.folder / "frontier.json").read_text())["costs"]
-    if "teacher" in costs_of_all:
-        scored = json.loads((found.folder / found.rows[0]["trial"] / "scored.json").read_text())["row"]
-        own = {"what": "teacher", "score": scored["teacher_accuracy"], **costs_of_all["teacher"]}
-        rows.append({**dict.fromkeys(rows[0], ""), **own})
-    return rows
+    lines: list[dict[str, Any]] = [{"what": "teacher", "test": teacher["score"], **teacher}]
+    for what, one in [*(("student", row) for row in rows), *(("best again", row) for row in fresh)]:
+        low, high = one["interval"]
+        own = {"what": what, "student": names[json.dumps(json.loads(one["values"]["student"]), sort_keys=True)]}
+        own |= {"seed": one["values"].get("run.seed", ""), "test": one["score"], "val": one["val"]}
+        own |= {"low": round(low, 4), "high": round(high, 4), **{key: one.get(key, "") for key in costs}}
+        lines.append(own)
+    columns = ("what", "student", "seed", "test", "low", "high", "val", *costs)
+    return [{key: line.get(key, "") for key in columns} for line in lines]
 
 
 def shown(argv: list[str]) -> str:
@@ -101,10 +108,16 @@ def main() -> None:
         keys.remove(TEACHER_SIZE)
     axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in given.only)
     found = kd.sweep(settings, *keys, axis, jobs=given.jobs)
-    print(found.text)
+    rows, fresh = ([on_test(found, row) for row in each if not row["why"]] for each in (found.rows, found.fresh))
+    timed = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"])
+    for row, holds in zip(timed, members([(row["ms"], row["score"]) for row in timed]), strict=True):
+        row["frontier"] = holds
+    costs = json.loads((found.folder / "frontier.json").read_text())["costs"]
+    teacher = {"score": rows[0]["teacher"], **costs["teacher"]}
     command = shown(["python benchmarks/frontier.py", *sys.argv[1:]])
-    file = write("frontier_cifar10", command, rows_of(found, given.only))
-    shutil.copy(found.folder / "frontier.svg", file.with_suffix(".svg"))
+    file = write("frontier_cifar10", command, rows_of(rows, fresh, teacher))
+    file.with_suffix(".svg").write_text(picture(rows, teacher, SCORES.own[0]))
+    print(found.text)
 
 
 if __name__ == "__main__":
