@@ -15,7 +15,7 @@ from kd.evaluation import Task
 from kd.export import defer, int8, parity, variants
 from kd.export.defer import Rule
 from kd.export.parity import EAGER
-from kd.export.variants import Quality
+from kd.export.variants import ONNX, Quality
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kd.export.export import Images, Options, Subject
 
 CALIBRATION_IMAGES = 1000
-ONNX, INT8, OPENVINO, PT2 = "model.onnx", int8.DYNAMIC, "openvino.xml", "model.pt2"
+INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
 
