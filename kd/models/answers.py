@@ -152,7 +152,7 @@ def _split(joined: Tensor | None) -> list[str]:
 
 
 def _npz(file: Path) -> Answers:
-    with np.load(file, allow_pickle=False) as opened:
+    with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
         arrays = {name: opened[name] for name in opened.files}
     meaning = _meaning(arrays)
     values = torch.from_numpy(np.ascontiguousarray(arrays[meaning]))
@@ -191,7 +191,7 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npz":
-            with np.load(file, allow_pickle=False) as opened:
+            with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:
                 vectors = torch.from_numpy(np.ascontiguousarray(opened["vectors"]))
                 names = [str(name) for name in opened["classes"]] if "classes" in opened.files else []
         else:
