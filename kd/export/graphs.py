@@ -124,13 +124,10 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
 
 
 def _check_repair(subject: Subject, options: Options) -> None:
-    wrong = ""
     if options.repair and not options.int8:
-        wrong = "goes with --int8"
-    elif options.repair and (not subject.recipe.student.task.logits or subject.train is None):
-        wrong = "trains classifiers of kd-train on; this student is none"
-    if wrong:
-        raise ConfigError("--repair", wrong, "", "Leave it out, or add --int8" if not options.int8 else "Leave it out")
+        raise ConfigError("--repair", "goes with --int8", "", "Leave it out, or add --int8")
+    if options.repair and (not subject.recipe.student.task.logits or subject.train is None):
+        raise ConfigError("--repair", "trains classifiers of kd-train on; this student is none", "", "Leave it out")
 
 
 def _quantized(subject: Subject, folder: Path, images: Images, options: Options, temperature: float) -> list[int8.Rung]:
