@@ -97,7 +97,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         vectors_CD = text_vectors(spec, hub, model, names, options.prompts)
     scale = options.scale or _learned(spec, model)
     if hasattr(model, "text_model"):
-        model.text_model = None  # it has no more to say
+        model.text_model = None  # type: ignore[assignment]  # it has no more to say
     with torch.no_grad():
         width = Tower(model)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
     if vectors_CD.shape[1] != width:
