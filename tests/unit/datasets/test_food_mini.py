@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -142,6 +143,13 @@ def test_two_processes_at_once_leave_one_whole_set(tmp_path: Path, painted: Food
     assert [process.wait() for process in both] == [0, 0]
     assert files(build(small(tmp_path), "train", None)) == files(painted)
     assert [path.name for path in tmp_path.iterdir()] == [painted.folder.name]
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path: Path, painted: FoodMini):
+    source = build(small(tmp_path), "train", None)
+    (tmp_path / f".{source.folder.name}.{os.getpid()}.tmp").mkdir()
+    source.prepare()
+    assert files(source) == files(painted)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path):
