@@ -91,12 +91,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
-    """Load a split; without labels it needs no column of them.
-
-    Raises:
-        MissingExtra: the package `datasets` is not installed.
-        DataError: no such dataset, split or column, a missing label, a class that training does not know.
-    """
+    """Load a split; without labels it needs no column of them."""
     hub = _import_datasets()
     shared = bool(options.val_fraction) and split != "test"
     key = "train_split" if shared else f"{split}_split"
@@ -115,7 +110,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
         raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
-        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
+        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()), "data.label_key")
     order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))
     if shared:

@@ -138,9 +138,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
     Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
     file beside the shards would save that and could be stale.
-
-    Raises:
-        DataError: no such shard, a shard that is cut short, a sample without label, a class unknown to training.
     """
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)
@@ -149,7 +146,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
-    class_of, own = name_labels(index.labels, names)
+    class_of, own = name_labels(index.labels, names, "data.label_key")
     order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
 
