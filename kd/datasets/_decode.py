@@ -172,7 +172,7 @@ class Column(NamedTuple):
         return cls([*position], of)
 
 
-def name_labels(raw: Column, names: Sequence[str], where: str) -> tuple[Column, list[str]]:
+def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
     """Return the class name of each image, and all classes in order, of labels as written; "" is none.
 
     Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
@@ -187,7 +187,7 @@ def name_labels(raw: Column, names: Sequence[str], where: str) -> tuple[Column, 
         most = max(integers.values(), default=-1)
         if most >= MOST_CLASSES:
             wrong, allowed = f"an image has the label {most}", f"Numbers below {MOST_CLASSES}: each is a class"
-            raise DataError(where, wrong, allowed, "Write names, or choose the key that holds the class")
+            raise DataError("data.label_key", wrong, allowed, "Write names, or choose the key that holds the class")
         order = [str(value) for value in range(most + 1)]
     else:
         name_of, order = {}, sorted(distinct)

@@ -81,7 +81,7 @@ class FoodMini:
         self.options, self.split, self.hidden = options, split, hidden
         self.dishes = tuple(PAINTERS)
         self.classes = () if hidden else self.dishes
-        self.folder = Path(options.root) / folder_name(options)
+        self.folder = Path(options.root).expanduser() / folder_name(options)
         self._pictures = pictures(options, split)
         title = f"{folder_name(options)}/{split}" + ("/unlabelled" if hidden else "")
         self.fingerprint = hashlib.sha256(title.encode()).hexdigest()

@@ -110,7 +110,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
         raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
-        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()), "data.label_key")
+        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
     order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))
     if shared:

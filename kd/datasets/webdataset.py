@@ -146,7 +146,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
-    class_of, own = name_labels(index.labels, names, "data.label_key")
+    class_of, own = name_labels(index.labels, names)
     order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
 

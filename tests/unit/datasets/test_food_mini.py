@@ -119,6 +119,11 @@ def test_photographs_of_a_plate_are_near_duplicates():
     assert max(same) < min(others)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build(Options(root="~/food"), "train", None).folder.parent == tmp_path / "food"
+
+
 def test_painting_again_changes_nothing(painted: FoodMini):
     stamps = {path: path.stat().st_mtime_ns for path in painted.folder.rglob("*")}
     build(painted.options, "val", painted.classes).prepare()
