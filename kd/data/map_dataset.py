@@ -136,7 +136,8 @@ class MapDataset:
         Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
         """
         targets = getattr(self.items, "targets", None)
-        sha = hashlib.sha256(f"{len(self)} {None if targets is None else [int(t) for t in targets]}".encode())
+        known = None if targets is None else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
+        sha = hashlib.sha256(f"{len(self)} {known}".encode())
         for id in evenly_spaced(len(self), PROBES):
             one, two = self.load(id, 0), self.load(id, 0)
             sha.update(str(np.asarray(one.label).tolist()).encode())
