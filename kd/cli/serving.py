@@ -92,7 +92,8 @@ def _export_parser() -> Parser:
     text = "points of accuracy that int8 may lose on the validation images (default 1)"
     add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
     add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
-    add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
+    text = "images compared, evenly spaced; 0: all (default 2000)"
+    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     return parser
 
