@@ -104,7 +104,7 @@ def test_losses_that_need_one_label(written, refused, tmp_path):
 
 def test_a_loss_whose_option_is_out_of_range(written, refused):
     told = refused("train", written(losses=[{"kind": "kl", "temperature": 0}]))
-    assert told == "losses[0]: temperature must be finite and > 0, is 0. Change the value."
+    assert told == "losses[0].temperature: is 0. Allowed: a number > 0. Change the value."
 
 
 @pytest.mark.parametrize(

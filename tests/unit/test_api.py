@@ -154,6 +154,13 @@ def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
     assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
 
 
+def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
+    items = data(40, 3)
+    items.classes = 3  # type: ignore[attr-defined]
+    result = distill(network(16, 1), network(4, 2), items, epochs=1)
+    assert result.origin.classes == ["class_0", "class_1", "class_2"]
+
+
 def test_ema_hands_back_the_average():
     plain, averaged = network(4, 2), network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
