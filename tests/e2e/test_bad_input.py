@@ -43,8 +43,9 @@ def runs(folder: Path) -> list[str]:
 
 def nothing_started(folder: Path) -> bool:
     """Whether no run folder exists, or one without rows and checkpoints, which a repaired start takes anew."""
-    allowed = ("config.yaml", "manifest.json", ".lock", "timeline_0.jsonl")
-    return not [name for name in runs(folder) if not name.endswith(allowed)]
+    allowed = ("config.yaml", "manifest.json", ".lock", "timeline_0.jsonl")  # and what the monitor saw of a slow start
+    names = [name for name in runs(folder) if not Path(name).name.startswith("monitor_")]
+    return not [name for name in names if not name.endswith(allowed)]
 
 
 # ------------------------------------------------------------------------------------------------------ the config
