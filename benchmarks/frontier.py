@@ -81,6 +81,7 @@ def rows_of(rows: list[dict[str, Any]], fresh: list[dict[str, Any]], teacher: di
         own |= {"low": round(low, 4), "high": round(high, 4), **{key: one.get(key, "") for key in costs}}
         lines.append(own)
     columns = ("what", "student", "seed", "test", "low", "high", "val", *costs)
+    lines = [{**line, **{key: round(line[key], 3) for key in ("ms", "mb") if line.get(key)}} for line in lines]
     return [{key: line.get(key, "") for key in columns} for line in lines]
 
 
