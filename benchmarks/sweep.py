@@ -1,10 +1,11 @@
 """What does a sweep save? Nine runs of vit_food, three temperatures by three rates, as commands and by kd-sweep.
 
-Three ways, and the CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and run it in every
-step; nine that share the fitted teacher and run it in every step; one `kd-sweep`, with its two runs of other
-seeds. No run has a baseline, each process has one thread, and the pictures are rendered before.
+The CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and run it in every step; one
+`kd-sweep`, with its two runs of other seeds, in the middle of them. `--shared`: also nine commands that share the
+fitted teacher and run it in every step. No run has a baseline, each process has one thread, and the pictures are
+rendered before.
 
-Run: python benchmarks/sweep.py [--epochs 5] [--folder FOLDER] [key=value ...]
+Run: python benchmarks/sweep.py [--epochs 5] [--shared] [--folder FOLDER] [key=value ...]
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def cpu_seconds(words: list[str]) -> float:
 
 
 def main() -> None:
-    """Measure the three ways and write the CSV."""
+    """Measure the ways and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_benchmark"))
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     given = parser.parse_args()
@@ -46,25 +48,26 @@ def main() -> None:
     data = open_sources(resolve(kd.load_config(common[0], common[1:])).data)
     for source in (data.train, data.val):
         source.prepare()
-    rows: list[dict[str, Any]] = []
-    for way, each in (("own teacher, live", True), ("shared teacher, live", False)):
+    calls: list[tuple[str, str, list[str]]] = []
+    for way in ("own teacher, live", *(["shared teacher, live"] if given.shared else [])):
         for i, values in enumerate(itertools.product(*AXES.values())):
             at = given.folder / way.partition(",")[0].replace(" ", "_")
-            own = [f"run.folder={at}", f"run.name={i}", f"teacher.fit.folder={at / (str(i) if each else 'teachers')}"]
+            teachers = at / (str(i) if way.startswith("own") else "teachers")
             keys = [f"{key}={text}" for key, text in zip(AXES, values, strict=True)]
-            rows.append(
-                {"way": way, "run": " ".join(keys), "cpu_s": round(cpu_seconds(["train", *common, *own, *keys]), 1)}
-            )
-            print(rows[-1], flush=True)
+            own = [f"run.folder={at}", f"run.name={i}", f"teacher.fit.folder={teachers}", *keys]
+            calls.append((way, " ".join(keys), ["train", *common, *own]))
     own = [f"run.folder={given.folder / 'sweep'}", f"teacher.fit.folder={given.folder / 'sweep' / 'teachers'}"]
     lists = [f"{key}={','.join(texts)}" for key, texts in AXES.items()]
-    rows.append({"way": "kd-sweep", "run": "all", "cpu_s": round(cpu_seconds(["sweep", *common, *own, *lists]), 1)})
-    totals = {
-        way: sum(row["cpu_s"] for row in rows if row["way"] == way) for way in dict.fromkeys(r["way"] for r in rows)
-    }
+    calls.insert(len(calls) // 2, ("kd-sweep", "all", ["sweep", *common, *own, *lists]))
+    rows: list[dict[str, Any]] = []
+    for way, run, words in calls:
+        rows.append({"way": way, "run": run, "cpu_s": round(cpu_seconds(words), 1)})
+        print(rows[-1], flush=True)
+    totals = {way: sum(row["cpu_s"] for row in rows if row["way"] == way) for way in {row["way"] for row in rows}}
     for way, total in totals.items():
         print(f"{way:22s} {total:8.1f} s of CPU, kd-sweep takes {100 * totals['kd-sweep'] / total:.1f} % of it")
-    write("sweep", " ".join(["python benchmarks/sweep.py", *sys.argv[1:]]), rows)
+    shown = [word for word in sys.argv[1:] if not word.startswith(str(given.folder))]
+    write("sweep", " ".join(["python benchmarks/sweep.py", *(word for word in shown if word != "--folder")]), rows)
 
 
 if __name__ == "__main__":

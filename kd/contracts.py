@@ -27,7 +27,8 @@ class Source(Protocol):
 
     `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
     or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
-    order. Other splits get these and must use them, even where they lack some.
+    order. Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class
+    that training does not know, is a DataError.
     """
 
     fingerprint: str

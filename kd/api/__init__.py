@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,7 +173,8 @@ def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models
     count, items = count_classes([student, *teachers], image, world.device), arguments.train
     names = getattr(items.dataset if isinstance(items, DataLoader) else items, "classes", ())
     numbered = [f"class_{number}" for number in range(count)]
-    return Models(teachers, student, [str(name) for name in names] if len(names) == count else numbered)
+    named = isinstance(names, Collection) and len(names) == count
+    return Models(teachers, student, [str(name) for name in names] if named else numbered)
 
 
 def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:

@@ -44,13 +44,13 @@ def copies(album: Album) -> Pairs:
     return closely(album, candidates(hashes(album.luma)))
 
 
-def candidates(hashes_NV: np.ndarray, seed: int = 0) -> Pairs:
+def candidates(hashes_NV: np.ndarray) -> Pairs:
     """Return pairs whose hashes differ in few bits, with a score of 0.
 
     A table has the images in the order of some bits of their hashes: the more images, the more bits, so that few have
     all of them in common. Of many that have, `WINDOW` are looked at, others in each table.
     """
-    count, rng = len(hashes_NV), np.random.default_rng(seed)
+    count, rng = len(hashes_NV), np.random.default_rng(0)
     bits = int(np.clip(np.ceil(np.log2(max(2, count))), 8, 24))
     plain, seen = np.ascontiguousarray(hashes_NV[:, 0]), np.zeros(0, np.uint64)
     for _ in range(TABLES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,13 +15,9 @@ from kd.types import BackendFacts
 class Options:
     """Options of the CPU backend."""
 
-    threads: int = 0
+    threads: int = field(default=0, metadata={"low": 0})
     """torch's threads per rank. 0: the cores of this machine divided by the ranks on it, or fewer where the run's own
     steps show that more gain little."""
-
-    def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"threads must be >= 0, is {self.threads}")
 
 
 class CPU(DDPBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import Parser, add_trust, guarded, new_parser
+from kd.cli.command import Parser, add_trust, guarded, new_parser, whole_number
 
 
 def report(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +50,6 @@ def _parser() -> Parser:
     add("--to", metavar="FILE", type=Path, help=text)
     add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
     text = "validation images to ask both models; 0: all (default 2000)"
-    add("--images", metavar="N", type=int, default=2000, help=text)
+    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     return parser

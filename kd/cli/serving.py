@@ -9,6 +9,7 @@ import sys
 import threading
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
@@ -40,10 +41,11 @@ def export(argv: Sequence[str] | None = None) -> int:
         if options.sagemaker:
             from kd.sagemaker.archives import sagemaker_archives
 
-            for path in sagemaker_archives(exported.folder):
-                print(f"wrote {path}")
-            if "space" in exported.manifest["output"]:
-                print("left out: pytorch/model.tar.gz, whose weights are without the map into the teacher's space")
+            archives = sagemaker_archives(exported.folder)
+            print(*(f"wrote {path}" for path in archives), sep="\n")
+            if len(archives) == 1:
+                why = "without a network of your own, and without the map into the teacher's space"
+                print(f"left out: pytorch/model.tar.gz, which runs the weights in timm, {why}")
         print(f"load it:  {exported.load}")
         if options.onnx:
             print(f"serve it: kd-serve {exported.folder}")
@@ -91,8 +93,9 @@ def _export_parser() -> Parser:
     add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
     text = "points of accuracy that int8 may lose on the validation images (default 1)"
     add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
-    add("--tolerance", metavar="X", type=float, default=1e-3, help="logits may differ by this much (default 1e-3)")
-    add("--images", metavar="N", type=int, default=2000, help="images compared, evenly spaced; 0: all (default 2000)")
+    add("--tolerance", metavar="X", type=_positive, default=1e-3, help="logits may differ by this much (default 1e-3)")
+    text = "images compared, evenly spaced; 0: all (default 2000)"
+    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     return parser
 
@@ -114,7 +117,6 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 options,
                 folder=Path(SAGEMAKER_MODEL if hosted else options.folder),
                 host=options.host or ("0.0.0.0" if hosted else "127.0.0.1"),
-                port=int(os.environ.get("SAGEMAKER_BIND_TO_PORT", 8080)) if options.port is None else options.port,
                 ui=options.ui and not hosted,
                 limits=taken(Limits, options, max_pixels=int(options.max_pixels)),
             )
@@ -135,7 +137,9 @@ def _serve_parser() -> Parser:
     add("folder", metavar="FOLDER", help=f"what kd-export wrote; {hosted}")
     add("--file", metavar="FILE", default="", help=GRAPHS)
     add("--host", metavar="HOST", default="", help="interface (default 127.0.0.1: only this machine)")
-    add("--port", metavar="PORT", type=count(0, 65535), help="default 8080; 0: any free one, which is printed")
+    port = os.environ.get("SAGEMAKER_BIND_TO_PORT", "8080")
+    text = f"default {port}; 0: any free one, which is printed"
+    add("--port", metavar="PORT", type=count(0, 65535), default=port, help=text)
     add("--threads", metavar="N", dest="cores", type=_cores, default=0, help="cores to use (default auto: all it may)")
     add("--slots", metavar="N", type=count(1, 1024), default=0, help="requests computed at once")
     add("--max-body", metavar="SIZE", type=_size, default=6 * 2**20, help="of a request (default 6MiB)")
@@ -161,10 +165,10 @@ def _milliseconds(text: str) -> float:
 
 
 def _points(text: str) -> float:
-    try:
-        return float(text) / 100
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5") from None
+    with suppress(ValueError):
+        if float(text) > -1e9:  # false for NaN
+            return float(text) / 100
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5")
 
 
 def _cores(text: str) -> int:

@@ -155,7 +155,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)
-    if cls is BackendSection and raw.get("kind", _default_kind(cls)) == "auto":
+    if cls is BackendSection and raw.get("kind", "auto") == "auto":
         values["kind"] = _auto_backend()
     return _construct(cls, values, where, errors)
 
@@ -285,10 +285,6 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
 
 def _is_part(cls: type) -> bool:
     return any("parts" in f.metadata for f in dataclasses.fields(cls))
-
-
-def _default_kind(cls: type) -> str:
-    return next(f.default for f in dataclasses.fields(cls) if f.name == "kind")  # type: ignore[return-value]
 
 
 def _auto_backend() -> str:

@@ -20,8 +20,6 @@ class Reads:
 
     teacher: bool
     """Whether a loss needs a teacher."""
-    student_logits: bool
-    """False: the student is an embedding model, without a classifier."""
     teacher_logits: bool
     """False: the teacher needs no classes; its features are all that is asked of it."""
     features: tuple[str, ...]
@@ -54,7 +52,6 @@ def reads_of(needed: Sequence[Needs]) -> Reads:
         features |= {"pooled"}  # what is exported, and evaluated
     return Reads(
         teacher=any(one.teacher for one in needed),
-        student_logits=bool(on_logits),
         teacher_logits=any(one.teacher for one in on_logits) or not features,
         features=tuple(sorted(features)),
     )

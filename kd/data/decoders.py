@@ -118,7 +118,7 @@ class Pool:
         self.deadline, self.slots = deadline, list[Slot]()
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
-        self._silent = set[str]()
+        self._silent, self._dropped = set[str](), set[str]()
         if rank == 0:
             while _owned:
                 _owned.pop().close()
@@ -139,7 +139,7 @@ class Pool:
                 names = [f"{self._prefix}{number}" for number in range(int(ray.cluster_resources().get("CPU", 0)))]
             else:
                 names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
-            for name in sorted(set(names) - {slot.name for slot in self.slots}):
+            for name in sorted(set(names) - {slot.name for slot in self.slots} - self._dropped):
                 with suppress(ValueError):  # it has just ended
                     self.slots.append(Slot(name, self._actor(name)))
                     self.slots[-1].ping()
@@ -229,6 +229,7 @@ class Pool:
             dropped = [other for other in self.slots if other.host == slot.host]
             for other in dropped:
                 self.slots.remove(other)
+                self._dropped.add(other.name)
             if dropped:
                 log.warning("%s: the host %s %s; it gets no more calls", WHERE, slot.address, why)
             return dropped

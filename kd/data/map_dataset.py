@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -96,7 +96,8 @@ class MapDataset:
     def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
         """Wrap `items`; `seed` is that of the views, and the others are the fields of `Labels`."""
         self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
-        self.classes: Sequence[str] = tuple(getattr(items, "classes", ()))
+        names = getattr(items, "classes", ())  # some datasets have their number there
+        self.classes: Sequence[str] = tuple(names) if isinstance(names, Collection) else ()
         self._shape: torch.Size | None = None
 
     def __len__(self) -> int:
@@ -136,7 +137,8 @@ class MapDataset:
         Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
         """
         targets = getattr(self.items, "targets", None)
-        sha = hashlib.sha256(f"{len(self)} {None if targets is None else [int(t) for t in targets]}".encode())
+        known = None if targets is None else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
+        sha = hashlib.sha256(f"{len(self)} {known}".encode())
         for id in evenly_spaced(len(self), PROBES):
             one, two = self.load(id, 0), self.load(id, 0)
             sha.update(str(np.asarray(one.label).tolist()).encode())

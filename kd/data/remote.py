@@ -126,9 +126,9 @@ def divided(request: Request) -> list[Request]:
     return [Request(request.ids[a:b], request.weights[a:b], request.view) for a, b in pairwise(cuts)]
 
 
-def prefetched(items: Generator[T, None, None], depth: int = 2) -> Iterator[T]:
-    """Yield items that a thread makes, up to `depth` of them in advance; an error in the thread is raised here."""
-    ready: queue.Queue[Any] = queue.Queue(depth)
+def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
+    """Yield items that a thread makes, up to two of them in advance; an error in the thread is raised here."""
+    ready: queue.Queue[Any] = queue.Queue(2)
     over = threading.Event()
 
     def put(kind: str, value: Any = None) -> bool:

@@ -41,11 +41,6 @@ class Mixing:
     cutmix: float
     probability: float
 
-    @property
-    def on(self) -> bool:
-        """Whether any image is ever mixed."""
-        return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
-
 
 class Views:
     """The views of a source: decode, transform, mix. See `kd.contracts.Dataset`."""
@@ -60,8 +55,7 @@ class Views:
         on_corrupt: str = "error",
     ) -> None:
         self.source, self.transform, self.size, self.seed = source, transform, size, seed
-        self.mixing = mixing if mixing is not None and mixing.on else None
-        self.on_corrupt = on_corrupt
+        self.mixing, self.on_corrupt = mixing, on_corrupt
         self.classes = source.classes
         self.decode_seconds = 0.0
         """Seconds that this process has spent decoding."""

@@ -32,6 +32,7 @@ READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": 
 """What would read files of an ending that may be unread here."""
 AVIF_BRANDS = (b"avif", b"avis")
 BLOCK = 128  # names that are compressed together
+MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
@@ -177,13 +178,17 @@ def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
     Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     """
     distinct = set(raw.texts) - {""}
-    integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]+", text)}
+    integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]{1,18}", text)}
     if names:
         name_of = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
         order = list(names)
     elif len(integers) == len(distinct):
         name_of = {text: str(value) for text, value in integers.items()}
-        order = [str(value) for value in range(max(integers.values(), default=-1) + 1)]
+        most = max(integers.values(), default=-1)
+        if most >= MOST_CLASSES:
+            wrong, allowed = f"an image has the label {most}", f"Numbers below {MOST_CLASSES}: each is a class"
+            raise DataError("data.label_key", wrong, allowed, "Write names, or choose the key that holds the class")
+        order = [str(value) for value in range(most + 1)]
     else:
         name_of, order = {}, sorted(distinct)
     return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order

@@ -53,11 +53,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
-    """List the images of a split.
-
-    Raises:
-        DataError: no such folder, file or column, an image that is not there, a class that training does not know.
-    """
+    """List the images of a split."""
     lists, root = Lists.of(options, "list"), find_root(options.root)
     found, notes = lists.open(split, partial(_read, options=options, labels=labels))
     where = lists.key(split)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from uuid import uuid4
 
 import numpy as np
 
@@ -69,10 +70,6 @@ class Options:
         if not 1 <= self.dishes <= 4:
             raise ValueError(f"dishes must be 1 to 4, is {self.dishes}")
 
-    @property
-    def label_sets(self) -> bool:
-        return self.dishes > 1
-
 
 class FoodMini:
     """One split of the painted dishes. See `kd.contracts.Source`.
@@ -84,7 +81,7 @@ class FoodMini:
         self.options, self.split, self.hidden = options, split, hidden
         self.dishes = tuple(PAINTERS)
         self.classes = () if hidden else self.dishes
-        self.folder = Path(options.root) / folder_name(options)
+        self.folder = Path(options.root).expanduser() / folder_name(options)
         self._pictures = pictures(options, split)
         title = f"{folder_name(options)}/{split}" + ("/unlabelled" if hidden else "")
         self.fingerprint = hashlib.sha256(title.encode()).hexdigest()
@@ -95,7 +92,7 @@ class FoodMini:
     def label(self, id: int) -> Label:
         """Return the label, or the set of labels of a tray; -1 where labels are withheld."""
         label, dish, *_ = self._pictures[id]
-        if self.hidden or not self.options.label_sets:
+        if self.hidden or self.options.dishes == 1:
             return -1 if self.hidden else label
         there = {self.dishes[label], *dish.split("+")[1:]}
         return np.array([one in there for one in self.dishes], np.int8)
@@ -151,7 +148,7 @@ def paint(options: Options, folder: Path) -> None:
 
     The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
     """
-    draft = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"  # processes in two containers may share a PID
     work = {
         "folder": str(draft),
         "seed": options.art_seed,
@@ -193,15 +190,11 @@ def _move(draft: Path, folder: Path) -> None:
 
 def facts(options: Options) -> DatasetFacts:
     """Return what others must know of it."""
-    return DatasetFacts(label="set" if options.label_sets else "class", root=options.root)
+    return DatasetFacts(label="set" if options.dishes > 1 else "class", root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:
-    """Build one split; `classes` is not needed, both splits have all dishes.
-
-    Raises:
-        DataError: some labels are asked for; each picture has one.
-    """
+    """Build one split; `classes` is not needed, both splits have all dishes."""
     if labels == "some":
         raise DataError("data.labels", "is some, but food_mini labels every picture", "all or none", "Choose one")
     return FoodMini(options, split, hidden=labels == "none")

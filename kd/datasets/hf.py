@@ -91,12 +91,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
-    """Load a split; without labels it needs no column of them.
-
-    Raises:
-        MissingExtra: the package `datasets` is not installed.
-        DataError: no such dataset, split or column, a missing label, a class that training does not know.
-    """
+    """Load a split; without labels it needs no column of them."""
     hub = _import_datasets()
     shared = bool(options.val_fraction) and split != "test"
     key = "train_split" if shared else f"{split}_split"

@@ -54,11 +54,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
-    """List the images of a split; without labels they may lie in any folders.
-
-    Raises:
-        DataError: no such folder, no images, only one class, a class that training does not know.
-    """
+    """List the images of a split; without labels they may lie in any folders."""
     root = find_root(options.root)
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:

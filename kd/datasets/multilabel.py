@@ -57,11 +57,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
-    """List the images of a split.
-
-    Raises:
-        DataError: no such folder or file, an image that is not there, a class that training does not know.
-    """
+    """List the images of a split."""
     lists, root = Lists.of(options, "labels"), find_root(options.root)
     where, columns = lists.key(split), dict[str, list[str]]()
     found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
@@ -112,7 +108,7 @@ def _read(path: str, where: str, options: Options, root: str, columns: dict[str,
 
 def _table(opened: TextIO, root: str, separator: str) -> tuple[list[str], list[Entry]]:
     (first, *classes), rows = table(opened)
-    if any(
+    if first and any(
         os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
     ):
         raise ValueError(f"its first line is an image, '{first}'; it must name the columns")

@@ -138,9 +138,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
     Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
     file beside the shards would save that and could be stale.
-
-    Raises:
-        DataError: no such shard, a shard that is cut short, a sample without label, a class unknown to training.
     """
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)

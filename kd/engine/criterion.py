@@ -30,8 +30,8 @@ class Criterion(nn.Module):
         Args:
             terms: name, weight and module of each.
             members: for each, of which of several teachers it reads the features; empty: there is one teacher.
-            labelled: share of the training images that have a label. Below 1, a term on labels is 0 for the others
-                and 1 / `labelled` times as large for these, so that its mean over an epoch is the mean over them.
+            labelled: share of the training images whose labels are known. Below 1, a term on labels is 0 for the
+                others and 1 / `labelled` times as large for these, so that its mean over an epoch is that over them.
         """
         super().__init__()
         self.labelled = labelled

@@ -108,8 +108,9 @@ class Threads:
         # A resumed run has not seen all pairs; then, as on a tie, nothing changes.
         ratios = [0.0] * look.pairs
         if len(seconds) == 2 * look.pairs:
-            pairs = [sorted_pair(seconds[i : i + 2], i // 2) for i in range(0, 2 * look.pairs, 2)]
-            ratios = sorted(mine / its for mine, its in pairs)
+            pairs = [seconds[i : i + 2] for i in range(0, 2 * look.pairs, 2)]
+            # A B B A: in odd pairs the number in use came second
+            ratios = sorted(pair[i % 2] / pair[1 - i % 2] for i, pair in enumerate(pairs))
         ratio = float(self.backend.reduce_mean(torch.tensor(ratios[look.spoilt], device=self.backend.device)))
         if ratio < (look.more if other > current else look.fewer):
             return current
@@ -118,9 +119,3 @@ class Threads:
         gain = f"a step is {ratio:.1f} times as fast" if ratio >= FULL.more else "more gain too little"
         self.info(f"threads: {other} instead of {current}, {gain}")
         return other
-
-
-def sorted_pair(seconds: list[float], index: int) -> tuple[float, float]:
-    """Return the seconds of a pair with the number in use first; odd pairs are measured the other way round."""
-    first, second = seconds
-    return (second, first) if index % 2 else (first, second)

@@ -15,7 +15,7 @@ from kd.evaluation import Task
 from kd.export import defer, int8, parity, variants
 from kd.export.defer import Rule
 from kd.export.parity import EAGER
-from kd.export.variants import Quality
+from kd.export.variants import ONNX, Quality
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kd.export.export import Images, Options, Subject
 
 CALIBRATION_IMAGES = 1000
-ONNX, INT8, OPENVINO, PT2 = "model.onnx", int8.DYNAMIC, "openvino.xml", "model.pt2"
+INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
 
@@ -124,13 +124,10 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
 
 
 def _check_repair(subject: Subject, options: Options) -> None:
-    wrong = ""
     if options.repair and not options.int8:
-        wrong = "goes with --int8"
-    elif options.repair and (not subject.recipe.student.task.logits or subject.train is None):
-        wrong = "trains classifiers of kd-train on; this student is none"
-    if wrong:
-        raise ConfigError("--repair", wrong, "", "Leave it out, or add --int8" if not options.int8 else "Leave it out")
+        raise ConfigError("--repair", "goes with --int8", "", "Leave it out, or add --int8")
+    if options.repair and (not subject.recipe.student.task.logits or subject.train is None):
+        raise ConfigError("--repair", "trains classifiers of kd-train on; this student is none", "", "Leave it out")
 
 
 def _quantized(subject: Subject, folder: Path, images: Images, options: Options, temperature: float) -> list[int8.Rung]:

@@ -31,7 +31,7 @@ from kd.errors import MissingExtra, ModelError
 from kd.evaluation import Task
 from kd.export.calibrate import divide_logits
 from kd.export.parity import Runner, eager_runner
-from kd.export.variants import Variant, files
+from kd.export.variants import ONNX, Variant
 from kd.host import signal_stack
 from kd.intervals import around, paired, resampled
 from kd.models import runtimes
@@ -39,7 +39,7 @@ from kd.models.classifier import Classifier, set_attention
 from kd.scores import GraphScores
 from kd.text import percent
 
-ONNX, DYNAMIC, STATIC = "model.onnx", "model.int8.onnx", "openvino.int8.xml"
+DYNAMIC, STATIC = "model.int8.onnx", "openvino.int8.xml"
 LEAST = 0.5  # share of the weights that the first rung must make int8
 VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
@@ -92,13 +92,14 @@ class Exam:
         return cls(task, images, outputs, labels)
 
     def __call__(self, name: str, path: Path, left_out: tuple[str, ...] = ()) -> Rung:
-        outputs = self.answers(Variant.at(path).runner())
+        variant = Variant.at(path)
+        outputs = self.answers(variant.runner())
         scores, before = self.scores(outputs), self.scores(self.reference)
         value, facts = scores.facts[scores.decides], scores.facts
         drop = before.facts[before.decides] - value
         same = facts["same_top1"] / len(outputs) if "same_top1" in facts else facts.get("cosine", value)
-        size = sum(each.stat().st_size for each in files(path))
-        return Rung(name, path.name, scores.title, value, drop, self._interval(outputs, drop), same, size, left_out)
+        interval = self._interval(outputs, drop)
+        return Rung(name, path.name, scores.title, value, drop, interval, same, variant.bytes, left_out)
 
     def answers(self, run: Runner) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([run(pixels) for pixels, _ in self.images()]))
@@ -164,7 +165,8 @@ class Ladder:
             (self.folder / DYNAMIC).unlink()
         require(self)
         for rung in [self._post_training, self._controlled, *([self._repaired] if self.repair else [])]:
-            if held := rung() or held:
+            self.rungs.append(rung())
+            if held := self._holds() or held:
                 return self.rungs
         remedy = ", or train on for longer" if self.repair else ", or add --repair 500" if self.train else ""
         few = {one.name: f" ({percent(one.share)} of the weights)" for one in self.rungs if one.share < LEAST}
@@ -176,23 +178,20 @@ class Ladder:
     def _holds(self) -> bool:
         return self.rungs[-1].drop <= self.max_drop and self.rungs[-1].share >= LEAST
 
-    def _post_training(self) -> bool:
+    def _post_training(self) -> Rung:
         post_training(self.folder / ONNX, self.folder / STATIC, self.views)
-        self.rungs.append(self.exam("post-training", self.folder / STATIC))
-        return self._holds()
+        return self.exam("post-training", self.folder / STATIC)
 
-    def _controlled(self) -> bool:
+    def _controlled(self) -> Rung:
         left_out = controlled(self.folder / ONNX, self.folder / STATIC, self.views, self.exam, self.max_drop)
-        self.rungs.append(self.exam("accuracy control", self.folder / STATIC, left_out))
-        return self._holds()
+        return self.exam("accuracy control", self.folder / STATIC, left_out)
 
-    def _repaired(self) -> bool:
+    def _repaired(self) -> Rung:
         assert self.train is not None
         own, fake = fake_quantized(self.student, self.size, self.views, self.temperature)
         self.train(fake, own, self.repair)
         write_fake(fake, self.size, self.folder / STATIC, self.temperature)
-        self.rungs.append(self.exam(f"repair, {self.repair} steps", self.folder / STATIC))
-        return self._holds()
+        return self.exam(f"repair, {self.repair} steps", self.folder / STATIC)
 
 
 def require(ladder: Ladder) -> None:

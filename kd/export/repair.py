@@ -21,7 +21,6 @@ from kd.config.tuning import Tuning
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
 from kd.models.classifier import Classifier
-from kd.parts import default_options
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import Data, open_data
@@ -41,7 +40,7 @@ class Self(nn.Module):
     def __init__(self, own: Classifier, logits: str, dims: Dims) -> None:
         super().__init__()
         kind = SELF[logits]
-        self.loss = parts.build("losses", kind, default_options("losses", kind), "losses", dims=dims)
+        self.loss = parts.build("losses", kind, parts.default_options("losses", kind), "losses", dims=dims)
         self.needs = Needs(logits=logits)
         self._own = [own]  # in a list: nobody trains it, and no checkpoint holds it
 
@@ -71,7 +70,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         optimizer=replace(recipe.loop.optimizer, lr=RATE * recipe.loop.optimizer.lr, weight_decay=0.0, ema=0.0),
         tuning=Tuning(),
         patience=0,
-        sifter=SifterSection(options=default_options("sifters", "none")),
+        sifter=SifterSection(options=parts.default_options("sifters", "none")),
         profile=(),
     )
     chosen = {**recorded, "student": "fp32+unfused", "sifter": "none"}

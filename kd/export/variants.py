@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from kd.files.manifest import GRAPHS
 from kd.host import cores
 from kd.models import runtimes
 from kd.serve import bench
+from kd.serve.bench import Seen
 from kd.text import percent
 
 if TYPE_CHECKING:
     from kd.export.export import Options
 
-FLOAT32 = "model.onnx"
+ONNX = "model.onnx"
 SECONDS = 12.0
 """For which each server is asked, at most."""
 QUALITY = 90
@@ -87,25 +88,13 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """What clients of `kd-serve` wait for, by the number of threads; milliseconds."""
-
-    p50_ms: float
-    p99_ms: float
-    images_per_second: float
-    """With as many images at a time as threads."""
-    memory_mb: float
-    """Resident memory of the server."""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """A variant, how right and how fast it is."""
 
     variant: Variant
     quality: Quality
-    speed: Mapping[int, Speed]
-    """By number of threads: one image at a time on so many."""
+    speed: Mapping[int, Seen]
+    """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
 
     def holds(self, max_drop: float) -> bool:
         """Return whether it loses at most so much; float32 was compared with PyTorch image by image."""
@@ -142,12 +131,12 @@ def measure(
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
-    speeds: dict[str, dict[int, Speed]] = {name: {} for name in qualities}
+    speeds: dict[str, dict[int, Seen]] = {name: {} for name in qualities}
     for count in threads:
         alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
         many = alone if count == 1 else bench.ask(folder, list(qualities), file.getvalue(), count, count, SECONDS)
         for name, seen in alone.items():
-            speeds[name][count] = Speed(seen.p50_ms, seen.p99_ms, many[name].per_second, seen.memory_mb)
+            speeds[name][count] = replace(seen, images_per_second=many[name].images_per_second)
     return [Measured(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
 
 
@@ -172,7 +161,7 @@ def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: flo
     With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most
     `max_drop` and are not slower than float32 in onnxruntime.
     """
-    limit = next(one for one in rows if one.variant.name == FLOAT32).speed[threads].p50_ms
+    limit = next(one for one in rows if one.variant.name == ONNX).speed[threads].p50_ms
     allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]
     fastest = min(allowed, key=lambda one: one.speed[threads].p50_ms)
     if not budget_ms:

@@ -103,12 +103,9 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
 
 def remove(url: str, where: str) -> None:
     """Remove a file; it is no error if there is none."""
-    with _one_line(url, where, (FileNotFoundError,)):
+    with suppress(FileNotFoundError), _one_line(url, where, (FileNotFoundError,)):
         files, path = _open(url, where)
-        try:
-            files.rm_file(path)
-        except FileNotFoundError:
-            return
+        files.rm_file(path)
 
 
 def _open(url: str, where: str) -> tuple[Any, str]:

@@ -98,14 +98,14 @@ def recover(folder: Path, name: str = "", alone: bool = False) -> None:
             _delete(leftover, "run.folder")
 
 
-def remove_folder(path: Path, where: str = "run.folder") -> None:
+def remove_folder(path: Path) -> None:
     """Remove a folder, so that it is whole or gone. If that fails, warn."""
     hidden = _beside(path)
     try:
         os.replace(path, hidden)
     except OSError:
         hidden = path
-    _delete(hidden, where)
+    _delete(hidden, "run.folder")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ Shape legend: B images of a batch, C classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,12 +29,8 @@ from kd.types import Batch, Dims, Needs, Outputs
 class Options:
     """The YAML keys of `kind: bce`."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
     """The share `s` of each class's target that is spread evenly over yes and no, 0 to 1."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must be from 0 to 1, is {self.label_smoothing:g}")
 
 
 class BCE(nn.Module):

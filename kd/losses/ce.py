@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,15 +37,13 @@ WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `cl
 class Options:
     """The YAML keys of `kind: ce`."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
     """The share `s` of the target that is spread evenly over all classes, 0 to 1. Beside a teacher, 0 is usual."""
     class_weights: Any = None
     """How much each class counts: a list in the order of the classes, or a section `class: weight` in which the others
     have 1. Only ratios matter. `balanced`: all classes count alike, however many images they have. null: none."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must be from 0 to 1, is {self.label_smoothing:g}")
         found = self.class_weights
         if found is None or found == "balanced":
             return

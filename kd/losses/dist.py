@@ -19,8 +19,7 @@ Shape legend: B images of a batch, C classes.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +33,12 @@ from kd.types import Batch, Dims, Needs, Outputs
 class Options:
     """The YAML keys of `kind: dist`; the defaults are those of the authors' code."""
 
-    beta: float = 1.0
+    beta: float = field(default=1.0, metadata={"low": 0.0})
     """Weight of L_inter, the correlation over classes, >= 0."""
-    gamma: float = 1.0
+    gamma: float = field(default=1.0, metadata={"low": 0.0})
     """Weight of L_intra, the correlation over images, >= 0."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata={"above": 0.0})
     """Divides both models' logits, > 0."""
-
-    def __post_init__(self) -> None:
-        for name in ("beta", "gamma"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, is {getattr(self, name):g}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and > 0, is {self.temperature:g}")
 
 
 class DIST(nn.Module):

@@ -17,8 +17,7 @@ Shape legend: B images of a batch, C classes.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +31,12 @@ from kd.types import Batch, Dims, Needs, Outputs
 class Options:
     """The YAML keys of `kind: dkd`; the defaults are the authors' for CIFAR-100."""
 
-    alpha: float = 1.0
+    alpha: float = field(default=1.0, metadata={"low": 0.0})
     """Weight of TCKD, the term of the target class, >= 0."""
-    beta: float = 8.0
+    beta: float = field(default=8.0, metadata={"low": 0.0})
     """Weight of NCKD, the term of the other classes, >= 0. The authors use 0.5 to 2 on ImageNet."""
-    temperature: float = 4.0
+    temperature: float = field(default=4.0, metadata={"above": 0.0})
     """Divides both models' logits, > 0. The authors use 1 on ImageNet."""
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, is {getattr(self, name):g}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and > 0, is {self.temperature:g}")
 
 
 class DKD(nn.Module):

@@ -14,8 +14,7 @@ Shape legend: B images of a batch, C classes.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,13 +27,9 @@ from kd.types import Batch, Dims, Needs, Outputs
 class Options:
     """The YAML keys of `kind: kl`."""
 
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata={"above": 0.0})
     """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
     soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and > 0, is {self.temperature:g}")
 
 
 class KL(nn.Module):

@@ -17,8 +17,7 @@ Shape legend: B images of a batch, C classes.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,12 +30,8 @@ from kd.types import Batch, Dims, Needs, Outputs
 class Options:
     """The YAML keys of `kind: wttm`."""
 
-    gamma: float = 0.2
+    gamma: float = field(default=0.2, metadata={"above": 0.0})
     """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The default is the authors'."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gamma < math.inf:
-            raise ValueError(f"gamma must be finite and > 0, is {self.gamma:g}")
 
 
 class WTTM(nn.Module):

@@ -19,11 +19,13 @@ from __future__ import annotations
 import csv
 import json
 import posixpath
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -35,7 +37,7 @@ from kd.errors import ModelError
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
 MEANINGS = ("logits", "embeddings")
-FAILURES = (OSError, ValueError, KeyError, SafetensorError, UnicodeDecodeError, EOFError, csv.Error)
+FAILURES = (OSError, ValueError, KeyError, TypeError, SafetensorError, EOFError, csv.Error, BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _split(joined: Tensor | None) -> list[str]:
 
 
 def _npz(file: Path) -> Answers:
-    with np.load(file, allow_pickle=False) as opened:
+    with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
         arrays = {name: opened[name] for name in opened.files}
     meaning = _meaning(arrays)
     values = torch.from_numpy(np.ascontiguousarray(arrays[meaning]))
@@ -189,7 +191,7 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npz":
-            with np.load(file, allow_pickle=False) as opened:
+            with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:
                 vectors = torch.from_numpy(np.ascontiguousarray(opened["vectors"]))
                 names = [str(name) for name in opened["classes"]] if "classes" in opened.files else []
         else:
@@ -203,4 +205,7 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
     if vectors.ndim != 2 or not vectors.is_floating_point() or not vectors.isfinite().all():
         wrong = f"'{path}' holds `vectors` of shape {list(vectors.shape)}"
         raise ModelError(where, wrong, "Finite numbers [classes, width]", "Write it anew")
+    if names and len(names) != len(vectors):
+        wrong = f"'{path}' names {len(names)} classes and holds {len(vectors)} vectors"
+        raise ModelError(where, wrong, "One vector for each class", "Write it anew")
     return names, vectors

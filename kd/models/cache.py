@@ -50,6 +50,7 @@ class Codec:
         shape of one image's, by name.
         """
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
+        self.kind = getattr(torch, self.dtype.name)
         self.features = dict(features or {})
         fields: list[Any] = [("logits", self.dtype, (topk or num_classes,))] if num_classes else []
         if topk:
@@ -60,9 +61,8 @@ class Codec:
         self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
 
     def pack(self, outputs: Outputs) -> list[Tensor]:
-        kind = torch.float16 if self.dtype == np.float16 else torch.float32
         logits = self.compress(outputs.logits) if self.num_classes else []
-        return [*logits, *(outputs.features[name].to(kind) for name in self.features)]
+        return [*logits, *(outputs.features[name].to(self.kind) for name in self.features)]
 
     def unpack(self, parts: Sequence[Tensor]) -> Outputs:
         """Return the outputs that a record stands for, in their stored dtype."""
@@ -84,12 +84,11 @@ class Codec:
 
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
         """Return what a record keeps of logits, on their device."""
-        kind = torch.float16 if self.dtype == np.float16 else torch.float32
         if not self.topk:
-            return [logits_BC.to(kind)]
+            return [logits_BC.to(self.kind)]
         top = logits_BC.float().topk(self.topk)
         others_BC = logits_BC.float().scatter(1, top.indices, -math.inf)
-        return [top.values.to(kind), top.indices, others_BC.logsumexp(-1)]
+        return [top.values.to(self.kind), top.indices, others_BC.logsumexp(-1)]
 
     def expand(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the logits [B, C] that a record stands for; dense ones in their stored dtype."""

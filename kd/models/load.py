@@ -99,8 +99,8 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     count = len(spec.classes or own or ())
     network, sized = _create(spec, source, pretrained, image_size, count)
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
-    if spec.exact_head:
-        folder = Path(source.removeprefix("local-dir:") if weights is None else spec.checkpoint)
+    if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
+        folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
         spec.require_meaning(folder_config(folder if folder.is_dir() else folder.parent).get("problem_type") or "")
     if pretrained and spec.classes:
         _settle_pretrained_head(spec, network)
@@ -244,7 +244,8 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
         args.setdefault("pretrained", False)
     errors = []
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
-    for sized in ({"img_size": image_size}, {}) if "img_size" not in args and not _is_stored(source) else ({},):
+    stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
+    for sized in ({},) if "img_size" in args or stored else ({"img_size": image_size}, {}):
         try:
             return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except TypeError as error:
@@ -253,10 +254,6 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
         except (RuntimeError, ValueError, AssertionError, OSError, SafetensorError, KeyError, AttributeError) as error:
             raise _creation_error(spec, error) from error
     raise _creation_error(spec, errors[-1]) from errors[-1]
-
-
-def _is_stored(source: str) -> bool:
-    return source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
 
 
 def _creation_error(spec: Spec, error: Exception) -> ModelError:

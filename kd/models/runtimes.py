@@ -10,13 +10,13 @@ onnx, onnxscript, onnxruntime and openvino are imported only when needed.
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import logging
 import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,8 @@ def graph_files(path: Path, where: str) -> list[Path]:
         file = path.parent / name
         outside = "\0" in name or ".." in Path(name).parts or not file.resolve().is_relative_to(home)
         if outside or not file.is_file():
-            wrong = (
-                f"'{path}' has weights in {name!r}, which is {'outside its folder' if outside else 'no regular file'}"
-            )
+            place = "outside its folder" if outside else "no regular file"
+            wrong = f"'{path}' has weights in {name!r}, which is {place}"
             allowed = "Regular files in the folder of the graph, by relative names and without links out of it"
             raise ModelError(where, wrong, allowed, "Put them there, or export it anew")
         files.append(file)
@@ -233,10 +232,8 @@ def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) 
 
 
 def installed(name: str) -> bool:
-    """Return whether a package can be imported."""
-    with suppress(ImportError):
-        return importlib.import_module(name) is not None
-    return False
+    """Return whether a package is installed, without importing it: NNCF reads at its import whether it may report."""
+    return importlib.util.find_spec(name) is not None
 
 
 def has_bf16() -> bool:

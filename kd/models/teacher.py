@@ -125,10 +125,8 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
         raise fails(where, name, getattr(model, "input_size", size), error) from error
     pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
     for one, other in (pair for pair in pairs if pair[0].numel() and not pair[0].is_meta):
-        spread, gap = (
-            one.float().std().item(),
-            (one - other).abs().max().item() if one.shape == other.shape else math.inf,
-        )
+        spread = one.float().std().item()
+        gap = (one - other).abs().max().item() if one.shape == other.shape else math.inf
         if gap > 1e-3 * spread:
             wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
             wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"

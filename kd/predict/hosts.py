@@ -21,7 +21,7 @@ from kd.errors import ConfigError, KdError, RunError
 from kd.predict.classifier import Classifier, Row, in_order
 from kd.predict.images import Images
 from kd.serve.limits import Limits
-from kd.serve.model import Description, load
+from kd.serve.model import Description, load, read_verified
 
 WHERE = "--ray"
 RUNTIMES = ("onnxruntime", "openvino")
@@ -42,9 +42,9 @@ class Job:
 
     @staticmethod
     def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
-        """Read the graph; `load` compares it with the manifest where it is used."""
+        """Read the graph; `load` compares it with the manifest again where it is used."""
         names = [description.file, *([f"{description.file[:-4]}.bin"] if description.file.endswith(".xml") else [])]
-        graph = {name: (description.folder / name).read_bytes() for name in names}
+        graph = {name: read_verified(description.folder, name, description.files) for name in names}
         return Job(images, description, graph, limits, top)
 
     def classifier(self) -> Classifier:

@@ -125,6 +125,7 @@ def _identity(
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
         **({"unsure": _bands(described)} if described.output.unsure else {}),
+        **({"thresholds": list(described.output.thresholds)} if described.output.thresholds else {}),
         **({"second": [second.name, second.version, _bands(second)]} if second else {}),
     }
 

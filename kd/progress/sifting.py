@@ -46,6 +46,8 @@ def report(
             except DataError:  # what cannot be decoded is left out
                 continue
         groups.append(pictures)
+    if not any(groups):
+        return text
     sheet([group for group in groups if group]).save(file, quality=85)
     return text + f"\nBoth are pictured in `{file}`, the former first.\n"
 

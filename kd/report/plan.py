@@ -35,8 +35,11 @@ def plan(recipe: Recipe, machine: Sequence[str], mfu: float = MFU, run: Path | N
         raise ConfigError("WORLD_SIZE", "is above 1, but a plan measures one process", "", "Start it without torchrun")
     if not 0 < mfu <= 1:
         raise ConfigError("--mfu", f"is {mfu:g}", "Above 0, at most 1", "0.35 is usual")
-    data = open_sources(recipe.data)
+    data, devices = open_sources(recipe.data), machines * instance.devices
     split = split_batch(data.section, 1, len(data.train))
+    if devices > split.batch_size:
+        wrong = f"{machines} x {instance.name} have {devices} devices, but a step has {split.batch_size} images"
+        raise ConfigError("--on", wrong, "An image or more for each device", "Take fewer, or raise data.batch_size")
     with distributed(recipe.backend) as backend:
         measured = measure(recipe.teacher, recipe.student, data, split, backend)
     here = step_cost(measured, recipe.loop, recipe.teacher.needed)

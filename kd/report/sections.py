@@ -176,7 +176,7 @@ def machine(runs: Sequence[RunRecord]) -> str:
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
-    cores = [[value / 100 for value in row["cpu"]] for row in rows]
+    cores = [[value / 100 for value in row["cpu"] or [0.0]] for row in rows]
     mean = [sum(loads) / len(loads) for loads in cores]
     load = {"busiest": [*map(max, cores)], "mean": mean, "idlest": [*map(min, cores)]}
     text = f"{title}: load of {len(cores[0])} cores, {percent(sum(mean) / len(mean))} in the mean"
@@ -200,7 +200,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict
 
 
 def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
-    count = len(rows[0].get("gpu") or ())
+    count = min(len(row.get("gpu") or ()) for row in rows)  # a resumed run may have others
     return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
 
 

@@ -23,7 +23,8 @@ HEAVY = ("model.safetensors", "model.pt2")  # what `kd-serve` never reads
 def sagemaker_archives(export: Path) -> list[Path]:
     """Write `container/model.tar.gz` and `pytorch/model.tar.gz` into `<export>-sagemaker` and return their paths.
 
-    The second one runs the weights alone: it is left out where the graphs map vectors into the teacher's space.
+    The second one runs the weights alone, in timm: it is left out for a network of your own, and where the graphs map
+    vectors into the teacher's space.
     """
     from kd.sagemaker import handler  # it imports timm, which no other command needs at its start
 
@@ -38,7 +39,8 @@ def sagemaker_archives(export: Path) -> list[Path]:
     archives = {"container": container_archive(export), "pytorch": _archive(files)}
     folder = export.parent / f"{export.name}-sagemaker"
     refuse_unlisted(folder, [f"{name}/model.tar.gz" for name in archives], "--sagemaker")
-    if "space" in json.loads(files[manifest.MANIFEST]).get("output", {}):
+    described, config = (json.loads(files[name]) for name in (manifest.MANIFEST, "config.json"))
+    if "space" in described.get("output", {}) or not isinstance(config["architecture"], str):
         archives.pop("pytorch")
     with atomic_folder(folder, where="--sagemaker") as draft:
         for name, content in archives.items():

@@ -20,6 +20,7 @@ LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0
 LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
+AGAIN = "Check credentials, region and names, then run the same command again"
 Request = Mapping[str, Any]
 
 
@@ -42,13 +43,14 @@ def train(request: Request, follow: bool = True) -> None:
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
     """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
 
-    Return what the endpoint answered, and how to remove it.
+    `labels`: of the export; empty: it answers with vectors. Return what the endpoint answered, and how to remove it.
     """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
     with _aws_errors("deploy"):
         sagemaker = _create(requests, export)
-        print(f"endpoint {name} is created", flush=True)
+    print(f"endpoint {name} is created", flush=True)
+    with _aws_errors("deploy", remove):
         try:
             _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name)
         except KeyboardInterrupt:
@@ -63,13 +65,17 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
         body = answer["Body"].read()
     try:
         prediction = json.loads(body)["predictions"][0]
-        label = prediction["top"][0]["label"] if "labels" in prediction else prediction["label"]
+        if labels:
+            label = (prediction["top"][0] if "labels" in prediction else prediction)["label"]
+            said = f"'{label}'" if label in labels else ""
+        else:
+            said = f"a vector of {len(prediction['embedding'])} numbers"
     except (ValueError, KeyError, IndexError, TypeError):
-        label = None
-    if label not in labels:
-        wrong = f"endpoint {name} answered {body[:80]!r}, which is no label of '{export}'"
+        said = ""
+    if not said:
+        wrong = f"endpoint {name} answered {body[:80]!r}, which is no {'label' if labels else 'vector'} of '{export}'"
         raise RunError("deploy", wrong, "", remove)
-    return f"endpoint {name} is in service; a grey image is '{label}'. {remove}"
+    return f"endpoint {name} is in service; a grey image is {said}. {remove}"
 
 
 def transform(requests: Mapping[str, Request], export: Path) -> None:
@@ -149,12 +155,10 @@ def _client(service: str) -> Any:
 
 
 @contextmanager
-def _aws_errors(step: str) -> Iterator[None]:
+def _aws_errors(step: str, remedy: str = AGAIN) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if not type(error).__module__.startswith(("botocore.", "boto3.")):
             raise
-        reason = " ".join(str(error).split())
-        remedy = "Check credentials, region and names, then run the same command again"
-        raise RunError(step, reason, "", remedy) from error
+        raise RunError(step, " ".join(str(error).split()), "", remedy) from error

@@ -49,7 +49,11 @@ class Node:
     def __init__(self, hosts: Hosts, mark: str) -> None:
         self.hosts, self.mark, self.head, self.failures = hosts, mark, hosts.me == hosts.first, 0
         self.folder = tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp") if self.head else ""  # sockets need short paths
-        self.address = f"{socket.gethostbyname(hosts.first)}:{hosts.ports[1]}"
+
+    @property
+    def address(self) -> str:
+        """Of the head; its name may not be known before this host has joined."""
+        return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[1]}"
 
     def command(self) -> list[str]:
         """Return the command that starts Ray here."""

@@ -133,9 +133,9 @@ def output_fn(prediction: dict[str, Any], accept: str, context: Any = None) -> t
 def _decode(body: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")
-            image.load()
-            return to_rgb(image)
+            if image.width * image.height <= MAX_PIXELS:
+                image.load()
+                return to_rgb(image)
     except Exception as error:  # on damaged data Pillow raises errors of every type
         raise ValueError(f"the body is not a whole image in {', '.join(FORMATS)} ({type(error).__name__})") from error
+    raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")

@@ -27,7 +27,7 @@ class Hosts:
     me: str
     trainers: tuple[str, ...]
     data: tuple[str, ...]  # hosts that only decode images; may be none
-    ports: tuple[int, int, int] = (MEETING, RAY, TORCH)
+    ports: tuple[int, ...] = (MEETING, RAY, TORCH)
     token: str = field(default="", repr=False)  # what a host shows at the meeting point: Ray's token
 
     @property
@@ -47,7 +47,7 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
         me = str(config.get("current_host") or "localhost")
         groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
         groups = groups or {"all": list(config.get("hosts") or [me])}
-        ports = [int(port) for port in environ["KD_PORTS"].split(",")] if "KD_PORTS" in environ else []
+        ports = tuple(map(int, environ["KD_PORTS"].split(","))) if "KD_PORTS" in environ else (MEETING, RAY, TORCH)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         wrong = f"the job's description of its hosts cannot be read ({type(error).__name__}: {error})"
         raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", "") from error
@@ -58,8 +58,7 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
         wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
         allowed = "Groups whose name begins with `data` decode, at least one other group trains"
         raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
-    three = (ports[0], ports[1], ports[2]) if ports else (MEETING, RAY, TORCH)
-    return Hosts(me, trainers, data, three, environ.get("RAY_AUTH_TOKEN", "").strip())
+    return Hosts(me, trainers, data, ports, environ.get("RAY_AUTH_TOKEN", "").strip())
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:

@@ -112,8 +112,6 @@ class Meeting:
                 self._training.discard(name)
                 if int(code) or not self._training:
                     self._end(int(code))
-            case _:
-                pass
 
     def _begin(self) -> None:
         if self._absent:

@@ -32,11 +32,11 @@ ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What clients of one server saw."""
+    """What clients of one server saw: milliseconds that they waited for an answer."""
 
     p50_ms: float
     p99_ms: float
-    per_second: float  # answers
+    images_per_second: float
     memory_mb: float  # resident, at the end
 
 

@@ -19,6 +19,7 @@ from kd.files.pixels import ENDINGS
 
 CLIENTS, TIMEOUT, RETRIES = 4, 60.0, 50
 MAX_PAUSE = 30.0
+KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 ALL_LABELS = 999_999
 NAME_THE_FOLDER = "Name the folder whose folders are the classes: images/val"
 EVALUATE_THE_RUN = "Evaluate the run: kd-evaluate RUN"
@@ -28,12 +29,13 @@ class Endpoint:
     """One connection to an endpoint, by its address with or without /invocations. Not thread-safe."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise KdError("--endpoint", f"'{url}' is not an address", "http://host:port", "Correct it")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            kind = KINDS[parts.scheme if parts.hostname else ""]
+            self._connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
+        except (ValueError, KeyError) as error:  # ValueError: of the port, or a bracket
+            raise KdError("--endpoint", f"'{url}' is not an address", "http://host:port", "Correct it") from error
         self.url, self.path = url, parts.path if parts.path.strip("/") else "/invocations"
-        self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
         self.close = self._connection.close
 
     def classify(self, image: bytes, top: int = 5) -> tuple[int, dict[str, Any]]:
@@ -55,8 +57,7 @@ class Endpoint:
             try:
                 return response.status, json.loads(body)
             except ValueError as error:
-                wrong = f"what answers at '{self.url}' is not kd-serve"
-                raise KdError("--endpoint", wrong, "", "Correct it") from error
+                raise _stranger(self.url) from error
         raise KdError("--endpoint", f"'{self.url}' is busy or not ready", "", "Try again when it has less to do")
 
 
@@ -111,20 +112,35 @@ def _check_labels(url: str, folder: Path, files: list[tuple[Path, str]]) -> None
 def _first_prediction(url: str, folder: Path, files: list[tuple[Path, str]]) -> dict[str, Any]:
     with closing(Endpoint(url)) as endpoint:
         for path, _ in files:
-            status, answer = endpoint.classify(path.read_bytes(), ALL_LABELS)
+            status, answer = endpoint.classify(_content(path), ALL_LABELS)
             if status == 200:
-                return answer["predictions"][0]
+                try:
+                    return answer["predictions"][0]
+                except (LookupError, TypeError) as error:
+                    raise _stranger(url) from error
             if status in (404, 405):
                 remedy = "Give the address that kd-serve printed"
                 raise KdError("--endpoint", f"'{url}' has no /invocations", "", remedy)
     raise DataError("--data", f"the endpoint refuses every image in '{folder}'", "", "See its log for why")
 
 
+def _stranger(url: str) -> KdError:
+    return KdError("--endpoint", f"what answers at '{url}' is not kd-serve", "", "Correct it")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        wrong = f"'{path}' cannot be read ({error.strerror})"
+        raise DataError("--data", wrong, "", "Remove it, or bring it back") from error
+
+
 def _score(url: str, files: list[tuple[Path, str]]) -> Counter[str]:
     counts: Counter[str] = Counter()
     with closing(Endpoint(url)) as endpoint:
         for path, label in files:
-            status, answer = endpoint.classify(path.read_bytes())
+            status, answer = endpoint.classify(_content(path))
             labels = [entry["label"] for entry in answer["predictions"][0]["top"]] if status == 200 else []
             counts += Counter({"answered" if labels else "refused": 1, "in top 5": label in labels})
             counts["correct"] += labels[:1] == [label]

@@ -105,21 +105,21 @@ def describe(folder: Path, file: str = "") -> Description:
         graphs = ", ".join(sorted(GRAPHS.keys() & files.keys())) or "no graph at all"
         remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
-    _read_verified(folder, "config.json", files)
+    read_verified(folder, "config.json", files)
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
     return Description(folder, file, name, version + kind, labels, output, size, crop, files, reference)
 
 
 def load(description: Description, threads: int, slots: int) -> Model:
     """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
-    content = _read_verified(description.folder, description.file, description.files)
+    content = read_verified(description.folder, description.file, description.files)
     try:
         runtime, precision, _ = GRAPHS[description.file]
         if runtime == "onnxruntime":
             engine = _onnx(content, threads)
         else:
             name = str(Path(description.file).with_suffix(".bin"))
-            weights = _read_verified(description.folder, name, description.files)
+            weights = read_verified(description.folder, name, description.files)
             engine = _openvino(content, weights, threads, slots, "bf16" if precision == "bf16" else "f32")
     except MissingExtra:
         raise
@@ -176,7 +176,7 @@ def _json(folder: Path, name: str) -> Any:
         raise _invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
 
 
-def _read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
+def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
     """Read a file once, compare its hash with the manifest, and return the bytes."""
     try:
         content = (folder / name).read_bytes()

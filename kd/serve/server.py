@@ -102,13 +102,15 @@ def _load(service, server, errors: list[Exception]) -> None:
         gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
         log.info("ready")
     except Exception as error:
-        errors.append(error)
+        if not server.should_exit:  # else it ends already, and its threads take no work any more
+            errors.append(error)
         server.should_exit = True
 
 
 def _run(server, listener: socket.socket) -> None:
-    # uvicorn raises the signal again after its shutdown. These handlers keep it from killing the process.
-    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    # uvicorn raises the signal again after its shutdown, and this keeps it from killing the process. One that comes
+    # before uvicorn listens to signals ends the server too.
+    before = {sig: signal.signal(sig, server.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
     finally:

@@ -70,8 +70,8 @@ class Data:
     @property
     def notes(self) -> list[str]:
         """What the listings left out, a line each."""
-        splits = (self.train, self.val, self.test)
-        return [*dict.fromkeys(note for one in splits if isinstance(one, Noted) for note in one.notes)]
+        notes = (note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes)
+        return [*dict.fromkeys(notes)]
 
     def with_classes(self, classes: Sequence[str]) -> Data:
         """Return the same with a teacher's classes, where its images have no labels."""
@@ -98,8 +98,11 @@ class Data:
         return self.section.labels != "none"
 
     def labelled_share(self) -> float:
-        """Return the share of the training images that have a label; 1.0 where none is expected."""
-        return (self.labels() >= 0).float().mean().item() if self.section.labels == "some" else 1.0
+        """Return the expected share of training images whose label, and that of a mixed one's partner, is known."""
+        if self.section.labels != "some":
+            return 1.0
+        share, augment = (self.labels() >= 0).float().mean().item(), self.section.augment
+        return share * (1 - (1 - share) * augment.mix_probability) if augment.mixes else share
 
     def labels(self, val: bool = False) -> torch.Tensor:
         """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: it has none."""
@@ -117,7 +120,7 @@ class Data:
         """Return the views of both splits, of the stored pixels where there is a store."""
         section, augment = self.section, self.section.augment
         train, val = self.stored or (self.train, self.val)
-        mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability)
+        mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
         common: Any = {"size": section.image_size, "seed": self.plan.seed, "on_corrupt": section.on_corrupt}
         crop = Evaluate(section.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
         shown = train_transform(section.image_size, augment)
@@ -163,9 +166,8 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
     if backend.rank == 0:
         for note in data.notes:
             log.info("data: %s", note)
-        for source in (data.train, data.val, data.test):
-            if source is not None:
-                source.prepare()
+        for source in data.splits.values():
+            source.prepare()
     backend.barrier()
     if plan.section.store == "none":
         return data

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kd.errors import ConfigError
 from kd.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 from kd.types import Plan, SiftContext
 
@@ -32,6 +31,10 @@ class Options:
     """Last share of the run, in which epochs visit all images."""
     refresh: int = field(default=4, metadata={"low": 1})
     """An image that was left out for this many epochs is visited, whatever its loss."""
+
+    def __post_init__(self) -> None:
+        if self.keep < self.floor:
+            raise ValueError(f"keep={self.keep:g} is below floor={self.floor:g}, with which each easy image is kept")
 
 
 class History(Planned):
@@ -147,11 +150,4 @@ _TABLE = ("loss", "mean", "seen", "visits", "fresh")
 
 def build(options: Options, context: SiftContext) -> History:
     """Build the history sifter."""
-    if options.keep < options.floor:
-        raise ConfigError(
-            "sifter.keep",
-            f"is {options.keep:g}, but easy images are kept with probability sifter.floor={options.floor:g} or more",
-            "keep >= floor",
-            "Lower sifter.floor or raise sifter.keep",
-        )
     return History(options, context)

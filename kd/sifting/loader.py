@@ -334,11 +334,15 @@ def _length(sized: Any) -> int | None:
 
 def random_state(loader: Any) -> dict[str, Tensor]:
     """Return the states of the generators that determine the order of the next epoch."""
-    state = {"torch": torch.get_rng_state()}
-    generator = getattr(loader, "generator", None)
-    if isinstance(generator, torch.Generator):
-        state["loader"] = generator.get_state()
-    return state
+    own = {name: generator.get_state() for name, generator in _generators(loader).items()}
+    return {"torch": torch.get_rng_state(), **own}
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    """Return the generators of a loader and of its sampler, where they have any."""
+    holders = {"loader": loader, "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None)}
+    found = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
+    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
 
 
 def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
@@ -347,11 +351,11 @@ def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> It
     The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that
     restores its own position (torchdata's StatefulDataLoader), whose state must not be saved separately.
     """
-    generator = getattr(loader, "generator", None)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(order["torch"].cpu())
-        if "loader" in order and isinstance(generator, torch.Generator):
-            generator.set_state(order["loader"].cpu())
+        for name, generator in _generators(loader).items():
+            if name in order:
+                generator.set_state(order[name].cpu())
         batches = iter(loader)
         for _ in itertools.islice(batches, position):
             pass

@@ -47,11 +47,9 @@ def read_processor(spec: Spec, hub: Any) -> Any:
         reason = " ".join(str(error).split())[:200]
         files = [Path(spec.model) / name for name in ("preprocessor_config.json", "processor_config.json")]
         there = next((file.name for file in files if file.is_file()), "")
-        wrong = (
-            f"'{there}' of '{spec.model}' cannot be used"
-            if there
-            else f"'{spec.model}' has no preprocessor_config.json"
-        )
+        wrong = f"'{spec.model}' has no preprocessor_config.json"
+        if there:
+            wrong = f"'{there}' of '{spec.model}' cannot be used"
         wrong = f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized"
         remedy = "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
@@ -129,15 +127,10 @@ def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 def _written(processor: Any, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the processor's keys where they mean what was measured, which is rounded otherwise."""
     factor = 255 * (processor.rescale_factor if getattr(processor, "do_rescale", False) else 1.0)
-    normal = getattr(processor, "do_normalize", False)
+    keys = getattr(processor, "image_mean", 0.0), getattr(processor, "image_std", 1.0)
+    given = keys if getattr(processor, "do_normalize", False) else (0.0, 1.0)
     try:
-        exact = [
-            np.broadcast_to(np.array(key if normal else other, np.float64) / factor, 3)
-            for key, other in (
-                (getattr(processor, "image_mean", 0.0), 0.0),
-                (getattr(processor, "image_std", 1.0), 1.0),
-            )
-        ]
+        exact = [np.broadcast_to(np.array(one, np.float64) / factor, 3) for one in given]
     except (TypeError, ValueError):
         exact = [mean.round(6), std.round(6)]
     close = all(np.allclose(one, found, 1e-5, 1e-6) for one, found in zip(exact, (mean, std), strict=True))

@@ -20,12 +20,8 @@ from kd.models.load import Spec, check_classes
 from kd.parts import named_module
 
 
-def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Check the options `mean` and `std`.
-
-    Raises:
-        ValueError: they are not three numbers each, or a deviation is not positive.
-    """
+def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -> None:
+    """Check the options of what a model takes."""
     if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
         raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
     if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
@@ -33,6 +29,8 @@ def check_normalization(mean: Sequence[float], std: Sequence[float]) -> None:
         raise ValueError(
             f"{wrong}; each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
         )
+    if input_size < 0:
+        raise ValueError(f"input_size is {input_size}; it must be 0 or a number of pixels")
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:

@@ -96,9 +96,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.kind", "is answers, which needs images with names", "", "")
     table = read(spec.model, where)
     _check_views(spec.where, table, spec.images)
-    wants_logits = spec.logits
-    if wants_logits == (table.meaning == "embeddings") or set(features) - ({"pooled"} if not wants_logits else set()):
-        asked = " and ".join([*["logits"][: int(wants_logits)], *sorted(features)])
+    if spec.logits == (table.meaning == "embeddings") or set(features) - (set() if spec.logits else {"pooled"}):
+        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
         raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
     images, values = spec.images, table.values
@@ -110,7 +109,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     splits = {"training": images.train, "validation": images.val, "test": images.test}
     shown = {name: source for name, source in splits.items() if source is not None}
     found = [_rows(where, rows if name == "training" else val_rows, one, name) for name, one in shown.items()]
-    if wants_logits:
+    if spec.logits:
         for rows_N, source in zip(found, shown.values(), strict=True):
             _require_logits(spec, options.outputs, values[0], rows_N, source)
         classes, pick = named(spec, values.shape[2], table.classes, options.classes)

@@ -47,9 +47,7 @@ class Options:
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
     def __post_init__(self) -> None:
-        shared.check_normalization(self.mean, self.std)
-        if self.input_size < 0:
-            raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
+        shared.check_pixels(self.mean, self.std, self.input_size)
 
 
 def facts(options: Options) -> TeacherFacts:

@@ -96,15 +96,16 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         model = loaded(spec, hub, both, config)
         vectors_CD = text_vectors(spec, hub, model, names, options.prompts)
     scale = options.scale or _learned(spec, model)
-    kept = image_tower(model)
+    if hasattr(model, "text_model"):
+        model.text_model = None  # type: ignore[assignment]  # it has no more to say
     with torch.no_grad():
-        width = Tower(kept)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
+        width = Tower(model)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
     if vectors_CD.shape[1] != width:
         wrong = f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's have {width}"
         raise ModelError(f"{spec.where}.vectors", wrong, "Vectors from the text tower of the same model", "")
     classes, _ = named(spec, len(vectors_CD), names, "")
     architecture = {"zero_shot": type(config).__name__, "scale": scale}
-    network = Nearest(Tower(kept, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
+    network = Nearest(Tower(model, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
     teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
     teacher.home = own.home
     return teacher
@@ -165,13 +166,6 @@ def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) 
             wrong += f" from '{other}'" if other != name else ""
             remedy = f"Add its tokenizer to the folder, or set {spec.where}.vectors"
             raise ModelError(f"{spec.where}.model", wrong, "The tokenizer that the model was trained with", remedy)
-
-
-def image_tower(model: Any) -> nn.Module:
-    """Drop the text tower of a model: it has no more to say."""
-    if hasattr(model, "text_model"):
-        model.text_model = None
-    return model
 
 
 def _learned(spec: Spec, model: Any) -> float:

@@ -220,12 +220,12 @@ def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_p
 
 def test_plans_and_checks_answer_with_money(written, command):
     path = written()
-    told = command("plan", path, "--on", "p4d.24xlarge", "x2")
+    told = command("plan", path, "--on", "g5.12xlarge", "x2")
     assert told.code == 0, told
     devices = [
         line.split("|")[2].strip() for line in told.out.splitlines() if line.startswith("| ") and line[2].isdigit()
     ]
-    assert devices == ["1", "8", "16"]
+    assert devices == ["1", "4", "8"]
     assert "assumption" in told.out
     checked = command("train", path, "--check", "price.per_hour=36")
     assert "USD 36 an hour" in checked.out
@@ -243,6 +243,8 @@ def test_plans_and_checks_answer_with_money(written, command):
         (["plan", "CONFIG", "--on", "p4d.24xlarg"], "Did you mean 'p4d.24xlarge'?"),
         (["plan", "CONFIG", "--on", "p4d.24xlarge", "many"], "--on: 'many'"),
         (["plan", "CONFIG", "--on", "p4d.24xlarge", "--mfu", "2"], "--mfu: is 2"),
+        (["plan", "CONFIG", "--on", "p4d.24xlarge", "x2"], "16 devices, but a step has 8 images"),
+        (["report", "RUN", "--images", "-5"], "'-5' is not a whole number"),
         (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),
     ],
 )

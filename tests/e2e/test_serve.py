@@ -531,6 +531,12 @@ def test_no_page_if_none_is_wanted(exported):
         assert is_problem(server.get("/"), 404)
 
 
+@pytest.mark.parametrize("port", ["http", "99999"])
+def test_a_port_of_sagemaker_that_is_none(refused, exported, monkeypatch, port):
+    monkeypatch.setenv("SAGEMAKER_BIND_TO_PORT", port)
+    assert f"'{port}' is not a whole number from 0 to 65535" in refused("serve", exported)
+
+
 def test_the_word_serve_is_sagemakers(command):
     """`docker run IMAGE serve`: the model lies at /opt/ml/model, which is not there on this machine."""
     if Path("/opt/ml/model").exists():

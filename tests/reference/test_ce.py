@@ -94,9 +94,3 @@ def test_what_is_no_weight_is_refused(wrong):
 def test_weights_of_other_classes_are_refused(wrong, words):
     with pytest.raises(ConfigError, match=rf"^losses\[\]\.class_weights: .*{words}"):
         ce.build(ce.Options(class_weights=wrong), Dims(4, 0, 0, classes=NAMES, labels=lambda: torch.arange(4)))
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.1])
-def test_rejects_a_smoothing_outside_0_to_1(smoothing):
-    with pytest.raises(ValueError, match=f"label_smoothing must be from 0 to 1, is {smoothing}"):
-        ce.Options(label_smoothing=smoothing)

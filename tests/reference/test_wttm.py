@@ -43,9 +43,3 @@ def test_the_weight_is_largest_for_a_uniform_teacher_and_1_for_a_certain_one(out
     loss = wttm.WTTM(gamma=0.2)
     torch.testing.assert_close(loss(student, Outputs(uniform), batch).double(), by_uniform_B, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss(student, Outputs(certain), batch).double(), by_certain_B, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("gamma", [0.0, -1.0])
-def test_rejects_an_exponent_that_is_not_positive(gamma):
-    with pytest.raises(ValueError, match=f"gamma must be finite and > 0, is {gamma:g}"):
-        wttm.Options(gamma=gamma)

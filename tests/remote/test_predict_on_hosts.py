@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kd.errors import ModelError
 from kd.predict.run import Settings, predict
 from kd.sagemaker.group import QUIET, RAY_MARK, Node
 from kd.sagemaker.hosts import Hosts, end_marked, free_ports, marked, signal_all
@@ -114,3 +115,10 @@ def test_a_cluster_that_is_not_named_or_not_there_is_one_line(exported, photos, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     target = tmp_path / "rows.csv"
     assert "RAY_ADDRESS names no cluster" in refused("predict", exported, photos, "--to", target, "--ray")
+
+
+def test_an_export_without_its_graph_is_one_line(exported, photos, tmp_path):
+    folder = Path(shutil.copytree(exported, tmp_path / "export"))
+    (folder / "model.onnx").unlink()
+    with pytest.raises(ModelError, match=r"model\.onnx' cannot be read"):
+        predict(Settings(export=folder, images=str(photos / "val"), to=tmp_path / "labels.csv", ray=True))

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import kd
 from kd.api.arguments import known_labels
+from kd.data.map_dataset import MapDataset
 from kd.errors import ConfigError, KdError
 from kd.sifters.none import Everything
 from kd.types import SiftContext
@@ -153,6 +154,13 @@ def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
     assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
 
 
+def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
+    items = data(40, 3)
+    items.classes = 3  # type: ignore[attr-defined]
+    result = distill(network(16, 1), network(4, 2), items, epochs=1)
+    assert result.origin.classes == ["class_0", "class_1", "class_2"]
+
+
 def test_ema_hands_back_the_average():
     plain, averaged = network(4, 2), network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
@@ -271,6 +279,16 @@ def test_some_labels_are_skipped(batches):
     items = DataLoader(train, batch_size=16) if batches else train
     found = distill(network(16, 1), network(4, 2), items, labels="some")
     assert 0 < found.rows[0]["ce"] < 3
+
+
+@pytest.mark.parametrize("targets", [torch.eye(4), [[0], [1, 2], [], [0]], [0, 1, 2, 1], ["fig", "pea", "oat", "fig"]])
+def test_targets_of_any_kind_are_part_of_the_fingerprint(targets):
+    items = Alone(data(4, 3))
+    items.targets = targets  # type: ignore[attr-defined]
+    first = MapDataset(items, 0, labels="none").fingerprint()
+    assert MapDataset(items, 0, labels="none").fingerprint() == first
+    items.targets = [*targets[:2], targets[0], targets[3]]  # type: ignore[attr-defined]
+    assert MapDataset(items, 0, labels="none").fingerprint() != first
 
 
 @pytest.mark.parametrize("how", ["items", "targets", "batches"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 import typing
@@ -67,7 +68,7 @@ def test_everything_wrong_is_in_one_report():
         "teacher.fit.lr": "teacher.fit.lr: is -1. Allowed: a number >= 0. Change the value.",
         "losses[1].wieght": "losses[1].wieght: no such key. Allowed: class_weights, kind, label_smoothing, weight. "
         "Did you mean 'weight'?",
-        "losses[2]": "losses[2]: temperature must be finite and > 0, is -1. Change the value.",
+        "losses[2].temperature": "losses[2].temperature: is -1. Allowed: a number > 0. Change the value.",
         "optimizer.zero": "optimizer.zero: is 'perhaps'. Allowed: true or false. Change the value.",
         "optimizer.betas": "optimizer.betas: is 'high'. Allowed: a list of 2 values, each a number. Change the value.",
     }
@@ -77,6 +78,36 @@ def test_everything_wrong_is_in_one_report():
     assert found["optimiser"].endswith("Did you mean 'optimizer'?")
     assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind, gate."
     assert len(found) == len(expected) + 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "wrong"),
+    [
+        ("kl", "temperature", (0, -1, math.inf, math.nan)),
+        ("binary_kl", "temperature", (0, math.inf)),
+        ("dist", "temperature", (0,)),
+        ("dist", "beta", (-1, math.inf)),
+        ("dist", "gamma", (-1,)),
+        ("dkd", "temperature", (0,)),
+        ("dkd", "alpha", (-1, math.nan)),
+        ("dkd", "beta", (-1,)),
+        ("wttm", "gamma", (0, -1, math.inf)),
+        ("ce", "label_smoothing", (-0.1, 1.1, math.nan)),
+        ("bce", "label_smoothing", (-0.1, 1.1)),
+    ],
+)
+def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(kind, key, wrong):
+    for value in wrong:
+        found = errors_of(minimal(losses=[{"kind": kind, key: value}]))
+        assert "Allowed: a number >" in found[f"losses[0].{key}"]
+
+
+def test_threads_below_0_are_refused_by_their_key():
+    assert "number >= 0" in errors_of(minimal(backend={"kind": "cpu", "threads": -1}))["backend.threads"]
+
+
+def test_a_sifter_that_keeps_less_than_its_floor_is_refused_before_anything_is_fitted():
+    assert "floor=0.15" in errors_of(minimal(sifter={"kind": "history", "keep": 0.1}))["sifter"]
 
 
 @pytest.mark.parametrize(

@@ -218,10 +218,16 @@ def test_folder_markers_are_no_files(mirrored, aws, tmp_path):
     assert local(tmp_path / "elsewhere") == local(mirrored)
 
 
-@pytest.mark.parametrize("url", ["file:///tmp/copies", "local://copies", "FILE:///tmp/copies"])
+@pytest.mark.parametrize("url", ["file:///tmp/copies", "local://copies", "FILE:///tmp/copies", "s3://", "://b"])
 def test_a_mirror_on_this_machine_is_refused_before_the_run(settings, url):
     with pytest.raises(ConfigError, match=r"^run\.mirror: is '.*://.*A URL"):
         config.load(settings, [f"run.mirror={url}"])
+
+
+@pytest.mark.parametrize("name", ["/tmp/elsewhere", "../elsewhere"])
+def test_a_run_outside_of_its_folder_has_no_place_in_the_copy(settings, name):
+    with pytest.raises(ConfigError, match=r"^run\.name: is '.*elsewhere', .*below run\.folder.*run\.mirror"):
+        config.load(settings, [f"run.name={name}", "run.mirror=s3://bucket/runs"])
 
 
 def test_a_copy_that_cannot_be_written_is_refused_before_the_run(aws, tmp_path):

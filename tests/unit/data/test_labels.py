@@ -121,6 +121,16 @@ def test_a_mixed_image_counts_where_both_labels_are_known():
     torch.testing.assert_close(found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32))
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
+def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(settings, probability):
+    changed = {"labels": "some", "unlabelled": "fig", "augment": {"mixup": 1.0, "mix_probability": probability}}
+    data = open_sources(resolve(config.load(merged(settings, {"data": changed}))).data)
+    shown = data.views()[0]
+    samples = [shown.load(id, view) for id in range(len(data.train)) for view in range(40)]
+    known = [min(sample.label, sample.partner_label) >= 0 for sample in samples]
+    assert data.labelled_share() == pytest.approx(np.mean(known), abs=0.06)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -118,6 +119,11 @@ def test_photographs_of_a_plate_are_near_duplicates():
     assert max(same) < min(others)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build(Options(root="~/food"), "train", None).folder.parent == tmp_path / "food"
+
+
 def test_painting_again_changes_nothing(painted: FoodMini):
     stamps = {path: path.stat().st_mtime_ns for path in painted.folder.rglob("*")}
     build(painted.options, "val", painted.classes).prepare()
@@ -142,6 +148,13 @@ def test_two_processes_at_once_leave_one_whole_set(tmp_path: Path, painted: Food
     assert [process.wait() for process in both] == [0, 0]
     assert files(build(small(tmp_path), "train", None)) == files(painted)
     assert [path.name for path in tmp_path.iterdir()] == [painted.folder.name]
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path: Path, painted: FoodMini):
+    source = build(small(tmp_path), "train", None)
+    (tmp_path / f".{source.folder.name}.{os.getpid()}.tmp").mkdir()
+    source.prepare()
+    assert files(source) == files(painted)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path):

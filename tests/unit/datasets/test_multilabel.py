@@ -70,6 +70,14 @@ def test_an_image_without_an_entry_has_no_label_where_some_have_none(root):
         build(options, "train", None)
 
 
+def test_the_column_of_the_images_may_have_no_name(root):
+    """As pandas writes an index; a hidden image is none that the first line names."""
+    (root / ".hidden.jpg").write_bytes(b"")
+    (root / "index.csv").write_text(",egg,rice\na.jpg,1,1\nc.jpg,1,0\n")
+    found = build(Options(root=str(root), train_labels="index.csv", val_labels="val.json"), "train", None)
+    assert sets(found) == {"a.jpg": {"egg", "rice"}, "c.jpg": {"egg"}}
+
+
 FEW = {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
 PAIRS, WIDE = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n", "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
 

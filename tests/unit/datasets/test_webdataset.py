@@ -293,6 +293,7 @@ def test_missing_shards(tmp_path):
         ({"a.png": b"x", "a.cls": b"\xff"}, r"the label of '.*a' is b'\\xff'"),
         ({"a.png": b"x", "a.cls": "-1", "b.png": b"x", "b.cls": "1"}, "has the class '-1', which is not among the 2"),
         ({"a.png": b"x", "a.cls": "0"}, "only one class, '0'"),
+        ({"a.png": b"x", "a.cls": "20261123"}, "^data.label_key: .* label 20261123. Numbers below 1000000"),
     ],
 )
 def test_samples_that_cannot_be_used(tmp_path, members, message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -98,6 +100,8 @@ def test_wrong_options_are_one_line(distilled, embedded, refused, command, tmp_p
     assert said == "--repair: goes with --int8. Leave it out, or add --int8."
     said = refused("export", embedded, "--to", tmp_path / "student", "--int8", "--repair", "5")
     assert said.startswith("--repair: trains classifiers of kd-train on")
+    for wrong in (("--max-drop", "nan"), ("--tolerance", "nan"), ("--images", "-1")):
+        assert command("export", distilled, *wrong).code == 2
     answer = command("export", distilled, "--max-drop", "half")
     assert (answer.code, "'half' is not a number of points such as 0.5" in answer.err) == (2, True)
     assert list(tmp_path.iterdir()) == []
@@ -213,3 +217,21 @@ def test_a_fake_quantized_student_is_written_as_it_answers(distilled, tmp_path):
         expected = fake.eval()(torch.from_numpy(images)).logits / 0.5
     answers = runtimes.openvino_runner(Path(tmp_path / STATIC), 1)(images)
     assert np.abs(answers - expected.numpy()).max() < 0.1 * expected.std()
+
+
+@NNCF
+def test_nncf_reports_nothing():
+    """Whether it may is read when it is imported, which must not be earlier than kd says no."""
+    script = """
+import sys
+from kd.export.int8 import _nncf
+from kd.models.runtimes import installed
+assert installed("nncf")
+assert "nncf" not in sys.modules
+with _nncf():
+    from nncf.telemetry import wrapper
+print(isinstance(wrapper.telemetry, wrapper.NNCFTelemetryStub))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NNCF_")}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["True"], run.stderr

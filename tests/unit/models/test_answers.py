@@ -12,7 +12,7 @@ import kd
 from kd import config
 from kd.errors import KdError, ModelError
 from kd.jobs.check import check
-from kd.models.answers import read
+from kd.models.answers import read, read_vectors
 from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers
@@ -65,6 +65,7 @@ def test_the_ending_of_an_array_may_be_in_capitals(tmp_path):
         ("a.csv", TABLE.replace("pear", "fig"), "it has the class 'fig' twice"),
         ("a.csv", b"name,f\xefg,pear\n", "'utf-8' codec can't decode"),
         ("a.npz", "x", "cannot be read as answers"),
+        ("a.npz", "PK\3\4 cut short", "cannot be read as answers"),
         ("a.safetensors", "x", "cannot be read as answers"),
     ],
 )
@@ -151,3 +152,9 @@ def test_an_image_that_has_no_answer_is_named(settings, tmp_path):
         KdError, match=rf"no answer for 1 of 13 validation images, the first '{lines[-1].split(',')[0]}'"
     ):
         build(asked(settings, tmp_path / "a.csv", outputs="probabilities"))
+
+
+def test_vectors_and_names_are_as_many(tmp_path):
+    np.savez(tmp_path / "a.npz", vectors=np.eye(2, 4, dtype=np.float32), classes=["apple", "fig", "pear"])
+    with pytest.raises(ModelError, match=r"^teacher\.vectors: .* names 3 classes and holds 2 vectors"):
+        read_vectors(str(tmp_path / "a.npz"), "teacher.vectors")

@@ -326,3 +326,9 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
         pixels = found.normalize(image)
         expected = timms.eval().forward_head(timms.forward_features(pixels), pre_logits=True)
         torch.testing.assert_close(found.eval()(image).features["pooled"], expected)
+
+
+def test_a_config_json_in_the_working_folder_is_nobody_s(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    monkeypatch.chdir(tmp_path)
+    assert build(exact_head=True).num_classes == 3

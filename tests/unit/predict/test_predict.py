@@ -20,9 +20,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from kd.errors import DataError
+from kd.errors import DataError, RunError
 from kd.predict.images import find
-from kd.predict.run import Settings, predict
+from kd.predict.run import Settings, _identity, predict
 from kd.serve.answers import predictions
 from kd.serve.images import prepare
 from kd.serve.limits import Limits
@@ -490,3 +490,22 @@ def test_refusals(exported, pictures, refused, tmp_path):
     (tmp_path / "new.csv.part").write_text('{"model": "another"}\n')
     assert "version" in refused("predict", exported, pictures, "--to", tmp_path / "new.csv")
     assert "is not an export" in refused("predict", pictures, pictures, "--to", tmp_path / "other.csv")
+
+
+def test_a_job_does_not_go_on_with_other_thresholds(exported, pictures, tmp_path):
+    """The same weights, exported anew with thresholds that other images chose."""
+    folder = Path(shutil.copytree(exported, tmp_path / "export"))
+
+    def decide(threshold: float) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest.pop("checksum", None)
+        manifest["output"]["thresholds"] = {label: {"threshold": threshold} for label in describe(exported).labels}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    decide(0.5)
+    settings = Settings(export=folder, images=str(pictures), to=tmp_path / "labels.csv")
+    identity = _identity(settings, describe(folder), None, find(str(pictures), tmp_path), 1)
+    (tmp_path / "labels.csv.part").write_text(json.dumps(identity) + "\n")
+    decide(0.6)
+    with pytest.raises(RunError, match="other values of: thresholds"):
+        predict(settings)

@@ -51,6 +51,14 @@ def card(**changes) -> str:
     return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
 
 
+def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
+    begun = {"time": 1.0, "cpu": [], "memory_mib": 9.0, "gpu": [{"utilization": 50.0}, {"utilization": 70.0}]}
+    rows = [begun, begun | {"time": 2.0, "gpu": [{"utilization": 90.0}]}]
+    page = render([record(monitor={"host_0": rows})])
+    assert "GPU 0" in page
+    assert "GPU 1" not in page
+
+
 def test_console(capsys):
     console = Console("depth", scores=DEPTH)
     console.log("val", State(step=5), VAL[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from PIL import Image
 
-from kd.progress.sifting import describe, describe_images, extremes, sheet
+from kd.errors import DataError
+from kd.progress.sifting import describe, describe_images, extremes, report, sheet
 
 EPOCHS = [
     {"trained": 96.0, "candidates": 96.0, "effective": 96.0, "seconds": 10.0},
@@ -49,6 +50,28 @@ def test_classes_are_sorted_by_their_visits():
     assert "100.0 %" in rows[1]
     assert ": 1.jpg, 0.jpg" in text
     assert ": 2.jpg, 3.jpg" in text
+
+
+class Gone:
+    """Four images of a disk that is no longer there."""
+
+    classes = ("fig",)
+
+    def __len__(self) -> int:
+        return 4
+
+    def name(self, id: int) -> str:
+        return f"{id}.jpg"
+
+    def decode(self, id: int):
+        raise DataError("data", f"'{self.name(id)}' cannot be read")
+
+
+def test_images_that_cannot_be_read_any_more_leave_the_text(tmp_path):
+    state = {"visits": torch.ones(4), "mean": torch.zeros(4)}
+    text = report(EPOCHS, state, Gone(), lambda: torch.zeros(4, dtype=torch.int64), 8, tmp_path / "sheet.jpg")
+    assert "Left out most: 3.jpg" in text
+    assert not (tmp_path / "sheet.jpg").exists()
 
 
 def test_the_sheet_shows_one_group_above_the_other():

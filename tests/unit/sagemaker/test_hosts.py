@@ -12,7 +12,7 @@ import time
 import pytest
 
 from kd.errors import BackendError
-from kd.sagemaker.group import command, num_decoders
+from kd.sagemaker.group import Node, command, num_decoders
 from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
 
 GROUPS = [
@@ -107,3 +107,8 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
         os.kill(daemon, signal.SIGSTOP)
         assert end_marked(mark, "KD_TEST", grace=0.2) >= 1
         assert list(marked(mark, "KD_TEST")) == []
+
+
+def test_a_host_may_start_before_the_name_of_the_first_one_is_known():
+    node = Node(Hosts("algo-2", ("not-yet.invalid",), ("algo-2",)), "mark")
+    assert (node.head, node.folder) == (False, "")

@@ -332,6 +332,21 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
 
 
+def test_vectors_of_an_endpoint_are_an_answer(aws, exported):
+    endpoint_answers(aws, '{"predictions": [{"embedding": [0.6, 0.8]}]}')
+    hosting = requests.Hosting(name="far", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
+    assert "a vector of 2 numbers" in sending.deploy(requests.hosting_requests(hosting), exported, ())
+
+
+def test_an_endpoint_that_does_not_answer_is_named(aws, exported, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    more = {"image": IMAGE, "role": ROLE, "model": "s3://bucket/m.tar.gz", "instance": "ml.c5.large"}
+    hosting = requests.Hosting(name="mute", **more)
+    with pytest.raises(RunError, match="delete-endpoint --endpoint-name mute"):
+        sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
+
+
 @pytest.mark.parametrize(
     ("what", "more", "told"),
     [("deploy", (), "delete-endpoint --endpoint-name fruit"), ("transform", ("s3://bucket/in",), "stop-transform-job")],

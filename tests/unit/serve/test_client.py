@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from kd.errors import KdError
 from kd.serve import client
 
 
@@ -31,14 +33,45 @@ class Busy(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def busy() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+class Stranger(Busy):
+    """Another service, which answers whatever it is asked."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "15")
+        self.end_headers()
+        self.wfile.write(b'{"status":"ok"}')
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join(20)
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    with serving(Busy) as url:
+        yield url
+
+
+def test_another_service_is_one_line(tmp_path):
+    (tmp_path / "fig").mkdir()
+    (tmp_path / "fig/1.jpg").write_bytes(b"image")
+    with serving(Stranger) as url, pytest.raises(KdError, match="is not kd-serve"):
+        client.evaluate(url, tmp_path)
+
+
+def test_an_image_that_is_gone_is_one_line(tmp_path):
+    (tmp_path / "fig").mkdir()
+    (tmp_path / "fig/1.jpg").symlink_to("nowhere")
+    with pytest.raises(KdError, match=r"^--data: '.*1\.jpg' cannot be read"):
+        client.evaluate("http://127.0.0.1:9", tmp_path)
 
 
 def test_a_proxy_that_is_busy(busy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import signal
 import socket
 import threading
 import time
@@ -15,8 +16,11 @@ import h11
 import pytest
 import uvicorn
 
-from kd.serve.connection import FREE_CHUNKS, Connection, Parser, Shared
+from kd.serve import server
+from kd.serve.connection import FREE_CHUNKS, Connection, DrainingServer, Parser, Shared
 from kd.serve.limits import Limits
+from kd.serve.model import describe
+from kd.serve.service import Service
 
 SIZE = 30_000_000
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -126,3 +130,30 @@ def test_connections_take_turns_to_parse():
         return done
 
     assert asyncio.run(run()) == [0, "other", *range(1, 24)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the end
+
+
+class Early(DrainingServer):
+    """Gets a signal before uvicorn listens to signals."""
+
+    def run(self, sockets=None) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_before_uvicorn_listens_ends_the_server(exported):
+    early = Early(uvicorn.Config(large, log_config=None), Service(describe(exported), Limits(), 1, 1))
+    server._run(early, socket.create_server(("127.0.0.1", 0)))
+    assert early.should_exit
+
+
+def test_a_model_that_is_not_loaded_when_the_server_ends_is_no_error(exported):
+    service, errors = Service(describe(exported), Limits(), 1, 1), []
+    ending = DrainingServer(uvicorn.Config(large, log_config=None), service)
+    service.close()
+    server._load(service, ending, errors)
+    assert [type(error) for error in errors] == [RuntimeError]
+    errors.clear()
+    server._load(service, ending, errors)
+    assert (errors, ending.should_exit) == ([], True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from kd.errors import ModelError
 from kd.serve import client
@@ -181,6 +183,23 @@ def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     assert (kind, refused, answer["version"]) == ("application/json", 4, told.version)
 
 
+def test_sagemakers_handler_says_what_is_too_large():
+    from kd.sagemaker import handler
+
+    file = io.BytesIO()
+    Image.new("1", (6000, 5000)).save(file, "PNG")
+    with pytest.raises(ValueError, match="6000 x 5000 pixels are more than"):
+        handler.input_fn(file.getvalue(), "image/png")
+
+
+def test_a_network_that_timm_does_not_know_is_no_archive_for_sagemakers_pytorch(copy):
+    from kd.sagemaker.archives import sagemaker_archives
+
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architecture": {"function": "mine:small"}}))
+    assert [path.parent.name for path in sagemaker_archives(copy)] == ["container"]
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors"])
 def test_sagemakers_handler_refuses_a_changed_file(copy, name):
     from kd.sagemaker import handler
@@ -197,7 +216,9 @@ def test_sagemakers_handler_refuses_a_changed_file(copy, name):
         handler.model_fn(str(copy))
 
 
-@pytest.mark.parametrize("url", ["", "ftp://localhost", "//", "http://"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://localhost", "//", "http://", "localhost:http", "http://a:99999", "http://[::1"]
+)
 def test_addresses_that_are_none(url):
     from kd.errors import KdError
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kd.errors import ConfigError
 from kd.sifters import history, none, random
 from kd.types import SiftContext
 
@@ -166,8 +165,3 @@ def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
         assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids)
-
-
-def test_keep_below_the_floor_is_refused():
-    with pytest.raises(ConfigError, match=r"^sifter.keep: is 0.1, .*floor"):
-        history.build(history.Options(keep=0.1), sift_context())

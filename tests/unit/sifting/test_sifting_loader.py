@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
 
 from kd.sifting import (
     ListBatch,
@@ -399,9 +399,17 @@ def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
 
 
-def test_a_loader_with_a_generator_of_its_own_resumes_in_its_order():
+@pytest.mark.parametrize("holder", ["loader", "sampler", "batch sampler"])
+def test_a_generator_of_its_own_resumes_in_its_order(holder):
     def shuffled():
-        return sifting(DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)))
+        own, items = torch.Generator().manual_seed(5), data()
+        sampler = RandomSampler(items, generator=own)
+        ways = {
+            "loader": {"batch_size": 8, "shuffle": True, "generator": own},
+            "sampler": {"batch_size": 8, "sampler": sampler},
+            "batch sampler": {"batch_sampler": BatchSampler(sampler, 8, drop_last=False)},
+        }
+        return sifting(DataLoader(items, **ways[holder]))
 
     loader = shuffled()
     ids_of(loader)
