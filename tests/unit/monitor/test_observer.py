@@ -66,7 +66,6 @@ def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     assert tables[0] > 100.0 > tables[1] + tables[2]
     billable = json.loads((folders[1] / "manifest.json").read_text())["billable_seconds"]
     assert 100.0 < sum(tables) <= billable <= seconds
-    assert billable - sum(tables) < 0.5 * (billable - 100.0)  # a report is written after the last table
 
 
 def test_the_end_of_a_long_file_is_read(tmp_path):
