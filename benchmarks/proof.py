@@ -147,9 +147,10 @@ def digest(teacher: Path) -> str:
 
 def filled(options: argparse.Namespace, seed: int) -> Row:
     """Fill the cache that the arms of a seed share, unless it is full; return the minutes that it took."""
-    file = options.work / f"cache-{seed}.json"
+    name = f"cache-{seed}-{CACHE[0].rpartition('=')[2]}"
+    file = options.work / f"{name}.json"
     if not file.is_file():
-        minutes = call(options, "cache", settings(options), f"cache-{seed}", [f"run.seed={seed}", *CACHE])
+        minutes = call(options, "cache", settings(options), name, [f"run.seed={seed}", *CACHE])
         file.write_text(json.dumps(minutes))
     return json.loads(file.read_text())
 
