@@ -1,11 +1,12 @@
-"""Do fewer tokens pay? A ViT student that sees all patches, three quarters or half of them, for the same CPU time.
+"""Do fewer tokens pay? A ViT student that sees fewer patches of its training images, for the same CPU time.
 
     python benchmarks/tokens.py data.root=PATH/cifar10 [teacher.checkpoint=FILE] [--work runs/tokens] [--seeds 0 1 2]
 
-timm's patch dropout (arXiv:2208.07220) leaves out random patches of a training image; evaluation sees all. The teacher
-of configs/cifar10.yaml looks at 32 px, the student has 64 patches of 8 x 8 of 64 px. All arms of a seed take the same
-stored answers to 4 views. A few steps of each arm are timed in turns, and the shorter a step, the more of them follow:
-the time of `--epochs` passes with all patches. One thread. A row that is in WORK/tokens.jsonl is not made again.
+timm's patch dropout (arXiv:2208.07220) leaves out random patches, a quarter or half of them; the last arm sees images
+of 48 px for the first 60 % of its steps. Evaluation sees all patches of 64 px. The teacher of configs/cifar10.yaml
+looks at 32 px, the student has 64 patches of 8 x 8. All arms of a seed take the same stored answers to 4 views. A few
+steps of each arm are timed in turns, and the shorter a step, the more of them follow: the time of `--epochs` passes
+with all patches. One thread. A row that is in WORK/tokens.jsonl is not made again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 from frontier import KEYS, STUDENTS, shown
+from torch import Tensor, nn
 
 import kd
 from _record import write
@@ -26,16 +30,55 @@ from kd.config.flat import plain
 from kd.intervals import wilson
 from kd.jobs.cache import cache
 
-SHARES = (0.0, 0.25, 0.5)  # of the patches that are left out
+ARMS: dict[str, dict[str, Any]] = {
+    "all patches": {},
+    "25 % left out": {"patch_drop_rate": 0.25},
+    "50 % left out": {"patch_drop_rate": 0.5},
+    "48 px first": {"small": 48},
+}
+FIRST = 0.6  # of the steps at the smaller size
 SIZES = {"steps": 40, "rounds": 3}  # of the timing
 NOT_HERE = ("run.name", "run.epochs")
 IMAGES = 45_000  # of a pass
+VIT = STUDENTS["vit_8"]
 
 
-def train(options: argparse.Namespace, share: float, seed: int, steps: int, name: str) -> dict[str, Any]:
+class Smaller(nn.Module):
+    """Shrinks the images of the first `steps` training passes of the network that it is a hook of."""
+
+    def __init__(self, size: int, steps: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("left", torch.tensor(steps))
+
+    def forward(self, network: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        """Return the arguments of the network, images [B, 3, H, W]."""
+        if not network.training or not self.left:
+            return args
+        self.left -= 1
+        return (nn.functional.interpolate(args[0], self.size, mode="bilinear", antialias=True),)
+
+
+def growing(small: int, steps: int, classes: int = 10) -> nn.Module:
+    """Return the student, which sees images of `small` pixels a side for its first `steps` training passes."""
+    network = timm.create_model(VIT["model"], **VIT["args"], img_size=64, dynamic_img_size=True, num_classes=classes)
+    network.smaller = Smaller(small, steps)
+    network.register_forward_pre_hook(network.smaller)
+    return network
+
+
+def student(arm: str, steps: int) -> dict[str, Any]:
+    """Return a student's section for a run that shows it small images for `steps` steps."""
+    own = ARMS[arm]
+    if "small" in own:
+        half = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": 64}
+        return {"kind": "torch", "model": "tokens:growing", "args": {**own, "steps": steps}, **half}
+    return {**VIT, "args": {**VIT["args"], **own}}
+
+
+def train(options: argparse.Namespace, arm: str, seed: int, steps: int, name: str, first: int) -> dict[str, Any]:
     """Train a student on stored answers; return its test accuracy and what it took."""
-    vit = STUDENTS["vit_8"]
-    settings = {**plain("cifar10"), "student": {**vit, "args": {**vit["args"], "patch_drop_rate": share}}}
+    settings = {**plain("cifar10"), "student": student(arm, first)}
     keys = [key for key in KEYS if not key.startswith(NOT_HERE)]
     own = ["teacher.cache.views=4", "run.every.log=1"]
     run = [f"run.folder={options.work}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}"]
@@ -49,8 +92,7 @@ def train(options: argparse.Namespace, share: float, seed: int, steps: int, name
     scored = json.loads((folder / "scored.json").read_text())
     accuracy = scored["row"]["accuracy"]
     percents = [round(100 * value, 2) for value in (accuracy, *wilson(accuracy, scored["images"]))]
-    row = {"left_out": share, "seed": seed, "steps": steps}
-    row |= dict(zip(("accuracy", "low", "high"), percents, strict=True))
+    row = {"arm": arm, "seed": seed, "steps": steps, **dict(zip(("accuracy", "low", "high"), percents, strict=True))}
     return {**row, "ms_a_step": round(statistics.median(times[len(times) // 4 :]), 2), "cpu_minutes": round(minutes, 2)}
 
 
@@ -65,22 +107,25 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     timed, file = options.work / "timed.json", options.work / "tokens.jsonl"
     if not timed.is_file():
-        found: dict[str, list[float]] = {str(share): [] for share in SHARES}
+        found: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for turn in range(SIZES["rounds"]):
-            for share in SHARES:
-                row = train(options, share, options.seeds[0], SIZES["steps"], f"timed-{share}-{turn}")
-                found[str(share)].append(row["ms_a_step"])
-        timed.write_text(json.dumps({share: statistics.median(ms) for share, ms in found.items()}))
+            for arm, times in found.items():
+                name = f"timed-{list(ARMS).index(arm)}-{turn}"
+                times.append(train(options, arm, options.seeds[0], SIZES["steps"], name, SIZES["steps"])["ms_a_step"])
+        timed.write_text(json.dumps({arm: statistics.median(times) for arm, times in found.items()}))
     ms = json.loads(timed.read_text())
+    print(ms, flush=True)
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    done = {(row["left_out"], row["seed"]) for row in rows}
+    done = {(row["arm"], row["seed"]) for row in rows}
     whole = options.epochs * IMAGES // 64
     for seed in options.seeds:
-        for share in SHARES:
-            if (share, seed) in done:
+        for arm, own in ARMS.items():
+            if (arm, seed) in done:
                 continue
-            steps = round(whole * ms["0.0"] / ms[str(share)])
-            rows.append(train(options, share, seed, steps, f"tokens-{share}-{seed}"))
+            share = FIRST if "small" in own else 1.0  # of the steps that are shorter
+            steps = round(whole / (share * ms[arm] / ms["all patches"] + 1 - share))
+            name = f"tokens-{list(ARMS).index(arm)}-{seed}"
+            rows.append(train(options, arm, seed, steps, name, round(FIRST * steps)))
             with file.open("a") as opened:
                 opened.write(json.dumps(rows[-1]) + "\n")
             print(rows[-1], flush=True)
