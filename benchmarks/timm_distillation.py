@@ -5,7 +5,8 @@ Run: python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER [--round
 `--timm`: a checkout of pytorch-image-models (its train.py; `--kd-model-name` is not in the package). `--data`: a folder
 with train/<class>/*.jpg. Whole training loops in processes of their own, decoding included; the first steps are left
 out. Teachers have random weights: their arithmetic is what is timed. On the GPU where there is one. Precision: bf16
-where the device has units for it, else float32, the same for both.
+where the device has units for it, else float32, the same for both. `gflops_fp32`, `gflops_bf16`: the machine's own rate
+of matrix products before each round, by which two machines can be compared.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import yaml
+from mfu import matrix_rate
 
 from _record import write
 
@@ -181,10 +183,18 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="kd_timm_"))
     data, num_classes = subset(Path(given.data), work, given.batch * given.steps + 64, 28)
     rows: list[dict[str, Any]] = []
+    own: dict[str, float] = {}
 
     def note(round_: int, teacher: str, which: str, speeds: list[float]) -> None:
         rows.extend(
-            {"round": round_, "teacher": teacher, "which": which, "window": i, "images_per_second": round(speed, 3)}
+            {
+                "round": round_,
+                "teacher": teacher,
+                "which": which,
+                "window": i,
+                "images_per_second": round(speed, 3),
+                **own,
+            }
             for i, speed in enumerate(speeds)
         )
         print(round_, teacher, which, f"{statistics.median(speeds):.2f} images/s", flush=True)
@@ -197,12 +207,13 @@ def main() -> None:
         file.write_text(yaml.safe_dump(settings[name]))
         subprocess.run([sys.executable, "-m", "kd.cli", "cache", str(file), "run.name=fill", *cached], check=True)
     for turn in range(given.rounds):
+        own = rates()
         for name in teachers:
             note(turn, name, "timm", run_timm(given, teachers[name], num_classes, data, work))
             note(turn, name, "kd live", run_kd(given, settings[name], f"live-{name}-{turn}", work))
             for kind in runtimes():
-                own = f"{kind.split()[-1]}-{name}-{turn}"
-                note(turn, name, kind, run_kd(given, settings[name], own, work, *RUNTIMES[kind]))
+                run = f"{kind.split()[-1]}-{name}-{turn}"
+                note(turn, name, kind, run_kd(given, settings[name], run, work, *RUNTIMES[kind]))
             note(turn, name, "kd cached", run_kd(given, settings[name], f"cached-{name}-{turn}", work, *cached))
         alone = {**settings[given.teachers[0]], "losses": [{"kind": "ce"}], "teacher": {}}
         note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
@@ -211,6 +222,14 @@ def main() -> None:
     argv.append(f"--steps {given.steps} --batch {given.batch}")
     argv += [f"--teachers {given.teachers}"] if given.teachers != "SB" else []
     write("timm_distillation", " ".join(argv), rows)
+
+
+def rates() -> dict[str, float]:
+    """Return the device's rates of matrix products, GFLOP/s."""
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return {
+        f"gflops_{name}": round(matrix_rate(torch.device(device()), dtype) / 1e9, 1) for name, dtype in types.items()
+    }
 
 
 def runtimes() -> list[str]:
