@@ -192,9 +192,8 @@ class Reference:
         lines = list(found.lines)
         if self.calibrated and tally.images:
             usual = self.tally.confidence / self.tally.images
-            lines.insert(
-                0, f"expected accuracy {found.confidence:.1%} by the mean confidence, {usual:.1%} on validation"
-            )
+            text = f"expected accuracy {found.confidence:.1%} by the mean confidence, {usual:.1%} on validation"
+            lines.insert(0, text)
         return tuple(lines)
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:

@@ -87,7 +87,8 @@ def distill(
     Args:
         teacher: maps images [B, ...] to logits; a frozen copy of it is used. Several: their probabilities are averaged.
         student: maps the same images to logits; trained in place.
-        train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes.
+        train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
+            but for a last batch that is not full.
         val: the same, for evaluation; a DataLoader must not shuffle.
         losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
         sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.

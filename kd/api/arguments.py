@@ -103,6 +103,7 @@ class Arguments:
         losses: Any = self.losses
         if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
             losses = "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
+        terms = losses if isinstance(losses, Sequence) and not isinstance(losses, str) else [losses]
         sets, sifter = self.labels == "sets", self.sifter
         shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
         data = {"kind": MAP_DATASET, "images": shape, "label": "set" if sets else "class", "batch_size": batch_size}
@@ -115,10 +116,10 @@ class Arguments:
                 "data": {**data, "labels": "all" if sets else self.labels},
                 "teacher": {"kind": "torch", "model": teachers},
                 "student": {"kind": "torch", "model": type(self.student).__qualname__},
-                "losses": [_section(one) for one in ([losses] if isinstance(losses, (str, Mapping)) else losses)],
-                "sifter": _section(sifter) if isinstance(sifter, (str, Mapping)) else {},
-                "optimizer": dict(sections["optimizer"]),
-                "backend": dict(sections["backend"]),
+                "losses": [_section(one) for one in terms],
+                "sifter": {} if hasattr(sifter, "plan") else _section(sifter),
+                "optimizer": _section(sections["optimizer"]),
+                "backend": _section(sections["backend"]),
             }
         )
         return resolve(settings)
@@ -137,7 +138,7 @@ class Arguments:
         """Return the loader of a split, and how many images it brings.
 
         Raises:
-            ConfigError: a DataLoader on several ranks, or with fewer images than a batch.
+            ConfigError: a DataLoader on several ranks.
         """
         items = getattr(self, where)
         if not isinstance(items, DataLoader):
@@ -146,10 +147,7 @@ class Arguments:
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        num_images = len(items.dataset) // batch_size * batch_size  # type: ignore[arg-type]
-        if not num_images:
-            wrong = f"has {len(items.dataset)} images, and a batch {batch_size}"  # type: ignore[arg-type]
-            raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")
+        num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
     def image(self) -> Tensor:
@@ -167,6 +165,12 @@ def batch_of(items: Any, otherwise: int) -> int:
     return own if own and isinstance(items, DataLoader) else otherwise
 
 
+def drawn(items: Any) -> int:
+    """Return how many images a DataLoader draws in an epoch; its sampler decides."""
+    sampler = getattr(items.batch_sampler, "sampler", items.sampler)
+    return len(sampler if hasattr(sampler, "__len__") else items.dataset)
+
+
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     """Return the class of every training item; `targets`, where a dataset has them, spare reading the images."""
     labels = Labels("train", kind, num_classes)
@@ -174,7 +178,7 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
         batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
         return torch.cat([labels.check(labels.split(batch, subject)[1], subject) for subject, batch in batches])
     targets = getattr(items, "targets", None)
-    if targets is not None:
+    if targets is not None and getattr(items, "target_transform", None) is None:
         return labels.check(targets, "targets")
     dataset = MapDataset(items, 0, "train", kind, num_classes)
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
@@ -241,3 +245,6 @@ def _require_items(where: str, items: Any) -> None:
         raise DataError(where, "is empty", allowed, "Check where its items come from")
     if isinstance(items, DataLoader) and not batch_of(items, 0):
         raise DataError(where, "is a DataLoader whose batches have no fixed size", allowed, "Pass batch_size to it")
+    if isinstance(items, DataLoader) and drawn(items) < batch_of(items, 0):
+        wrong = f"has {drawn(items)} images, and a batch {batch_of(items, 0)}"
+        raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")

@@ -114,9 +114,8 @@ class Distilled:
         """Return the scores as a table, for notebooks."""
         scores = self.origin.recipe.student.task.scores
         rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
-        return (
-            html_table(rows) if scores.own[0].key in self.metrics else ""
-        ) + f"<p>{scores.against_teacher(self.metrics)}</p>"
+        shown = html_table(rows) if scores.own[0].key in self.metrics else ""
+        return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"
 
 
 @dataclass(frozen=True, slots=True)

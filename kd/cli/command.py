@@ -113,7 +113,7 @@ def explained(prefix: str = "") -> str:
     """Return what the keys below a dotted prefix mean: two lines or more for each."""
     from kd import config  # kd-serve and the like do without the configuration and what it imports
 
-    rows = config.explain(re.sub(r"\.[0-9]+(?=\.|$)", "[]", prefix))
+    rows = config.explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
     if not rows:
         near = did_you_mean(prefix, [row[0] for row in config.explain()]) or "See `kd-train --help-keys`"
         raise ConfigError(prefix, "no such key", "", near)

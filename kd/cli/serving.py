@@ -68,9 +68,7 @@ def _export_parser() -> Parser:
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    text = (
-        "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, some layers left out)"
-    )
+    text = "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, fewer layers)"
     add("--int8", action="store_true", help=text)
     text = "of --int8: where none holds, train the quantized student on for so many steps"
     add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)

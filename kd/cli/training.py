@@ -17,10 +17,8 @@ def train(argv: Sequence[str] | None = None) -> int:
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
         "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
-    text = (
-        "check everything, look for damaged and repeated images (=all: among all, not for five seconds only), time a "
-    )
-    text += "few steps, say what the run takes and costs; train nothing"
+    text = "check everything, look for damaged and repeated images (=all: among all, not for five seconds only), "
+    text += "time a few steps, say what the run takes and costs; train nothing"
     parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
     text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
     parser.add_argument("--compile-only", action="store_true", help=text)

@@ -130,34 +130,26 @@ def _losses(
             remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
             yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
         if wanted.unmixed and augment.mixes:
-            yield ConfigError(
-                f"losses[{i}].kind",
-                f"'{term.kind}' needs one label an image, but mixup or cutmix is on",
-                "Losses that mix: ce, kl, dist, wttm, and those on features",
-                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss",
-            )
+            wrong = f"'{term.kind}' needs one label an image, but mixup or cutmix is on"
+            allowed = "Losses that mix: ce, kl, dist, wttm, and those on features"
+            remedy = "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
+            yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
 
 def _task(losses: Sequence[LossSection], needed: Sequence[Needs], task: Task, label: str) -> Iterator[KdError]:
     """Yield where labels and losses do not fit the task; `label` is "class", "set", or "" where images have none."""
-    have = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}[
-        label
-    ]
+    texts = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}
+    have = texts[label]
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
         if wanted.logits and wanted.logits != task.logits:
             wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
-            allowed = (
-                f"Losses on logits by a {task.logits}: {_losses_by(task.logits)}"
-                if task.logits
-                else "Losses on features"
-            )
-            yield ConfigError(f"losses[{i}].kind", wrong, allowed, "Take one of these")
+            allowed = f"logits by a {task.logits}: {_losses_by(task.logits)}" if task.logits else "features"
+            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on {allowed}", "Take one of these")
     if label not in ("", task.label):
         scored = {"class": "one label", "set": "a set of labels"}[task.label]
         wrong = f"{have}, but the task {task.name} is scored by {scored}"
-        yield ConfigError(
-            "data.labels", wrong, "none: the student is compared with its teacher", "Set data.labels=none"
-        )
+        allowed = "none: the student is compared with its teacher"
+        yield ConfigError("data.labels", wrong, allowed, "Set data.labels=none")
     if task.logits and not any(wanted.logits for wanted in needed):
         wrong = f"is {task.name}, but no loss reads logits"
         yield ConfigError("task.kind", wrong, "auto, or a loss on logits", "Leave task.kind out, or add a loss")

@@ -18,6 +18,7 @@ from kd.seeds import evenly_spaced, seed_from
 from kd.types import Batch, DatasetFacts, Plan, Sample
 
 PROBES = 16  # items of a dataset that are loaded to recognize it
+TRIES = 3  # of a DataLoader to bring the batch where a run stands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,12 +161,17 @@ class BatchLoader:
         """Wrap a DataLoader; the other arguments are the fields of `Labels`."""
         self.batches, self.batch_size, self.labels = batches, batch_size, Labels(where, labels, num_classes)
         self.unreadable: set[int] = set()
+        self._empty = 0  # epochs in a row without a batch
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+        self._empty += 1
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:
                 none = self.labels.kind == "none"
                 known = torch.full((len(image),), -1) if none else self.labels.check(label, f"batch {number}")
-                first = number * self.batch_size
+                first, self._empty = number * self.batch_size, 0
                 yield Batch.of(image, known, torch.arange(first, first + self.batch_size))
+        if self._empty == TRIES:  # else the epoch would begin again and again
+            wrong = f"its DataLoader ends before the {start + 1}. whole batch of {len(plan.ids) // self.batch_size}"
+            raise DataError(self.labels.where, wrong, "Whole batches", "Give its sampler a length, or pass the dataset")

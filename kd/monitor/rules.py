@@ -167,13 +167,16 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
 # --------------------------------------------------------------------------------------------------------- the GPU
 
 
-def _gpu(sample: Row, name: str) -> float:
-    return statistics.mean([gpu[name] for gpu in sample["gpu"] if name in gpu] or [math.nan])
+def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
+    """Return the mean of the highest values, one for each rank: the run may use some GPUs of the machine, or none."""
+    values = sorted((gpu[name] for gpu in sample["gpu"] if name in gpu), reverse=True)
+    used = values[: evidence.facts.local_ranks] if evidence.facts.device == "cuda" else []
+    return statistics.mean(used or [math.nan])
 
 
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     """The GPU is idle: the data come late, or the host hands over too little work at a time."""
-    load = evidence.mean(lambda sample: _gpu(sample, "utilization"))
+    load = evidence.mean(lambda sample: _gpu(evidence, sample, "utilization"))
     if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
         return None
     wait, facts = data_wait(evidence), evidence.facts
@@ -190,8 +193,8 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     """Memory grows from quarter to quarter of the run: the GPU's, and on a CPU the process's."""
     samples, facts = evidence.during(), evidence.facts
-    on_gpu = any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
-    values = [_gpu(sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
+    on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
+    values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
     if len(values) < 4 * MIN_SAMPLES:
         return None
     size = len(values) / 4
@@ -200,9 +203,8 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
         return None
     whose = "the GPU's memory" if on_gpu else "the training process"
-    text = (
-        f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps, in every quarter"
-    )
+    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps, "
+    text += "in every quarter"
     threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
     if facts.store == "ram":
         advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
@@ -231,7 +233,7 @@ def batch_size(evidence: Evidence) -> Finding | None:
     late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
     computing = sum(step.values()) - step.get("data", 0.0) - late
     fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other")) - late
-    memory = evidence.mean(lambda sample: _gpu(sample, "memory_mib") / _gpu(sample, "memory_total_mib"))
+    memory = evidence.mean(lambda one: _gpu(evidence, one, "memory_mib") / _gpu(evidence, one, "memory_total_mib"))
     if fixed < FIXED_SHARE * computing or (memory is not None and memory >= HALF_MEMORY):
         return None
     share = fixed / computing

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,12 @@ class Monitor:
 
     def _run(self) -> None:
         """Sample until the end. After an error the monitor warns and stops; training goes on."""
-        sampler = Sampler()
         try:
-            while not self._over.wait(self.interval):
-                append_rows(self.path, sampler.sample())
+            with closing(Sampler()) as sampler:
+                while not self._over.wait(self.interval):
+                    append_rows(self.path, sampler.sample())
         except Exception as error:
             log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
-        finally:
-            sampler.close()
 
 
 class Sampler:

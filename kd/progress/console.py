@@ -45,7 +45,7 @@ class Console:
             self._page = Page(self.title)
         elif not self.quiet and self._console.is_terminal:
             columns = [
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=16),
                 TextColumn("{task.percentage:3.0f} %"),
                 TextColumn("{task.fields[text]}"),

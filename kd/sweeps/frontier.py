@@ -120,9 +120,8 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
         series.append(Series("", "--teacher", [min(ends), max(ends)], [teacher["score"]] * 2, dashed=True))
         series += [Series("", "--teacher", ends[:1], [teacher["score"]], label=TEACHER)] if "ms" in teacher else []
     what = [", ".join(named(row["values"]).values()) for row in order]
-    names = [
-        f"{r['number']}  {w}: {r['ms']:.3g} ms, {column.text(r['score'])}" for r, w in zip(order, what, strict=True)
-    ]
+    both = zip(order, what, strict=True)
+    names = [f"{row['number']}  {one}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row, one in both]
     names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
     texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
     made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)

@@ -59,6 +59,8 @@ class Processes:
             stopped = name in self._asked and code in (Interrupted.exit_code, -15)
             if code < 0 and not stopped:  # what it wrote last is no error
                 found[name] = f"was ended by signal {-code}"
+            elif code == 1:
+                found[name] = f"ended with a traceback, which '{output}' has"
             else:
                 found[name] = "" if code == 0 or stopped else _last_line(output) or f"ended with exit code {code}"
         return found

@@ -181,10 +181,8 @@ def flattery(rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], co
     best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
     difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
     points = f"{100 * difference:+.1f} points" if column.unit == "%" else f"{difference:+.4f} {column.unit}".rstrip()
-    text = (
-        f"The best of {count} trials has {column.with_title(best)} on validation images. Trained again with "
-        f"{len(fresh)} other seeds it has {' and '.join(column.text(score) for score in again)}: the best of {count} "
-        f"flatters by {points}."
-    )
+    text = f"The best of {count} trials has {column.with_title(best)} on validation images. Trained again with "
+    text += f"{len(fresh)} other seeds it has {' and '.join(column.text(score) for score in again)}: "
+    text += f"the best of {count} flatters by {points}."
     tested = [_shown(row["test"], column) for row in fresh if "test" in row]
     return text + (f" On test images, scored for these alone: {' and '.join(tested)}." if tested else "")

@@ -16,7 +16,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import SubsetRandomSampler as Part
 
 import kd
 from kd.api.arguments import known_labels
@@ -134,6 +135,27 @@ def test_distill_takes_a_dataloader_as_it_comes():
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+class Uncounted(Sampler):
+    """A sampler of five images that does not say how many it draws."""
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_the_sampler_of_a_dataloader_says_how_long_an_epoch_is():
+    """It may draw a part of the dataset, or more than all of it; the run must end and see as many images."""
+    items = data(70, 3)
+    for sampler in (Part(range(40)), RandomSampler(items, replacement=True, num_samples=160)):
+        steps = len(sampler) // 16
+        batches = BatchSampler(sampler, 16, True)
+        for one in (DataLoader(items, 16, sampler=sampler), DataLoader(items, batch_sampler=batches)):
+            assert distill(network(16, 1), network(4, 2), one, epochs=3).state.step == 3 * steps
+    with pytest.raises(KdError, match=r"^train: its DataLoader ends before the 3. whole batch of 35"):
+        distill(network(16, 1), network(4, 2), DataLoader(items, 2, sampler=Uncounted()))
+    with pytest.raises(KdError, match=r"^train: has 70 images, and a batch 100"):
+        distill(network(16, 1), network(4, 2), DataLoader(items, 100))
+
+
 class Noisy(Dataset):
     """A dataset whose transform draws from torch's global generator."""
 
@@ -186,6 +208,11 @@ def test_ema_hands_back_the_average():
         ({"batch_size": 71}, r"^batch_size: is 71, but the training split has 70 images.*Set batch_size=70"),
         ({"losses": [{"kind": "cosine"}]}, r"feature"),
         ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
+        ({"losses": None}, r"^losses\[0\]: is None. A section"),
+        ({"losses": 3}, r"^losses\[0\]: is 3. A section"),
+        ({"sifter": None}, r"^sifter: is None. A section"),
+        ({"optimizer": "sdg"}, r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd"),
+        ({"backend": "gpu"}, r"^backend: no part named 'gpu'"),
     ],
 )
 def test_a_mistake_is_one_line(changes: dict, message: str):
@@ -300,6 +327,9 @@ def test_class_weights_count_the_labels_that_are_there(how):
     losses = [{"kind": "ce", "class_weights": "balanced"}]
     plain, weighted = (distill(network(16, 1), network(4, 2), items, losses=each) for each in ("ce", losses))
     assert plain.rows[0]["ce"] != weighted.rows[0]["ce"]
+    train.target_transform, train.targets = lambda label: label, 2 - train.tensors[1]  # torchvision's: before it
+    assert torch.equal(known_labels(train, "all", 3), train.tensors[1])
+    train.targets = None
     with pytest.raises(ConfigError, match=r"^losses\[\]\['class_weights'\]: has 'class_7', which is no class"):
         distill(network(16, 1), network(4, 2), items, losses=[{"kind": "ce", "class_weights": {"class_7": 2}}])
     train.tensors[1][3] = 7

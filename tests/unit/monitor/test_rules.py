@@ -151,6 +151,15 @@ def test_an_idle_gpu(workers, data, key):
     assert "LowGPUUtilization" not in ask(row, samples=busy, device="cuda", workers=workers, cores=8)
 
 
+def test_gpus_that_the_run_does_not_use_say_nothing():
+    used, idle = ({"utilization": x, "memory_mib": 700 * x, "memory_total_mib": 80_000.0} for x in (99.0, 0.0))
+    samples = [sample(i, gpu=[idle, used, idle, idle]) for i in range(9)]
+    row = steady(ms={"forward": 10.0, "backward": 10.0, "optimizer": 10.0})
+    assert ask(row, samples=samples, device="cuda") == {}  # its memory is full, too
+    assert set(ask(row, samples=samples, device="cuda", local_ranks=2)) == {"LowGPUUtilization", "BatchSize"}
+    assert ask(samples=samples, device="cpu") == {}
+
+
 def test_the_memory_of_a_gpu_counts_where_there_is_one():
     def samples(grow: float) -> list[dict]:
         gpu = {"utilization": 99.0, "memory_total_mib": 80_000.0}

@@ -57,6 +57,15 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
     assert re.search("food .* 25 % step 13000, loss 1.500, 123 images/s -:--:--", shown)
 
 
+def test_a_name_with_brackets_is_shown_as_it_is():
+    text = io.StringIO()
+    console = Console("kl[fast] [/b]")
+    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
+    with console:
+        console.step(State(step=1), 0.5)
+    assert "kl[fast] [/b]" in text.getvalue()
+
+
 def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal

@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -254,3 +256,13 @@ def test_a_process_that_somebody_else_stops_interrupts_the_sweep(tmp_path):
 def test_an_override_without_a_value_is_refused_as_elsewhere(settings):
     with pytest.raises(ConfigError, match="not an override"):
         Space.read(settings, ["optimizer", "run.seed=0,1"]).load({})
+
+
+def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_path):
+    output = tmp_path / "one.log"
+    words = "import sys; print('this is a bug in kd; please report it with the lines above'); sys.exit(1)"
+    with Processes() as processes, output.open("wb") as file:
+        processes.running["one"] = subprocess.Popen([sys.executable, "-c", words], stdout=file), output
+        while not (ended := processes.ended()):
+            time.sleep(0.01)
+    assert str(failure(ended["one"])) == f"kd-sweep: ended with a traceback, which '{output}' has."
